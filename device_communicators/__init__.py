@@ -1,0 +1,25 @@
+"""How bytes move: communicators, the route that picks among them, the errors and settings of the library.
+
+Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
+"""
+
+from device_communicators.base import REDUCE_OPS, Communicator, GroupContext, Request, Work
+from device_communicators.catalog import CATALOG, Row, build_route
+from device_communicators.routing import Handle, Route, Traffic, find_route, register_route, unique_name
+
+__all__ = [
+    "CATALOG",
+    "REDUCE_OPS",
+    "Communicator",
+    "GroupContext",
+    "Handle",
+    "Request",
+    "Route",
+    "Row",
+    "Traffic",
+    "Work",
+    "build_route",
+    "find_route",
+    "register_route",
+    "unique_name",
+]

@@ -1,0 +1,263 @@
+"""What a communicator is: one way to move the bytes of one group.
+
+A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
+and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
+do better (a gather along any dim without a second pass, say). Routing, counting and error translation are not its
+business: `routing.Route` does them for all.
+
+Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Work(Protocol):
+    """A transfer in progress, as c10d's `Work`."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Request(NamedTuple):
+    """The facts by which a communicator is chosen. All of them are equal on every rank of the group."""
+
+    operation: str
+    dtype: torch.dtype | None
+    device_type: str
+    numel: int
+    reduce_op: str | None = None
+
+    def __str__(self) -> str:
+        op = f"({self.reduce_op})" if self.reduce_op else ""
+        what = f" of {self.numel} × {self.dtype} on {self.device_type}" if self.dtype else ""
+        return f"{self.operation}{op}{what}"
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What a communicator may know of its group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """This process' position in `ranks`."""
+    device: torch.device
+    timeout_s: float
+    device_group: Any = None
+    """torch ProcessGroup for tensors of `device`; None in a simulated group."""
+    cpu_group: Any = None
+    """torch ProcessGroup (gloo) for CPU tensors and messages; the same object where `device` is the CPU."""
+    simulated: bool = False
+    """True where all ranks but this one are imagined."""
+    custom_all_reduce: bool = True
+    """Whether communicators with kernels of our own may be used."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
+    if len(ranks) <= 16:
+        return f"[{', '.join(map(str, ranks))}]"
+    return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
+
+
+class Communicator(ABC):
+    """One way to move the bytes of one group; see the module's text for what to implement."""
+
+    name: ClassVar[str]
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def refusal(self, request: Request) -> str | None:
+        """Why this communicator doesn't carry `request`, or None if it does.
+
+        Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
+        """
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Entered around the capture of a CUDA graph."""
+        yield
+
+    def close(self) -> None:
+        """Frees what the communicator made itself; process groups belong to `parallel_state.groups`."""
+
+    # Public operations. Each is called by every rank of the group, but send and recv.
+
+    def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.flat_all_reduce_(out, reduce_op)
+        return out
+
+    def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        with _contiguous(x) as flat:
+            self.flat_all_reduce_(flat, reduce_op)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
+        out = x.new_empty((self.context.size, *x.shape))
+        self.flat_all_gather(out, x.contiguous())
+        return _merge_blocks(out, dim, x.dim())
+
+    def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        rows = x.movedim(dim, 0).contiguous()
+        out = x.new_empty((sum(sizes), *rows.shape[1:]))
+        self.flat_all_gatherv(list(out.split(list(sizes))), rows)
+        return out.movedim(0, dim).contiguous()
+
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
+        """`[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
+        rows = x.movedim(dim, 0).contiguous()
+        out = x.new_empty((rows.shape[0] // self.context.size, *rows.shape[1:]))
+        self.flat_reduce_scatter(out, rows, reduce_op)
+        return out.movedim(0, dim).contiguous()
+
+    def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
+        """All to all of the slices, then a reduction in rank order: the same bytes as a reduce-scatter."""
+        rows = x.movedim(dim, 0).contiguous()
+        size, mine = self.context.size, sizes[self.context.rank]
+        slices = x.new_empty((size * mine, *rows.shape[1:]))
+        self.flat_all_to_all(slices, rows, [mine] * size, list(sizes))
+        out = reduce_in_rank_order(slices.view(size, mine, *rows.shape[1:]), reduce_op)
+        return out.movedim(0, dim).contiguous()
+
+    def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
+        """As all_gather on `dst`; an empty `[0]` tensor on the others."""
+        is_dst = self.context.rank == dst
+        out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
+        self.flat_gather(out, x.contiguous(), dst)
+        return x.new_empty(0) if out is None else _merge_blocks(out, dim, x.dim())
+
+    def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
+        """Slice r of `src`'s `[…, size · d, …]` into rank r's contiguous `out`."""
+        if out.numel() == 0:
+            return
+        blocks = None
+        if x is not None:
+            blocks = x.unflatten(dim, (self.context.size, -1)).movedim(dim, 0).contiguous()
+        self.flat_scatter(out, blocks, src)
+
+    def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+        """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order."""
+        out = x.new_empty((sum(output_splits), *x.shape[1:]))
+        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
+        return out
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.ibroadcast_(out, src).wait()
+        return out
+
+    def broadcast_(self, x: Tensor, src: int) -> None:
+        with _contiguous(x) as flat:
+            self.ibroadcast_(flat, src).wait()
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self.isend(x.contiguous(), dst, 0).wait()
+
+    def recv(self, out: Tensor, src: int) -> None:
+        self.irecv_(out, src, 0).wait()
+
+    # Flat operations: every tensor is contiguous, the group's dim is 0.
+
+    @abstractmethod
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        """In place."""
+
+    @abstractmethod
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        """`out` is `[size, *x.shape]`."""
+
+    @abstractmethod
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        """`outs[r]` is contiguous and takes rank r's tensor."""
+
+    @abstractmethod
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        """`x` is `[size · out.shape[0], *out.shape[1:]]`."""
+
+    @abstractmethod
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        """`out` is `[size, *x.shape]` on `dst`, None elsewhere."""
+
+    @abstractmethod
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        """`x` is `[size, *out.shape]` on `src`, None elsewhere."""
+
+    @abstractmethod
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
+
+    @abstractmethod
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        """Starts a broadcast of `src`'s tensor into the others'; the caller keeps `x` alive until it is done."""
+
+    @abstractmethod
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        """Starts a send; the caller keeps `x` alive and unchanged until it is done.
+
+        Transfers of different tags don't match each other where the transport knows tags (gloo does, NCCL doesn't).
+        """
+
+    @abstractmethod
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        """Starts a receive into `out`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+
+
+def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
+    """Reduces dim 0 of `[size, …]`; 16-bit and 8-bit floats are accumulated in float32 and rounded once."""
+    dtype = blocks.dtype
+    wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
+    if reduce_op == "sum":
+        out = wide.sum(0, dtype=wide.dtype)
+    elif reduce_op == "avg":
+        out = wide.sum(0, dtype=wide.dtype) / wide.shape[0]
+    elif reduce_op == "product":
+        out = wide.prod(0, dtype=wide.dtype)
+    else:
+        out = wide.amax(0) if reduce_op == "max" else wide.amin(0)
+    return out.to(dtype)
+
+
+def _merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
+    """`[size, *shape]` to shape with `dim` size times as long."""
+    if x_dim == 0:
+        return blocks
+    if dim == 0:
+        return blocks.flatten(0, 1)
+    return blocks.movedim(0, dim).flatten(dim, dim + 1)
+
+
+@contextmanager
+def _contiguous(x: Tensor) -> Iterator[Tensor]:
+    """`x` itself, or a contiguous copy that is written back."""
+    if x.is_contiguous():
+        yield x
+        return
+    flat = x.contiguous()
+    yield flat
+    x.copy_(flat)

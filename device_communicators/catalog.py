@@ -1,0 +1,84 @@
+"""THE table of communicators, best first; the only importer of the concrete ones.
+
+A communicator is added with its file and one row here. A row is taken into a group's route when its `unfit` finds
+nothing against it. What `unfit` may look at is equal on every rank; a row that probes something local
+(`local=True`: a library that loads, a link that works) has its answer put to a vote, because a route that differs
+between ranks hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from device_communicators.base import Communicator, GroupContext
+from device_communicators.routing import Route
+
+
+@dataclass(frozen=True)
+class Row:
+    """One communicator: where it is, and what speaks against it in a given group."""
+
+    name: str
+    module: str
+    class_name: str
+    unfit: Callable[[GroupContext], str | None]
+    local: bool = False
+    custom_all_reduce: bool = False
+    """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
+    carries: str = ""
+
+    def load(self) -> type[Communicator]:
+        return getattr(import_module(self.module), self.class_name)
+
+
+CATALOG: tuple[Row, ...] = (
+    Row(
+        "simulated",
+        "device_communicators.simulated",
+        "SimulatedCommunicator",
+        unfit=lambda context: None if context.simulated else "the group's ranks are processes",
+        carries="every tensor of a simulated group",
+    ),
+    Row(
+        "process_group",
+        "device_communicators.process_group",
+        "ProcessGroupCommunicator",
+        unfit=lambda context: "the group is simulated" if context.simulated else None,
+        carries="every tensor, by torch.distributed",
+    ),
+)
+
+
+def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
+    """The route of a group; every rank of the group calls it, in the same order of groups.
+
+    A group of one rank has no communicators: its operations end in the coordinator.
+    """
+    if context.size == 1:
+        return Route(context, (), {row.name: "a group of one rank needs no communicator" for row in rows})
+    reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
+    reasons = _vote(context, rows, reasons)
+    communicators = [row.load()(context) for row, reason in zip(rows, reasons, strict=True) if reason is None]
+    return Route(context, communicators, {r.name: why for r, why in zip(rows, reasons, strict=True) if why})
+
+
+def _turned_off(context: GroupContext, row: Row) -> str | None:
+    if row.custom_all_reduce and not context.custom_all_reduce:
+        return "custom all-reduce is off for this group (set_custom_all_reduce)"
+    return None
+
+
+def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
+    """A locally probed row stays only where every rank found nothing against it."""
+    if context.cpu_group is None or not any(row.local for row in rows):
+        return reasons
+    fit = torch.tensor([reason is None for reason in reasons], dtype=torch.uint8)
+    context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
+    return [
+        reason or (None if agreed else "another rank of the group turned it down")
+        for reason, agreed in zip(reasons, fit.tolist(), strict=True)
+    ]

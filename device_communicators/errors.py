@@ -1,0 +1,144 @@
+"""Every exception that the library raises on purpose.
+
+    ParallelStateError
+    ├── UsageError                    mend your call; the group is fine
+    │   ├── InvalidArgumentError      a wrong src, dim, shape, dtype, reduce op, … (ValueError)
+    │   ├── LayoutError               sizes that don't fit the world (ValueError)
+    │   ├── SettingError              an environment variable that is missing or can't be read (ValueError)
+    │   ├── MessageEncodeError        an object of a type that doesn't travel (TypeError)
+    │   ├── UnsupportedError          no communicator of the group carries this tensor (NotImplementedError)
+    │   ├── GroupNotInitializedError  a group was used before it was made
+    │   ├── AlreadyInitializedError   something was initialised twice
+    │   ├── GroupDestroyedError       a group was used after it was destroyed
+    │   └── ConfigMismatchError       two ranks, or two calls, disagree about sizes (ValueError)
+    ├── CommunicationError            the group is poisoned; each later call fails at once
+    │   ├── PeerDiedError             a rank of the group is gone
+    │   ├── CollectiveTimeoutError    the deadline of an operation passed
+    │   ├── CollectiveMismatchError   ranks called different operations
+    │   ├── MessageDecodeError        bytes from a peer that are not a message (ValueError)
+    │   ├── GroupFailedError          an earlier operation failed; the first cause is chained
+    │   └── RendezvousError           the ranks could not find each other at start
+    ├── RemoteError                   an exception that was raised on another rank, told to this one
+    └── LaunchError                   a process that `launch` started failed
+
+No message of a communication error lacks the group, the operation, the rank and what to do next.
+What does not belong here: anything that decides *when* to raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ParallelStateError(Exception):
+    """Base of every error of the library."""
+
+
+class UsageError(ParallelStateError):
+    """The call is wrong. Nothing was sent; the group can be used further."""
+
+
+class InvalidArgumentError(UsageError, ValueError):
+    """An argument can't be used, whatever the state of the group is."""
+
+
+class LayoutError(UsageError, ValueError):
+    """Sizes or an order that don't fit the world."""
+
+
+class SettingError(UsageError, ValueError):
+    """An environment variable is missing or holds a value that can't be used."""
+
+
+class MessageEncodeError(UsageError, TypeError):
+    """An object holds a value of a type that doesn't travel; the message names its key path."""
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """No communicator of the group carries this operation on this tensor."""
+
+
+class GroupNotInitializedError(UsageError, RuntimeError):
+    """A group was asked for before it was made."""
+
+
+class AlreadyInitializedError(UsageError, RuntimeError):
+    """Initialised twice without a destroy between."""
+
+
+class GroupDestroyedError(UsageError, RuntimeError):
+    """A group was used after it was destroyed."""
+
+
+class ConfigMismatchError(UsageError, ValueError):
+    """What was asked for differs from what exists, or from what another rank asked for."""
+
+
+class CommunicationError(ParallelStateError, RuntimeError):
+    """An operation failed on the way. The group is poisoned: its later calls fail at once.
+
+    Attributes (None or empty where they don't apply): `group`, `operation`, `sequence` (the group's
+    how-many-th operation), `rank` (this one, in the group), `suspect_ranks` (global ranks), `elapsed_s`, `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str | None = None,
+        operation: str | None = None,
+        sequence: int | None = None,
+        rank: int | None = None,
+        suspect_ranks: Sequence[int] = (),
+        elapsed_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.group = group
+        self.operation = operation
+        self.sequence = sequence
+        self.rank = rank
+        self.suspect_ranks = tuple(suspect_ranks)
+        self.elapsed_s = elapsed_s
+        self.timeout_s = timeout_s
+
+
+class PeerDiedError(CommunicationError):
+    """A rank of the group went away."""
+
+
+class CollectiveTimeoutError(CommunicationError, TimeoutError):
+    """An operation did not end within its deadline."""
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Ranks of a group are in different operations, or in the same one with arguments that don't match."""
+
+
+class MessageDecodeError(CommunicationError, ValueError):
+    """Bytes that came from a peer are not a message of this library."""
+
+
+class GroupFailedError(CommunicationError):
+    """The group failed earlier; `__cause__` is the first failure."""
+
+
+class RendezvousError(CommunicationError):
+    """The ranks could not find each other: nobody listens, the port is taken, or someone never came."""
+
+
+class RemoteError(ParallelStateError, RuntimeError):
+    """Another rank raised; its message and traceback are in the text, its rank in `rank`."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class LaunchError(ParallelStateError, RuntimeError):
+    """A process started by `launch` failed; its traceback is in the text, its global rank in `rank`."""
+
+    def __init__(self, message: str, *, rank: int, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code

@@ -1,0 +1,190 @@
+"""torch.distributed process groups (gloo, NCCL, any backend): carries everything, always there, last in every route.
+
+Tensors of the group's device go over its device group, CPU tensors over its gloo group, so that a CPU tensor never
+meets NCCL. What only moves (gather, broadcast, send, …) moves as bytes, so every dtype travels; what is reduced is
+widened where no backend knows the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from device_communicators.base import Communicator, Request, Work
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.SUM,  # divided afterwards: not every backend has AVG
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "product": ReduceOp.PRODUCT,
+}
+_NATIVE = frozenset(
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
+)
+_WIDENED = {
+    torch.int16: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+}
+_COMPLEX = {torch.complex64, torch.complex128}
+_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
+"""On bytes that are 0 or 1, `or` is max and `and` is min."""
+
+_REDUCTIONS = ("all_reduce", "all_reduce_", "reduce_scatter", "reduce_scatterv")
+
+
+def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
+    """Why `reduce_op` of `dtype` has no defined result here, or None."""
+    if dtype in _NATIVE or dtype in _WIDENED:
+        if reduce_op == "avg" and not dtype.is_floating_point:
+            return f"avg needs a floating-point dtype, not {dtype}; sum and divide as you mean it"
+        return None
+    if dtype in _COMPLEX:
+        return None if reduce_op in ("sum", "avg") else f"{reduce_op} of {dtype} is not defined"
+    if dtype == torch.bool:
+        return None if reduce_op in _BOOL_OPS else f"{reduce_op} of {dtype} is not defined"
+    return f"{dtype} can't be reduced; reducible are {_names(_NATIVE | _WIDENED.keys() | _COMPLEX | {torch.bool})}"
+
+
+class ProcessGroupCommunicator(Communicator):
+    """The group's pair of torch process groups."""
+
+    name = "process_group"
+
+    def refusal(self, request: Request) -> str | None:
+        if request.operation in _REDUCTIONS and request.dtype is not None:
+            return reduction_refusal(request.dtype, request.reduce_op)
+        return None
+
+    def __str__(self) -> str:
+        device, cpu = self.context.device_group, self.context.cpu_group
+        if device is cpu:
+            return f"torch.distributed over {device.name()}, every tensor"
+        return (
+            f"torch.distributed, {self.context.device.type} tensors over {device.name()}, CPU tensors over {cpu.name()}"
+        )
+
+    def _group(self, x: Tensor) -> Any:
+        return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        if x.numel() == 0:
+            return
+        x, reduce_op, narrow = _reducible(x, reduce_op)
+        options = AllreduceOptions()
+        options.reduceOp = _REDUCE_OPS[reduce_op]
+        self._group(x).allreduce([x], options).wait()
+        if reduce_op == "avg":
+            x.div_(self.context.size)
+        if narrow is not None:
+            narrow.copy_(x)
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        if x.numel() == 0:
+            return
+        wide_out, wide_op, narrow = _reducible(out, reduce_op)
+        wide_x, _, _ = _reducible(x, reduce_op)
+        options = ReduceScatterOptions()
+        options.reduceOp = _REDUCE_OPS[wide_op]
+        self._group(x)._reduce_scatter_base(wide_out, wide_x, options).wait()
+        if wide_op == "avg":
+            wide_out.div_(self.context.size)
+        if narrow is not None:
+            narrow.copy_(wide_out)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        if x.numel():
+            self._group(x)._allgather_base(_as_bytes(out), _as_bytes(x)).wait()
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
+        outs[self.context.rank].copy_(x)
+        works = [self.ibroadcast_(out, src) for src, out in enumerate(outs) if out.numel()]
+        for work in works:
+            work.wait()
+
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        if x.numel() == 0:
+            return
+        options = GatherOptions()
+        options.rootRank = dst
+        outs = [] if out is None else [[_as_bytes(block) for block in out.unbind(0)]]
+        self._group(x).gather(outs, [_as_bytes(x)], options).wait()
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        options = ScatterOptions()
+        options.rootRank = src
+        blocks = [] if x is None else [[_as_bytes(block) for block in x.unbind(0)]]
+        self._group(out).scatter([_as_bytes(out)], blocks, options).wait()
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        row_bytes = x.dtype.itemsize * x[0:1].numel() if x.shape[0] else x.dtype.itemsize * out[0:1].numel()
+        self._group(x).alltoall_base(
+            _as_bytes(out),
+            _as_bytes(x),
+            [rows * row_bytes for rows in output_splits],
+            [rows * row_bytes for rows in input_splits],
+            AllToAllOptions(),
+        ).wait()
+
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        if x.numel() == 0:
+            return _DONE
+        options = BroadcastOptions()
+        options.rootRank = src
+        return self._group(x).broadcast([_as_bytes(x)], options)
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        return _DONE if x.numel() == 0 else self._group(x).send([_as_bytes(x)], dst, tag)
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        return _DONE if out.numel() == 0 else self._group(out).recv([_as_bytes(out)], src, tag)
+
+    def barrier(self) -> None:
+        self.context.cpu_group.barrier().wait()
+
+
+class _Done:
+    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """A flat view of contiguous `x`."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
+    """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
+    if x.dtype in _NATIVE:
+        return x, reduce_op, None
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8), _BOOL_OPS[reduce_op], None
+    if x.dtype in _COMPLEX:
+        return torch.view_as_real(x), reduce_op, None
+    return x.to(_WIDENED[x.dtype]), reduce_op, x
+
+
+def _names(dtypes: Any) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -1,0 +1,102 @@
+"""Every environment variable of the library: its name, type, default and meaning.
+
+A value is read when it is needed, so a variable set by the program before that counts. A value that can't be
+read raises `SettingError`; a variable of our prefix that nobody knows is reported by `unknown_names`.
+What other programs define (RANK, MASTER_ADDR, SLURM_PROCID, …) is read in `parallel_state.environment`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from device_communicators.errors import SettingError
+
+T = TypeVar("T")
+
+PREFIX = "PARALLEL_STATE_"
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One environment variable; `get()` returns its value, or the default where it is unset or empty."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    must_be: str
+    help: str
+
+    def get(self, environ: Mapping[str, str] | None = None) -> T:
+        text = (os.environ if environ is None else environ).get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SettingError(
+                f"{self.name} must be {self.must_be}, but is {text!r}; unset it to use {self.default!r}"
+            ) from error
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 10 * 365 * 86400:
+        raise ValueError(text)
+    return seconds
+
+
+def _positive_int(text: str) -> int:
+    number = int(text)
+    if number <= 0:
+        raise ValueError(text)
+    return number
+
+
+def _word(text: str) -> str:
+    return text
+
+
+def _log_level(text: str) -> str:
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ValueError(text)
+    return text.upper()
+
+
+TIMEOUT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_TIMEOUT_S", 600.0, _positive_seconds, "a positive number of seconds",
+    "Deadline of one operation of a group where the caller gave no timeout.",
+)  # fmt: skip
+START_TIMEOUT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _positive_seconds, "a positive number of seconds",
+    "How long the ranks look for each other at start.",
+)  # fmt: skip
+BARRIER_TIMEOUT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",
+    "Deadline of the barrier that ends initialize_model_parallel.",
+)  # fmt: skip
+BACKEND: Setting[str | None] = Setting(
+    "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
+    "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
+)  # fmt: skip
+MAX_METADATA_BYTES: Setting[int] = Setting(
+    "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
+    "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
+)  # fmt: skip
+LOG_LEVEL: Setting[str] = Setting(
+    "PARALLEL_STATE_LOG_LEVEL", "WARNING", _log_level, "DEBUG, INFO, WARNING or ERROR",
+    "Level of the log of processes that `launch` started.",
+)  # fmt: skip
+
+ALL: tuple[Setting[object], ...] = (
+    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, MAX_METADATA_BYTES, LOG_LEVEL,
+)  # type: ignore[assignment]  # fmt: skip
+
+
+def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Names that carry our prefix and that no setting has: most likely typing errors."""
+    known = {setting.name for setting in ALL}
+    names = os.environ if environ is None else environ
+    return sorted(name for name in names if name.startswith(PREFIX) and name not in known)

@@ -1,0 +1,94 @@
+"""Whether a call is right: arguments against a group. All raise `InvalidArgumentError` before a byte moves.
+
+Written so that torch.compile traces it: comparisons, and text only on the way to a `raise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import REDUCE_OPS, GroupContext
+from device_communicators.errors import InvalidArgumentError
+
+
+def check_tensor(context: GroupContext, operation: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise InvalidArgumentError(
+            f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
+        )
+    if x.layout != torch.strided:
+        raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got layout {x.layout}")
+
+
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> None:
+    if reduce_op not in REDUCE_OPS:
+        raise InvalidArgumentError(
+            f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, but is {reduce_op!r}"
+        )
+
+
+def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
+    """`rank` is a rank *in the group*."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
+        hint = ""
+        if isinstance(rank, int) and rank in context.ranks:
+            hint = f"; global rank {rank} is rank {context.ranks.index(rank)} of this group"
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must be a rank in the group, 0 … {context.size - 1}, "
+            f"but is {rank!r}{hint}"
+        )
+
+
+def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
+    """As check_rank, and not this rank itself."""
+    check_rank(context, operation, name, rank)
+    if rank == context.rank:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} is this rank itself; a rank can't send to itself"
+        )
+
+
+def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
+    """`dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
+    dims = x.dim() if x.dim() > 0 else 1
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
+        raise InvalidArgumentError(
+            f"dim of {operation} on {context} must be in {-dims} … {dims - 1} for a tensor of shape {list(x.shape)}, "
+            f"but is {dim!r}"
+        )
+    return dim + dims if dim < 0 else dim
+
+
+def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) -> None:
+    if x.dim() == 0 or x.shape[dim] % context.size != 0:
+        raise InvalidArgumentError(
+            f"dim {dim} of a tensor for {operation} on {context} must be divisible by {context.size}, "
+            f"but the shape is {list(x.shape)}; pad it, or use the form that takes sizes"
+        )
+
+
+def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
+    """One size per rank, none negative."""
+    if len(sizes) != context.size:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must have one size per rank, {context.size}, but has {len(sizes)}"
+        )
+    for size in sizes:
+        if size < 0:
+            raise InvalidArgumentError(f"{name} of {operation} on {context} must not be negative, but is {list(sizes)}")
+
+
+def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
+    if x.dim() == 0 or x.shape[dim] != total:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but {total} "
+            f"is not that of shape {list(x.shape)}"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__}"

@@ -1,0 +1,264 @@
+"""The tensor collectives of a group: each checks its call, ends here for one rank, and goes on as a registered op.
+
+Common to all: every rank of the group calls it, in the same order, with tensors that fit; `src` and `dst` are ranks in
+the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
+one rank: the input itself). Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no
+communicator carries raises UnsupportedError; what happens on the way raises a CommunicationError.
+All of it works under torch.compile(fullgraph=True). Gradients: see `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import GroupContext
+from device_communicators.errors import InvalidArgumentError, RemoteError
+from parallel_state import checks, ops  # noqa: F401  (ops registers torch.ops.parallel_state)
+
+_OPS = torch.ops.parallel_state
+
+
+class TensorCollectives:
+    """The tensor half of `GroupCoordinator`."""
+
+    context: GroupContext
+    unique_name: str
+    world_size: int
+    rank_in_group: int
+    device: torch.device
+    _token: Tensor
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+        """Reduces `x` over all ranks; every rank gets the same new tensor.
+
+        `op`: sum, avg (floating point), max, min or product; on bool tensors sum and max mean or, min and product and.
+        A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
+        """
+        checks.check_tensor(self.context, "all_reduce", x)
+        checks.check_reduce_op(self.context, "all_reduce", op)
+        if self.world_size == 1:
+            return x
+        return _OPS.all_reduce(x, self._token, op, self.unique_name)
+
+    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+        """As all_reduce, in place; returns `x`."""
+        checks.check_tensor(self.context, "all_reduce_", x)
+        checks.check_reduce_op(self.context, "all_reduce_", op)
+        if self.world_size > 1:
+            _OPS.all_reduce_(x, self._token, op, self.unique_name)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
+
+        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others.
+        """
+        checks.check_tensor(self.context, "all_gather", x)
+        dim = checks.normal_dim(self.context, "all_gather", x, dim)
+        if self.world_size == 1:
+            return x if x.dim() else x.reshape(1)
+        return _OPS.all_gather(x, self._token, dim, self.unique_name)
+
+    def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`, in rank order, as views of one new tensor."""
+        checks.check_tensor(self.context, "all_gather_to_list", x)
+        return list(self.all_gather(x.unsqueeze(0), 0).unbind(0))
+
+    def all_gatherv(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+        """As all_gather with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`."""
+        if sizes is None:
+            return self.all_gather(x, dim)
+        checks.check_tensor(self.context, "all_gatherv", x)
+        dim = checks.normal_dim(self.context, "all_gatherv", x, dim)
+        checks.check_sizes(self.context, "all_gatherv", "sizes", sizes)
+        checks.check_total(self.context, "all_gatherv", "sizes[this rank]", sizes[self.rank_in_group], x, dim)
+        if self.world_size == 1:
+            return x
+        return _OPS.all_gatherv(x, self._token, dim, list(sizes), self.unique_name)
+
+    def reduce_scatter(self, x: Tensor, dim: int = -1, op: str = "sum") -> Tensor:
+        """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
+        checks.check_tensor(self.context, "reduce_scatter", x)
+        checks.check_reduce_op(self.context, "reduce_scatter", op)
+        dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
+        checks.check_divisible(self.context, "reduce_scatter", x, dim)
+        if self.world_size == 1:
+            return x
+        return _OPS.reduce_scatter(x, self._token, dim, op, self.unique_name)
+
+    def reduce_scatterv(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: str = "sum") -> Tensor:
+        """As reduce_scatter with slices of `sizes`; every rank passes the same `sizes`."""
+        if sizes is None:
+            return self.reduce_scatter(x, dim, op)
+        checks.check_tensor(self.context, "reduce_scatterv", x)
+        checks.check_reduce_op(self.context, "reduce_scatterv", op)
+        dim = checks.normal_dim(self.context, "reduce_scatterv", x, dim)
+        checks.check_sizes(self.context, "reduce_scatterv", "sizes", sizes)
+        checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
+        if self.world_size == 1:
+            return x
+        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self.unique_name)
+
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """As all_gather on rank `dst`; None on the others. No gradient."""
+        checks.check_tensor(self.context, "gather", x)
+        checks.check_rank(self.context, "gather", "dst", dst)
+        dim = checks.normal_dim(self.context, "gather", x, dim)
+        if self.world_size == 1:
+            return x if x.dim() else x.reshape(1)
+        gathered = _OPS.gather(x, self._token, dim, dst, self.unique_name)
+        return gathered if self.rank_in_group == dst else None
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = 0,
+        *,
+        size: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Gives rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
+
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, which needs no exchange
+        and compiles, or none does and `src` tells the others first. The result is on the group's device. No gradient.
+        """
+        checks.check_rank(self.context, "scatter", "src", src)
+        is_src = self.rank_in_group == src
+        if is_src:
+            checks.check_tensor(self.context, "scatter", x)
+        if size is None or dtype is None:
+            size, dtype = self._tell_slice(x, src, dim)
+        if x is not None and is_src:
+            dim = checks.normal_dim(self.context, "scatter", x, dim)
+            checks.check_divisible(self.context, "scatter", x, dim)
+            mine = [n // self.world_size if i == dim else n for i, n in enumerate(x.shape)]
+            if list(size) != mine or dtype != x.dtype:
+                raise InvalidArgumentError(
+                    f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
+                    f"but are {list(size)} and {dtype}"
+                )
+            if self.world_size == 1:
+                return x
+        else:
+            dim = dim + len(size) if dim < 0 else dim
+        return _OPS.scatter(
+            x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self.unique_name
+        )
+
+    def _tell_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
+        """Size and dtype of a slice, told by `src`; an `x` that can't be cut raises on every rank."""
+        told: object = None
+        wrong: InvalidArgumentError | None = None
+        if x is not None and self.rank_in_group == src:
+            try:
+                dim = checks.normal_dim(self.context, "scatter", x, dim)
+                checks.check_divisible(self.context, "scatter", x, dim)
+                told = [n // self.world_size if i == dim else n for i, n in enumerate(x.shape)], x.dtype
+            except InvalidArgumentError as error:
+                told = str(error)
+                wrong = error
+        told = self.broadcast_object(told, src)
+        if wrong is not None:
+            raise wrong
+        if isinstance(told, str):
+            raise RemoteError(f"rank {src} of {self.context} could not scatter: {told}", rank=self.context.ranks[src])
+        return told  # type: ignore[return-value]
+
+    def broadcast_object(self, obj: object, src: int = 0) -> object:
+        raise NotImplementedError  # GroupCoordinator has it
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        scatter_dim: int = 0,
+        gather_dim: int = 0,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
+
+        With split sizes (rows of dim 0 to and from each rank) both dims must be 0; `input_split_sizes` of rank a for
+        rank b must equal `output_split_sizes` of b for a. Leaving one of the two out means equal slices there.
+        """
+        checks.check_tensor(self.context, "all_to_all", x)
+        scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
+        gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)
+        if output_split_sizes is not None or input_split_sizes is not None:
+            return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
+        checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
+        size = self.world_size
+        if size == 1:
+            return x
+        if scatter_dim == 0 and gather_dim == 0:
+            splits = [x.shape[0] // size] * size
+            return _OPS.all_to_all(x, self._token, splits, splits, self.unique_name)
+        shape = list(x.shape)
+        blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
+        blocks = blocks.movedim(scatter_dim, 0).contiguous()
+        received = _OPS.all_to_all(blocks, self._token, [1] * size, [1] * size, self.unique_name)
+        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+
+    def _all_to_all_rows(
+        self, x: Tensor, scatter_dim: int, gather_dim: int, outputs: Sequence[int] | None, inputs: Sequence[int] | None
+    ) -> Tensor:
+        if scatter_dim != 0 or gather_dim != 0:
+            raise InvalidArgumentError(
+                f"all_to_all on {self.context} with split sizes works along dim 0, "
+                f"but scatter_dim is {scatter_dim} and gather_dim {gather_dim}; move the dim to the front"
+            )
+        if inputs is None or outputs is None:
+            checks.check_divisible(self.context, "all_to_all", x, 0)
+        equal = [x.shape[0] // self.world_size] * self.world_size
+        inputs = equal if inputs is None else list(inputs)
+        outputs = equal if outputs is None else list(outputs)
+        checks.check_sizes(self.context, "all_to_all", "input_split_sizes", inputs)
+        checks.check_sizes(self.context, "all_to_all", "output_split_sizes", outputs)
+        checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
+        if self.world_size == 1:
+            return x
+        return _OPS.all_to_all(x, self._token, outputs, inputs, self.unique_name)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        checks.check_tensor(self.context, "broadcast", x)
+        checks.check_rank(self.context, "broadcast", "src", src)
+        if self.world_size == 1:
+            return x
+        return _OPS.broadcast(x, self._token, src, self.unique_name)
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
+        """As broadcast, in place; returns `x`."""
+        checks.check_tensor(self.context, "broadcast_", x)
+        checks.check_rank(self.context, "broadcast_", "src", src)
+        if self.world_size > 1:
+            _OPS.broadcast_(x, self._token, src, self.unique_name)
+        return x
+
+    def send(self, x: Tensor, dst: int | None = None) -> None:
+        """Sends `x` to rank `dst` (default: the next), which calls recv; then `x` may be reused. No gradient."""
+        checks.check_tensor(self.context, "send", x)
+        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        checks.check_peer(self.context, "send", "dst", dst)
+        _OPS.send(x, self._token, dst, self.unique_name)
+
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
+    ) -> Tensor:
+        """A tensor of shape `size` from rank `src` (default: the previous), which calls send with that shape and dtype.
+
+        It lies on the group's device, or on `device` where the sender's does.
+        """
+        src = (self.rank_in_group - 1) % self.world_size if src is None else src
+        checks.check_peer(self.context, "recv", "src", src)
+        device = self.device if device is None else device
+        return _OPS.recv(self._token, list(size), dtype, device, src, self.unique_name)
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has called it."""
+        if self.world_size > 1:
+            _OPS.barrier(self._token, self.unique_name)

@@ -1,0 +1,351 @@
+"""GroupCoordinator: this rank's view of one group, and every call one can make on it.
+
+It knows who is in the group, pairs the device's process group with a gloo group, and checks calls. The tensor
+collectives are in `collectives`; objects and tensor dicts are here, carried by a `Messenger`. How bytes move is
+decided below, in the route.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from device_communicators.base import GroupContext
+from device_communicators.catalog import build_route
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.routing import Traffic, register_route, unique_name
+from parallel_state import checks, tensor_dict
+from parallel_state.collectives import TensorCollectives
+from parallel_state.groups import Acquired, ProcessGroupPool
+from parallel_state.layout import position_in
+from parallel_state.messages import Messenger, ReceiveHandle, SendHandle
+from parallel_state.ops import ordering_token
+from parallel_state.tensor_dict import TensorDictSpec
+from parallel_state.wire import AllGatherGroup
+
+
+class GroupCoordinator(TensorCollectives):
+    """This rank's view of one group.
+
+    Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
+    `world_size`, `local_rank` (on this host), `device`. Made by `state` and `groups`, not by hand.
+    """
+
+    def __init__(
+        self,
+        context: GroupContext,
+        *,
+        local_rank: int = 0,
+        pool: ProcessGroupPool | None = None,
+        acquired: Sequence[Acquired] = (),
+        backend: str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.context = context
+        self.unique_name = context.name
+        self.ranks = list(context.ranks)
+        self.rank = context.ranks[context.rank]
+        self.rank_in_group = context.rank
+        self.world_size = context.size
+        self.local_rank = local_rank
+        self.device = context.device
+        self.pool = pool
+        self.backend = backend or (pool.default_backend if pool is not None else "simulated")
+        self.route = build_route(context)
+        self._acquired = tuple(acquired)
+        self._messenger = Messenger(self.route, allow_pickle)
+        self._token = ordering_token(context.device)
+        register_route(self.route)
+
+    # Who is in the group.
+
+    @property
+    def size(self) -> int:
+        return self.world_size
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of the group's first."""
+        return self.ranks[0]
+
+    @property
+    def last_rank(self) -> int:
+        """Global rank of the group's last."""
+        return self.ranks[-1]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+    @property
+    def next_rank(self) -> int:
+        """Global rank of the next, round the end."""
+        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+
+    @property
+    def prev_rank(self) -> int:
+        """Global rank of the previous, round the end."""
+        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+
+    @property
+    def device_group(self) -> Any:
+        """The torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
+        return self._process_group(self.context.device_group, self.backend)
+
+    @property
+    def cpu_group(self) -> Any:
+        """The gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU."""
+        return self._process_group(self.context.cpu_group, "gloo")
+
+    def as_process_group(self) -> Any:
+        return self.device_group
+
+    def _process_group(self, group: Any, backend: str) -> Any:
+        if group is not None:
+            return group
+        self.route.check_usable()
+        if self.pool is None:
+            raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
+        # Never None for one rank: torch.distributed takes group=None for the whole world.
+        return self.pool.alone(backend, self.context.timeout_s)
+
+    # Objects.
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Rank `src`'s object on every rank. Tensors may be in it, at any depth.
+
+        Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
+        """
+        checks.check_rank(self.context, "broadcast_object", "src", src)
+        return obj if self.world_size == 1 else self._messenger.broadcast(obj, src)
+
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
+        """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
+        checks.check_rank(self.context, "broadcast_object_list", "src", src)
+        if self.world_size > 1:
+            received = self._messenger.broadcast(obj_list, src, must_be=list)
+            if len(received) != len(obj_list):
+                raise InvalidArgumentError(
+                    f"obj_list of broadcast_object_list on {self.context} must be as long as rank {src}'s, "
+                    f"{len(received)}, but has {len(obj_list)}"
+                )
+            obj_list[:] = received
+        return obj_list
+
+    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
+        """Rank `src`'s flag on every rank."""
+        return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
+
+    def all_sum(self, value: float) -> float:
+        """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
+        return sum(self.all_gather_object(value))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order, on every rank."""
+        return [obj] if self.world_size == 1 else self._messenger.all_gather(obj)
+
+    def send_object(self, obj: Any, dst: int | None = None) -> None:
+        """Sends an object to rank `dst` (default: the next), which calls recv_object."""
+        self.isend_object(obj, dst).wait()
+
+    def recv_object(self, src: int | None = None) -> Any:
+        """The object that rank `src` (default: the previous) sends with send_object."""
+        return self._messenger.recv(self._source("recv_object", src))
+
+    def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
+        """As send_object without waiting: the object is encoded now, tensors in it must stay unchanged until `wait()`."""
+        return self._messenger.isend(obj, self._destination("isend_object", dst))
+
+    def irecv_object(self, src: int | None = None) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
+        return self._messenger.irecv(self._source("irecv_object", src))
+
+    # Tensor dicts.
+
+    def broadcast_tensor_dict(
+        self, tensors: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
+    ) -> dict[Any, Any]:
+        """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
+
+        CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
+        With `spec` (see TensorDictSpec) nothing but tensor data is sent, and the call compiles.
+        """
+        checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        if spec is not None:
+            return tensor_dict.broadcast(self, tensors, src, spec)
+        if self.world_size == 1:
+            return _own(tensors)
+        return self._messenger.broadcast(tensors, src, must_be=dict)
+
+    def send_tensor_dict(
+        self,
+        tensors: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        *,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        spec: TensorDictSpec | None = None,
+    ) -> None:
+        """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
+
+        With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
+        that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
+        differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
+        With `spec` no metadata is sent, and the call compiles.
+        """
+        if spec is not None:
+            dst = self._destination("send_tensor_dict", dst)
+            return tensor_dict.send(self, tensors, dst, all_gather_group, all_gather_tensors, spec)
+        return self.isend_tensor_dict(tensors, dst, all_gather_group, all_gather_tensors=all_gather_tensors).wait()
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        *,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        spec: TensorDictSpec | None = None,
+    ) -> dict[Any, Any]:
+        """The dict that rank `src` (default: the previous) sends. Without `spec`, what is cut into slices is told
+        by the sender, and `all_gather_tensors` is not needed."""
+        src = self._source("recv_tensor_dict", src)
+        if spec is not None:
+            return tensor_dict.recv(self, src, all_gather_group, all_gather_tensors, spec)
+        return self._messenger.recv(src, all_gather_group)
+
+    def isend_tensor_dict(
+        self,
+        tensors: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        *,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> SendHandle:
+        """As send_tensor_dict without waiting. The tensors are kept alive; change them after `wait()` only."""
+        dst = self._destination("isend_tensor_dict", dst)
+        return self._messenger.isend(tensors, dst, all_gather_group, all_gather_tensors, must_be=dict)
+
+    def irecv_tensor_dict(
+        self, src: int | None = None, all_gather_group: AllGatherGroup | None = None
+    ) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`."""
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group)
+
+    def _destination(self, operation: str, dst: int | None) -> int:
+        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        checks.check_peer(self.context, operation, "dst", dst)
+        return dst
+
+    def _source(self, operation: str, src: int | None) -> int:
+        src = (self.rank_in_group - 1) % self.world_size if src is None else src
+        checks.check_peer(self.context, operation, "src", src)
+        return src
+
+    # About the group.
+
+    def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
+        """A new group of these ranks *of this group*; None on ranks that aren't in it.
+
+        Every rank of the *world* calls it with the same ranks of the same group. `ranks` must be distinct.
+        """
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise InvalidArgumentError(
+                f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"
+            )
+        for rank in ranks:
+            checks.check_rank(self.context, "make_sub_group", "ranks", rank)
+        inside = [self.ranks[rank] for rank in ranks]
+        if self.pool is None:
+            context = dataclasses.replace(
+                self.context, name=unique_name(name), ranks=tuple(inside), rank=list(ranks).index(self.rank_in_group)
+            ) if self.rank_in_group in ranks else None  # fmt: skip
+            return GroupCoordinator(context, local_rank=self.local_rank) if context is not None else None
+        others = [[rank] for rank in range(self.pool.world_size) if rank not in inside]
+        group = create_group(
+            self.pool,
+            [inside, *others],
+            name,
+            device=self.device,
+            local_rank=self.local_rank,
+            backend=self.backend,
+            timeout_s=self.context.timeout_s,
+        )
+        return group if self.rank in inside else None
+
+    def explain(self) -> str:
+        """Which communicators carry this group's operations, in order, and why others don't."""
+        return self.route.explain()
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Calls and bytes so far, by operation; bytes are those of the tensor that this rank passed or received."""
+        return dict(self.route.traffic)
+
+    def destroy(self) -> None:
+        """Ends the group on this rank; every rank of the world calls it for its group. Twice is fine."""
+        if self.route.closed:
+            return
+        self._messenger.close()
+        self.route.close()
+        if self.pool is not None:
+            for acquired in self._acquired:
+                self.pool.release(acquired)
+
+    def close(self) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        return f"GroupCoordinator({self.context}, device {self.device})"
+
+
+def _own(tensors: dict[Any, Any] | None) -> dict[Any, Any]:
+    if not isinstance(tensors, dict):
+        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensors).__name__}")
+    return tensors
+
+
+def create_group(
+    pool: ProcessGroupPool,
+    rank_lists: Sequence[Sequence[int]],
+    name: str,
+    *,
+    device: torch.device,
+    local_rank: int,
+    backend: str,
+    timeout_s: float,
+    allow_pickle: bool = False,
+    custom_all_reduce: bool = True,
+) -> GroupCoordinator:
+    """This rank's coordinator among disjoint lists of global ranks that together are the world.
+
+    Every rank of the world calls it with the same arguments, but device and local rank. Pairs a `backend` group for
+    tensors of `device` with a gloo group; where `backend` is gloo the two are one.
+    """
+    ranks = tuple(rank_lists[position_in(rank_lists, pool.rank)])
+    taken = [pool.acquire(rank_lists, backend, timeout_s)]
+    try:
+        if backend != "gloo":
+            taken.append(pool.acquire(rank_lists, "gloo", timeout_s))
+        context = GroupContext(
+            name=unique_name(name),
+            ranks=ranks,
+            rank=ranks.index(pool.rank),
+            device=device,
+            timeout_s=timeout_s,
+            device_group=taken[0].process_group,
+            cpu_group=taken[-1].process_group,
+            custom_all_reduce=custom_all_reduce,
+        )
+        return GroupCoordinator(
+            context, local_rank=local_rank, pool=pool, acquired=taken, backend=backend, allow_pickle=allow_pickle
+        )
+    except BaseException:
+        for acquired in taken:
+            pool.release(acquired)
+        raise

@@ -1,0 +1,293 @@
+"""Objects and tensor dicts over a group: which transfers a message takes, in which order, and when it has arrived.
+
+Frames and CPU tensors travel over the CPU group, other tensors over the device group. What a message looks like is
+in `wire`, how a value becomes bytes in `codec`, who carries the bytes is the route's business.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import CollectiveMismatchError, MessageDecodeError
+from device_communicators.routing import Handle, Route
+from parallel_state import codec, wire
+from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
+
+_FRAME_TAG, _TENSOR_TAG = 1, 2  # tag 0 is send and recv of plain tensors
+_MAX_UNWAITED_SENDS = 256
+_CLOSE_GRACE_S = 5.0
+
+
+class SendHandle:
+    """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
+
+    def __init__(self, parts: Sequence[Handle]) -> None:
+        self._parts = list(parts)
+
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
+
+    def wait(self) -> None:
+        """Returns once the buffers may be reused; raises what went wrong on the way."""
+        for part in self._parts:
+            part.wait()
+        self._parts.clear()
+
+    @property
+    def waited(self) -> bool:
+        return not self._parts
+
+
+class ReceiveHandle:
+    """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
+
+    def __init__(
+        self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None, earlier: ReceiveHandle | None
+    ) -> None:
+        self._messenger = messenger
+        self._src = src
+        self._all_gather_group = all_gather_group
+        self._earlier = earlier
+        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._frame_handle = messenger.route.start("irecv_", self._frame, src, _FRAME_TAG)
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+        self._arrived = False
+        self._built = False
+        self._error: Exception | None = None
+        self._value: Any = None
+        self._message: codec.Message | None = None
+        self._tensors: list[Tensor] = []
+        self._sliced: list[bool] = []
+
+    def is_completed(self) -> bool:
+        """Whether all bytes are here (a thread takes them in from the first call on)."""
+        if self._waiter is None and not self._arrived:
+            self._waiter = threading.Thread(target=self._take_in, daemon=True, name="parallel_state-receive")
+            self._waiter.start()
+        return self._arrived
+
+    def wait(self) -> Any:
+        """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
+        self._take_in()
+        if self._error is not None:
+            raise self._error
+        if not self._built:
+            group = self._all_gather_group
+            for index, sliced in enumerate(self._sliced):
+                if sliced and group is not None:
+                    shape = self._message.tensors[index].shape  # type: ignore[union-attr]
+                    self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
+            self._value = self._message.build(self._tensors)  # type: ignore[union-attr]
+            self._built = True
+        return self._value
+
+    def _take_in(self) -> None:
+        """Receives everything that was sent point to point; earlier messages of the same sender first."""
+        if self._earlier is not None:
+            self._earlier._take_in()
+            self._earlier = None
+        with self._lock:
+            if self._arrived:
+                return
+            try:
+                self._receive()
+            except Exception as error:
+                self._error = self._messenger.noted(error)
+            self._arrived = True
+
+    def _receive(self) -> None:
+        messenger, src = self._messenger, self._src
+        self._frame_handle.wait()
+        header = messenger.read_header(self._frame, src)
+        rest = wire.rest_buffer(header)
+        if rest is not None:
+            messenger.route.start("irecv_", rest, src, _FRAME_TAG).wait()
+        self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
+        self._check_slices(header)
+        self._tensors = [
+            messenger.allocate(metadata, header.slices if sliced else 1)
+            for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
+        ]
+        parts = [messenger.route.start("irecv_", tensor, src, _TENSOR_TAG) for tensor in self._tensors]
+        for part in parts:
+            part.wait()
+
+    def _check_slices(self, header: Header) -> None:
+        mine = self._all_gather_group.world_size if self._all_gather_group is not None else 0
+        if any(self._sliced) and header.slices != mine:
+            raise CollectiveMismatchError(
+                f"sender and receiver must pass all-gather groups of one size, but rank {self._src} of "
+                f"{self._messenger.route.context} cut its tensors into {header.slices} slices and this rank's "
+                f"all_gather_group has {mine or 'no'} ranks; pass the same all_gather_group on both sides",
+                group=self._messenger.route.context.name,
+                rank=self._messenger.route.context.rank,
+            )
+
+
+class Messenger:
+    """Sends and receives objects over one group's route."""
+
+    def __init__(self, route: Route, allow_pickle: bool = False) -> None:
+        self.route = route
+        self.allow_pickle = allow_pickle
+        self._last_receive: dict[int, ReceiveHandle] = {}
+        self._unwaited: deque[SendHandle] = deque()
+
+    # Point to point.
+
+    def isend(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        must_be: type | None = None,
+    ) -> SendHandle:
+        """Starts to send `obj`; raises MessageEncodeError after telling the receiver."""
+        outgoing = wire.encode(
+            obj,
+            allow_pickle=self.allow_pickle,
+            must_be=must_be,
+            all_gather_group=all_gather_group,
+            all_gather_tensors=all_gather_tensors,
+        )
+        pieces = [(outgoing.frame, _FRAME_TAG)]
+        if outgoing.rest is not None:
+            pieces.append((outgoing.rest, _FRAME_TAG))
+        pieces += [(tensor, _TENSOR_TAG) for tensor in outgoing.tensors]
+        handle = SendHandle([self.route.start("isend", piece, dst, tag) for piece, tag in pieces])
+        self._keep(handle)
+        if outgoing.error is not None:
+            raise outgoing.error
+        return handle
+
+    def irecv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> ReceiveHandle:
+        """Starts to receive the next message of `src`."""
+        handle = ReceiveHandle(self, src, all_gather_group, self._last_receive.get(src))
+        self._last_receive[src] = handle
+        return handle
+
+    def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+        handle = self.irecv(src, all_gather_group)
+        value = handle.wait()
+        del self._last_receive[src]
+        return value
+
+    def _keep(self, handle: SendHandle) -> None:
+        """Keeps an unwaited send's buffers alive; far behind, waits for the oldest instead of growing."""
+        self._unwaited = deque(other for other in self._unwaited if not other.waited)
+        self._unwaited.append(handle)
+        if len(self._unwaited) > _MAX_UNWAITED_SENDS:
+            self._unwaited.popleft().wait()
+
+    # Collective.
+
+    def broadcast(self, obj: Any, src: int, must_be: type | None = None) -> Any:
+        """`src`'s object on every rank; on `src` the very same one."""
+        route = self.route
+        if route.context.rank != src:
+            return self._broadcast_in(src)
+        outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
+        pieces = [outgoing.frame] + ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
+        for part in [route.start("ibroadcast_", piece, src) for piece in pieces]:
+            part.wait()
+        if outgoing.error is not None:
+            raise outgoing.error
+        return obj
+
+    def _broadcast_in(self, src: int) -> Any:
+        try:
+            frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+            self.route.start("ibroadcast_", frame, src).wait()
+            header = self.read_header(frame, src)
+            rest = wire.rest_buffer(header)
+            if rest is not None:
+                self.route.start("ibroadcast_", rest, src).wait()
+            message, _ = self.read_body(header, frame, rest, src)
+            tensors = [self.allocate(metadata) for metadata in message.tensors]
+            for part in [self.route.start("ibroadcast_", tensor, src) for tensor in tensors]:
+                part.wait()
+            return message.build(tensors)
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order. Tensors in it travel as CPU bytes and come back on their device."""
+        context = self.route.context
+        outgoing = wire.encode(obj, allow_pickle=self.allow_pickle)
+        parts = [] if outgoing.rest is None else [outgoing.rest]
+        parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        frames = self.route.run("all_gather", outgoing.frame, outgoing.frame, 0).view(-1, FRAME_BYTES)
+        try:
+            headers = [wire.parse_header(frame, context, src) for src, frame in enumerate(frames)]
+            sizes = [header.rest_bytes + header.tensor_bytes for header in headers]
+            rests = self.route.run("all_gatherv", mine, mine, 0, sizes) if any(sizes) else mine
+            if outgoing.error is not None:
+                raise outgoing.error
+            each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)
+            return [obj if src == context.rank else self._value_of(src, *received) for src, *received in each]
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904
+
+    def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
+        """One rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
+        wire.raise_if_error(header, frame, self.route.context, src)
+        offset = header.rest_bytes
+        message, _ = self.read_body(header, frame, received[:offset], src)
+        tensors = []
+        for metadata in message.tensors:
+            size = wire.numel_of(metadata) * metadata.dtype.itemsize
+            raw = received[offset : offset + size]
+            offset += size
+            if raw.numel() != size:
+                raise MessageDecodeError(
+                    f"message of rank {src} of {self.route.context}: it has {header.tensor_bytes} bytes of tensors, "
+                    f"its metadata tells of more"
+                )
+            tensor = self.allocate(metadata)
+            if size:
+                tensor.view(-1).view(torch.uint8).copy_(raw)
+            tensors.append(tensor)
+        return message.build(tensors)
+
+    def read_header(self, frame: Tensor, src: int) -> Header:
+        header = wire.parse_header(frame, self.route.context, src)
+        wire.raise_if_error(header, frame, self.route.context, src)
+        return header
+
+    def read_body(
+        self, header: Header, frame: Tensor, rest: Tensor | None, src: int
+    ) -> tuple[codec.Message, list[bool]]:
+        return wire.read_body(header, frame, rest, self.route.context, src, self.allow_pickle)
+
+    def allocate(self, metadata: codec.TensorMetadata, slices: int = 1) -> Tensor:
+        """An empty tensor, or a flat slice of one; on this rank's device of the sender's device type."""
+        mine = self.route.context.device
+        device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
+        shape = metadata.shape if slices == 1 else (wire.numel_of(metadata) // slices,)
+        return torch.empty(shape, dtype=metadata.dtype, device=device)
+
+    def noted(self, error: Exception) -> Exception:
+        """`error`, after the route took note of it if it spoils the group."""
+        return self.route.failure_of(error, "message", time.monotonic())
+
+    def close(self) -> None:
+        """Lets sends that nobody waited for leave, for a few seconds at most."""
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        if self.route.first_failure is None:
+            while self._unwaited and time.monotonic() < deadline:
+                if self._unwaited[0].is_completed():
+                    self._unwaited.popleft()
+                else:
+                    time.sleep(0.001)
+        self._unwaited.clear()
+        self._last_receive.clear()

@@ -1,0 +1,308 @@
+"""The registered ops, `torch.ops.parallel_state.*`: the boundary that torch.compile sees.
+
+Each op finds its group's route by name and hands the tensors down; arguments were checked by the coordinator.
+What belongs here: schemas, fake kernels, autograd formulas. What does not: choosing, moving, checking.
+
+**Why a token.** A compiler may drop an op whose result nobody uses, and reorder two that share no data; either makes
+ranks disagree and hang. Effect tokens keep such ops, but inductor before 2.15 still reorders them. So every op says
+that it writes one tensor that all ops of a device share: each is then ordered after the one before and none is dead,
+on every version. Nothing ever writes the token's byte.
+
+**Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
+all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers want Megatron's conventions instead: see `regions`.
+An op whose gradient would be lost raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing import find_route
+
+_LIBRARY = Library("parallel_state", "DEF")
+_KEYS = ("CPU", "CUDA")
+_TOKENS: dict[torch.device, Tensor] = {}
+
+
+def ordering_token(device: torch.device) -> Tensor:
+    """The one-byte tensor through which the compiler sees the order of all ops on `device`."""
+    token = _TOKENS.get(device)
+    if token is None:
+        with torch.inference_mode(False):
+            token = _TOKENS[device] = torch.zeros(1, dtype=torch.uint8, device=device)
+    return token
+
+
+# Kernels, one per op, named after it. `x` is the tensor that is counted and by which a communicator is picked.
+
+
+def all_reduce(x: Tensor, token: Tensor, reduce_op: str, group: str) -> Tensor:
+    return find_route(group).run("all_reduce", x, x, reduce_op, reduce_op=reduce_op)
+
+
+def all_reduce_(x: Tensor, token: Tensor, reduce_op: str, group: str) -> None:
+    find_route(group).run("all_reduce_", x, x, reduce_op, reduce_op=reduce_op)
+
+
+def all_gather(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return find_route(group).run("all_gather", x, x, dim)
+
+
+def all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return find_route(group).run("all_gatherv", x, x, dim, sizes)
+
+
+def reduce_scatter(x: Tensor, token: Tensor, dim: int, reduce_op: str, group: str) -> Tensor:
+    return find_route(group).run("reduce_scatter", x, x, dim, reduce_op, reduce_op=reduce_op)
+
+
+def reduce_scatterv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str) -> Tensor:
+    return find_route(group).run("reduce_scatterv", x, x, dim, sizes, reduce_op, reduce_op=reduce_op)
+
+
+def gather(x: Tensor, token: Tensor, dim: int, dst: int, group: str) -> Tensor:
+    return find_route(group).run("gather", x, x, dim, dst)
+
+
+def scatter(
+    x: Tensor | None,
+    token: Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    src: int,
+    group: str,
+) -> Tensor:
+    out = torch.empty(size, dtype=dtype, device=device)
+    find_route(group).run("scatter", out, x, out, dim, src)
+    return out
+
+
+def all_to_all(
+    x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> Tensor:
+    return find_route(group).run("all_to_all", x, x, output_splits, input_splits)
+
+
+def broadcast(x: Tensor, token: Tensor, src: int, group: str) -> Tensor:
+    return find_route(group).run("broadcast", x, x, src)
+
+
+def broadcast_(x: Tensor, token: Tensor, src: int, group: str) -> None:
+    find_route(group).run("broadcast_", x, x, src)
+
+
+def send(x: Tensor, token: Tensor, dst: int, group: str) -> None:
+    find_route(group).run("send", x, x, dst)
+
+
+def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str) -> Tensor:
+    out = torch.empty(size, dtype=dtype, device=device)
+    find_route(group).run("recv", out, out, src)
+    return out
+
+
+def barrier(token: Tensor, group: str) -> None:
+    find_route(group).run("barrier", None)
+
+
+# Fake kernels: shapes only. They look the group up as well, so a shape error shows when a model is traced.
+
+
+def _fake_same(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_nothing(*_: Any) -> None:
+    return None
+
+
+def _fake_all_gather(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    size = find_route(group).context.size
+    return x.new_empty((size,)) if x.dim() == 0 else x.new_empty(_resized(x, dim, x.shape[dim] * size))
+
+
+def _fake_all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return x.new_empty(_resized(x, dim, sum(sizes)))
+
+
+def _fake_reduce_scatter(x: Tensor, token: Tensor, dim: int, reduce_op: str, group: str) -> Tensor:
+    return x.new_empty(_resized(x, dim, x.shape[dim] // find_route(group).context.size))
+
+
+def _fake_reduce_scatterv(
+    x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str
+) -> Tensor:
+    return x.new_empty(_resized(x, dim, sizes[find_route(group).context.rank]))
+
+
+def _fake_gather(x: Tensor, token: Tensor, dim: int, dst: int, group: str) -> Tensor:
+    if find_route(group).context.rank != dst:
+        return x.new_empty((0,))
+    return _fake_all_gather(x, token, dim, group)
+
+
+def _fake_scatter(
+    x: Tensor | None,
+    token: Tensor,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    src: int,
+    group: str,
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _fake_all_to_all(
+    x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> Tensor:
+    return x.new_empty(_resized(x, 0, sum(output_splits)))
+
+
+def _fake_recv(
+    token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str
+) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = size
+    return shape
+
+
+# Gradients. A formula takes the gradient of the op's output and the op's arguments after `x`; it gives that of `x`.
+
+_OPS = torch.ops.parallel_state
+Formula = Callable[..., Tensor]
+
+
+def _grad_all_reduce(grad: Tensor, token: Tensor, reduce_op: str, group: str) -> Tensor:
+    return _OPS.all_reduce(grad, token, reduce_op, group)
+
+
+def _grad_all_gather(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return _OPS.reduce_scatter(grad, token, dim, "sum", group)
+
+
+def _grad_all_gatherv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return _OPS.reduce_scatterv(grad, token, dim, sizes, "sum", group)
+
+
+def _grad_reduce_scatter(grad: Tensor, token: Tensor, dim: int, reduce_op: str, group: str) -> Tensor:
+    return _OPS.all_gather(_averaged(grad, reduce_op, group), token, dim, group)
+
+
+def _grad_reduce_scatterv(
+    grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str
+) -> Tensor:
+    return _OPS.all_gatherv(_averaged(grad, reduce_op, group), token, dim, sizes, group)
+
+
+def _grad_all_to_all(
+    grad: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> Tensor:
+    return _OPS.all_to_all(grad, token, input_splits, output_splits, group)
+
+
+def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor:
+    total = _OPS.all_reduce(grad, token, "sum", group)
+    return total if find_route(group).context.rank == src else torch.zeros_like(total)
+
+
+def _averaged(grad: Tensor, reduce_op: str, group: str) -> Tensor:
+    return grad / find_route(group).context.size if reduce_op == "avg" else grad
+
+
+class _Differentiable(torch.autograd.Function):
+    """One function for every op that has a formula."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], formula: Formula, x: Tensor, *args: Any) -> Any:
+        ctx.formula, ctx.args = formula, args
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, ctx.formula(grads[0], *ctx.args), *(None for _ in ctx.args)
+
+
+def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callable[..., Any]:
+    """What runs on the Autograd key: straight down without a gradient, else the formula, else an error."""
+    op = getattr(_OPS, name).default
+
+    def kernel(x: Tensor | None, *args: Any) -> Any:
+        if x is None or not (x.requires_grad and torch.is_grad_enabled()):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x, *args)
+        # The reduce op of those that have one stands before the group's name.
+        if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
+            raise InvalidArgumentError(
+                f"{name} on group {args[-1]!r} has no gradient for these arguments, but its input requires one; "
+                f"{advice}, or call it under torch.no_grad()"
+            )
+        return _Differentiable.apply(op, formula, x, *args)
+
+    return kernel
+
+
+_SUM_OR_AVG = "differentiable are sum and avg"
+_DETACH = "detach the tensor first and send the gradient back yourself"
+
+_SCATTER_ARGUMENTS = (
+    "Tensor? x, Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int dim, int src, str group"
+)
+
+# name, arguments, result, kernel, fake kernel, gradient formula, what to do where there is none
+_TABLE: tuple[tuple[str, str, str, Callable[..., Any], Callable[..., Any], Formula | None, str], ...] = (
+    ("all_reduce", "Tensor x, Tensor(a!) token, str reduce_op, str group", "Tensor",
+     all_reduce, _fake_same, _grad_all_reduce, _SUM_OR_AVG),
+    ("all_reduce_", "Tensor(a!) x, Tensor(b!) token, str reduce_op, str group", "()",
+     all_reduce_, _fake_nothing, None, "use all_reduce, which has a gradient"),
+    ("all_gather", "Tensor x, Tensor(a!) token, int dim, str group", "Tensor",
+     all_gather, _fake_all_gather, _grad_all_gather, ""),
+    ("all_gatherv", "Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str group", "Tensor",
+     all_gatherv, _fake_all_gatherv, _grad_all_gatherv, ""),
+    ("reduce_scatter", "Tensor x, Tensor(a!) token, int dim, str reduce_op, str group", "Tensor",
+     reduce_scatter, _fake_reduce_scatter, _grad_reduce_scatter, _SUM_OR_AVG),
+    ("reduce_scatterv", "Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str reduce_op, str group", "Tensor",
+     reduce_scatterv, _fake_reduce_scatterv, _grad_reduce_scatterv, _SUM_OR_AVG),
+    ("gather", "Tensor x, Tensor(a!) token, int dim, int dst, str group", "Tensor",
+     gather, _fake_gather, None, "use all_gather, which has a gradient on every rank"),
+    ("scatter", _SCATTER_ARGUMENTS, "Tensor", scatter, _fake_scatter, None, "use broadcast and take a slice"),
+    ("all_to_all", "Tensor x, Tensor(a!) token, SymInt[] output_splits, SymInt[] input_splits, str group", "Tensor",
+     all_to_all, _fake_all_to_all, _grad_all_to_all, ""),
+    ("broadcast", "Tensor x, Tensor(a!) token, int src, str group", "Tensor",
+     broadcast, _fake_same, _grad_broadcast, ""),
+    ("broadcast_", "Tensor(a!) x, Tensor(b!) token, int src, str group", "()",
+     broadcast_, _fake_nothing, None, "use broadcast, which has a gradient"),
+    ("send", "Tensor x, Tensor(a!) token, int dst, str group", "()", send, _fake_nothing, None, _DETACH),
+    ("recv", "Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int src, str group", "Tensor",
+     recv, _fake_recv, None, ""),
+    ("barrier", "Tensor(a!) token, str group", "()", barrier, _fake_nothing, None, ""),
+)  # fmt: skip
+
+OP_NAMES = tuple(row[0] for row in _TABLE)
+
+
+def _register() -> None:
+    for name, arguments, result, kernel, fake, formula, advice in _TABLE:
+        _LIBRARY.define(f"{name}({arguments}) -> {result}", tags=[torch.Tag.pt2_compliant_tag])
+        for key in _KEYS:
+            _LIBRARY.impl(name, kernel, key)
+        torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
+        if name not in ("recv", "barrier"):  # these take no tensor that could require a gradient
+            _LIBRARY.impl(name, _autograd_kernel(name, formula, advice), "Autograd")
+
+
+_register()

@@ -1,0 +1,65 @@
+"""Any rank of any layout in one process: to build and shape-check model code without starting the others.
+
+    with simulate(rank=5, world_size=4096, tensor_model_parallel_size=8, pipeline_model_parallel_size=4).use():
+        model = Model()            # calls get_tp_group(), is_pipeline_first_stage(), …
+        model(torch.empty(4, 512, device="meta"))
+
+The other ranks are imagined to hold this rank's tensors: a sum multiplies by the size, gathers copy; what only a real
+peer could say (its broadcast, its send) raises UnsupportedError. Works before any init and beside a real one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from device_communicators import settings
+from device_communicators.base import GroupContext
+from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing import unique_name
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.layout import Layout
+from parallel_state.parallel_groups import ParallelGroups
+from parallel_state.state import DEFAULT_ORDER
+
+
+def simulate(
+    rank: int = 0,
+    world_size: int = 1,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    data_parallel_size: int | None = None,
+    *,
+    order: str = DEFAULT_ORDER,
+    device: torch.device | str = "cpu",
+) -> ParallelGroups:
+    """The groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
+
+    Sizes and order as in initialize_model_parallel, with the same errors.
+    """
+    if not 0 <= rank < world_size:
+        raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
+    sizes = {"tp": tensor_model_parallel_size, "dp": data_parallel_size, "pp": pipeline_model_parallel_size}
+    layout = Layout.resolve(world_size, sizes, order)
+    groups = {
+        axis: simulated_group(layout.group_of(rank, axis), rank, name=axis, device=device)
+        for axis in ("tp", "pp", "dp")
+    }
+    world = simulated_group(list(range(world_size)), rank, name="world", device=device)
+    return ParallelGroups(layout=layout, world=world, **groups)
+
+
+def simulated_group(
+    ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
+) -> GroupCoordinator:
+    """One group of these global ranks, seen from global rank `rank`, of which only that one exists."""
+    if rank not in ranks or len(set(ranks)) != len(ranks):
+        raise InvalidArgumentError(f"ranks must be distinct and hold rank {rank}, but are {ranks}")
+    context = GroupContext(
+        name=unique_name(name),
+        ranks=tuple(ranks),
+        rank=ranks.index(rank),
+        device=torch.device(device),
+        timeout_s=settings.TIMEOUT_S.get(),
+        simulated=True,
+    )
+    return GroupCoordinator(context)

@@ -1,0 +1,549 @@
+"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP`, made by one init each, cleared by one destroy each.
+
+    init_distributed_environment()                      the world
+    initialize_model_parallel(tp, pp)                   its division into tp, pp and dp groups
+    get_tp_group() …                                    what model layers call
+    destroy_model_parallel(); destroy_distributed_environment()
+
+The only file with `global`. The groups themselves are an explicit object, `ParallelGroups`, which can be made and
+passed around without any of this. Longer names for the same things are in `aliases`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import (
+    AlreadyInitializedError,
+    CommunicationError,
+    ConfigMismatchError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    RendezvousError,
+)
+from parallel_state import environment
+from parallel_state.coordinator import GroupCoordinator, create_group
+from parallel_state.environment import ProcessEnvironment
+from parallel_state.groups import ProcessGroupPool
+from parallel_state.layout import position_in
+from parallel_state.parallel_groups import _CURRENT, ParallelGroups, create_parallel_groups
+from parallel_state.rendezvous import make_store
+from parallel_state.same_node import nodes_of
+
+logger = logging.getLogger("parallel_state")
+
+
+class Axis(NamedTuple):
+    """One way in which the world is divided."""
+
+    name: str
+    long_name: str
+
+
+AXES = (
+    Axis("tp", "tensor_model_parallel"),
+    Axis("dp", "data_parallel"),
+    Axis("pp", "pipeline_model_parallel"),
+)
+"""In the default order, fastest first: Megatron's, in which neighbouring ranks share a tensor-parallel group."""
+
+DEFAULT_ORDER = "-".join(axis.name for axis in AXES)
+
+_WORLD: GroupCoordinator | None = None
+_TP: GroupCoordinator | None = None
+_PP: GroupCoordinator | None = None
+_DP: GroupCoordinator | None = None
+_GROUPS: ParallelGroups | None = None
+_NODES: list[list[int]] | None = None
+_OWNS_DEFAULT_GROUP = False
+_GENERATION = 0
+_CUSTOM_ALL_REDUCE = True
+_PATCHED = False
+_EXPORTED: dict[str, str] = {}
+"""What init wrote into the environment for torch's env://; destroy takes it back."""
+
+
+# The world.
+
+
+def init_distributed_environment(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+) -> None:
+    """Joins this process with the others of its world; every process calls it once.
+
+    Sizes and ranks that are left out (-1) come from what started the process (torchrun, SLURM, Open MPI, PMI), else
+    from an already initialised torch.distributed default group, else it is alone: rank 0 of 1, which needs no address.
+    `backend` of device tensors: nccl with CUDA, else gloo (or PARALLEL_STATE_BACKEND). `timeout`, seconds or
+    timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
+    PARALLEL_STATE_START_TIMEOUT_S.
+
+    Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
+    ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
+    """
+    global _OWNS_DEFAULT_GROUP, _GENERATION, _NODES
+    if _WORLD is not None:
+        raise AlreadyInitializedError(
+            f"the distributed environment is initialised already ({_WORLD.context}); "
+            "call destroy_distributed_environment() first"
+        )
+    for name in settings.unknown_names():
+        logger.warning("%s is not a setting of parallel_state and has no effect", name)
+    joins = dist.is_initialized()
+    place = _joined_place(world_size, rank, local_rank) if joins else _place(
+        world_size, rank, local_rank, distributed_init_method
+    )  # fmt: skip
+    timeout_s = _seconds(timeout)
+    device = _choose_device(backend, place) if not joins else _device_of(str(dist.get_backend()), place)
+    if not joins:
+        _GENERATION += 1
+        backend = backend or settings.BACKEND.get() or ("nccl" if device.type == "cuda" else "gloo")
+        _init_default_group(place, distributed_init_method, backend, timeout_s)
+    elif backend is not None and backend != dist.get_backend():
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with backend {dist.get_backend()!r}, but {backend!r} was asked for; "
+            "leave backend out to join it"
+        )
+    _OWNS_DEFAULT_GROUP = not joins
+    try:
+        pool = ProcessGroupPool(timeout_s)
+        init_world_group(
+            list(range(place.world_size)), place.local_rank, pool.default_backend, pool=pool, device=device
+        )
+        _prove(get_world_group())
+        _NODES = nodes_of(get_world_group())
+    except BaseException:
+        destroy_distributed_environment()
+        raise
+    logger.info("%s is ready on %s over %s", get_world_group().context, device, get_world_group().backend)
+
+
+def _place(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
+    """Where this process stands: from the arguments, or from what started it."""
+    if (world_size < 0) != (rank < 0):
+        raise InvalidArgumentError(
+            f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
+        )
+    by_env = init_method == "env://"
+    if rank < 0:
+        place = environment.detect(rendezvous=by_env)
+        place = place if local_rank < 0 else replace(place, local_rank=local_rank)
+    else:
+        if rank >= world_size:
+            raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
+        place = _explicit_place(rank, world_size, local_rank, rendezvous=by_env)
+    if by_env:
+        _EXPORTED.update(environment.export(place))
+    return place
+
+
+def _explicit_place(rank: int, world_size: int, local_rank: int, rendezvous: bool) -> ProcessEnvironment:
+    """Rank and world size are given; the local rank, where it isn't, is the launcher's, else the rank."""
+    if local_rank < 0:
+        told = os.environ.get("LOCAL_RANK", "")
+        local_rank = int(told) if told.isdecimal() else rank
+    told_env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    return environment.detect({**os.environ, **told_env, "LOCAL_WORLD_SIZE": ""}, rendezvous=rendezvous)
+
+
+def _joined_place(world_size: int, rank: int, local_rank: int) -> ProcessEnvironment:
+    found_size, found_rank = dist.get_world_size(), dist.get_rank()
+    if world_size not in (-1, found_size) or rank not in (-1, found_rank):
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with rank {found_rank} of {found_size}, but rank {rank} of "
+            f"{world_size} was asked for; leave both out to join it, or destroy it first"
+        )
+    return _explicit_place(found_rank, found_size, local_rank, rendezvous=False)
+
+
+def _choose_device(backend: str | None, place: ProcessEnvironment) -> torch.device:
+    backend = backend or settings.BACKEND.get()
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return _device_of(backend, place)
+
+
+def _device_of(backend: str, place: ProcessEnvironment) -> torch.device:
+    """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
+    if "nccl" not in backend:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
+    if index >= count:
+        raise InvalidArgumentError(
+            f"local rank {place.local_rank} needs {place.local_rank + 1} visible GPUs, but there are {count}; "
+            "start fewer ranks per node or pass local_rank"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _init_default_group(place: ProcessEnvironment, init_method: str, backend: str, timeout_s: float) -> None:
+    start_timeout_s = settings.START_TIMEOUT_S.get()
+    if backend not in dist.Backend.backend_list and ":" not in backend:
+        raise InvalidArgumentError(f"backend must be one of {', '.join(dist.Backend.backend_list)}, but is {backend!r}")
+    store = make_store(init_method, place, _GENERATION, start_timeout_s)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise RendezvousError(
+            f"rank {place.rank} of {place.world_size} reached the store, but making the default {backend} group "
+            f"failed: {str(error).splitlines()[0]}. Look for a rank that never came or ended early",
+            rank=place.rank,
+            timeout_s=start_timeout_s,
+        ) from error
+
+
+def init_world_group(
+    ranks: Sequence[int],
+    local_rank: int,
+    backend: str,
+    *,
+    pool: ProcessGroupPool | None = None,
+    device: torch.device | None = None,
+) -> GroupCoordinator:
+    """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
+    global _WORLD
+    if _WORLD is not None:
+        raise AlreadyInitializedError("the world group exists already; destroy it first")
+    if pool is None:
+        _need_default_group("init_world_group")
+        pool = ProcessGroupPool(_seconds(None))
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
+    _WORLD = create_group(
+        pool, [ranks], "world", device=device, local_rank=local_rank, backend=backend, timeout_s=pool.timeout_s
+    )
+    return _WORLD
+
+
+def _prove(world: GroupCoordinator) -> None:
+    """A first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
+    if world.world_size > 1:
+        total = int(world.all_reduce(torch.ones(1, device=world.device)).item())
+        if total != world.world_size:
+            raise CommunicationError(f"the first all-reduce of {world.context} gave {total}, not {world.world_size}")
+        logger.debug("the first all-reduce of %s gave the right sum", world.context)
+
+
+def destroy_distributed_environment() -> None:
+    """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
+    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP
+    destroy_model_parallel()
+    world, _WORLD, _NODES = _WORLD, None, None
+    if world is not None:
+        world.destroy()
+    if _OWNS_DEFAULT_GROUP and dist.is_initialized():
+        dist.destroy_process_group()
+    _OWNS_DEFAULT_GROUP = False
+    for name, value in _EXPORTED.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _EXPORTED.clear()
+
+
+# Its division.
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    data_parallel_size: int | None = None,
+    *,
+    order: str = DEFAULT_ORDER,
+    backend: str | None = None,
+    timeout: timedelta | float | None = None,
+    allow_pickle: bool = False,
+) -> None:
+    """Divides the world into tensor-, pipeline- and data-parallel groups; every rank calls it alike.
+
+    The data-parallel size is what remains, unless given. `order` names the axes from fastest to slowest:
+    with `tp-dp-pp` the ranks of a tensor-parallel group are neighbours. `allow_pickle=True` lets objects of
+    unregistered types travel by pickle, which runs what a peer sends: only among processes that you trust.
+
+    Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
+    that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
+    """
+    if _GROUPS is not None:
+        raise AlreadyInitializedError(
+            f"the model-parallel groups exist already ({_GROUPS.layout}); call destroy_model_parallel() first"
+        )
+    if _WORLD is None:
+        raise GroupNotInitializedError("call init_distributed_environment() before initialize_model_parallel()")
+    groups = create_parallel_groups(
+        _WORLD,
+        {
+            "tp": tensor_model_parallel_size,
+            "dp": data_parallel_size,
+            "pp": pipeline_model_parallel_size,
+        },
+        order,
+        backend=backend,
+        timeout_s=None if timeout is None else _seconds(timeout),
+        allow_pickle=allow_pickle,
+        custom_all_reduce=_CUSTOM_ALL_REDUCE,
+    )
+    try:
+        _closing_barrier(_WORLD)
+    except BaseException:
+        groups.close()
+        raise
+    _install(groups)
+    logger.info("layout %s; rank %d is in %s, %s, %s", groups.layout, _WORLD.rank, groups.tp, groups.pp, groups.dp)
+
+
+def _closing_barrier(world: GroupCoordinator) -> None:
+    if world.world_size == 1:
+        return
+    limit_s = settings.BARRIER_TIMEOUT_S.get()
+    try:
+        world.cpu_group.barrier(timedelta(seconds=limit_s)).wait()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
+            f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
+            f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
+            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({str(error).splitlines()[0]})",
+            group=world.unique_name,
+            operation="barrier",
+            rank=world.rank,
+            timeout_s=limit_s,
+        ) from error
+
+
+def _install(groups: ParallelGroups | None) -> None:
+    global _GROUPS, _TP, _PP, _DP
+    _GROUPS = groups
+    _TP = groups.tp if groups else None
+    _PP = groups.pp if groups else None
+    _DP = groups.dp if groups else None
+
+
+def ensure_model_parallel_initialized(
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    data_parallel_size: int | None = None,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Initialises, or checks that the groups that exist have these sizes (ConfigMismatchError if not)."""
+    if _GROUPS is None:
+        initialize_model_parallel(
+            tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, backend=backend
+        )
+        return
+    asked = {"tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "dp": data_parallel_size}
+    for axis, size in asked.items():
+        found = getattr(_GROUPS, axis).world_size
+        if size not in (None, -1, found):
+            raise ConfigMismatchError(
+                f"the model-parallel groups exist with {_GROUPS.layout}, but {axis}={size} was asked for; "
+                "call destroy_model_parallel() first to have other sizes"
+            )
+
+
+def init_model_parallel_group(
+    group_ranks: Sequence[Sequence[int]],
+    local_rank: int,
+    backend: str,
+    *,
+    group_name: str = "group",
+    use_device_communicator: bool = True,
+    allow_pickle: bool = False,
+) -> GroupCoordinator:
+    """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike."""
+    world = get_world_group()
+    if world.pool is None:
+        raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
+    position_in(group_ranks, world.rank)
+    return create_group(
+        world.pool,
+        group_ranks,
+        group_name,
+        device=world.device,
+        local_rank=local_rank,
+        backend=backend,
+        timeout_s=world.context.timeout_s,
+        allow_pickle=allow_pickle,
+        custom_all_reduce=use_device_communicator,
+    )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether this thread has tp and pp groups."""
+    return _CURRENT.groups is not None or _GROUPS is not None
+
+
+def destroy_model_parallel() -> None:
+    """Ends the tp, pp and dp groups; the world stays. Every rank calls it; twice is fine."""
+    groups = _GROUPS
+    _install(None)
+    if groups is not None:
+        groups.close()
+
+
+@contextmanager
+def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
+    """Within it, `get_tp_group()` is `tp_group`: a draft model of another tensor-parallel size. Doesn't nest."""
+    global _TP, _PATCHED
+    if _PATCHED:
+        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
+    before = get_tp_group()
+    _PATCHED = True
+    _TP = tp_group
+    try:
+        yield
+    finally:
+        _PATCHED = False
+        _TP = before
+
+
+def set_custom_all_reduce(enable: bool) -> None:
+    """Whether tensor-parallel groups made from now on may use communicators with kernels of our own (default: yes)."""
+    global _CUSTOM_ALL_REDUCE
+    _CUSTOM_ALL_REDUCE = enable
+
+
+@dataclass
+class GraphCaptureContext:
+    """The stream on which a CUDA graph is captured; None on the CPU."""
+
+    stream: Any
+
+
+@contextmanager
+def graph_capture(device: torch.device | None = None) -> Iterator[GraphCaptureContext]:
+    """Capture CUDA graphs within it: a side stream that waits for the current one, tp and pp prepared, in this order.
+
+    On the CPU there is nothing to capture and the body simply runs. Not run on a GPU yet.
+    """
+    tp, pp = get_tp_group(), get_pp_group()
+    device = tp.device if device is None else torch.device(device)
+    with ExitStack() as stack:
+        stream = None
+        if device.type == "cuda":
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            stack.enter_context(torch.cuda.stream(stream))
+        for group in (tp, pp):
+            stack.enter_context(group.route.capture())
+        yield GraphCaptureContext(stream)
+
+
+# Getters.
+
+
+def get_world_group() -> GroupCoordinator:
+    """The group of all ranks; GroupNotInitializedError before init_distributed_environment."""
+    return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
+
+
+def get_tp_group() -> GroupCoordinator:
+    """The tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    return _or_raise(try_get_tp_group(), "tensor-parallel", "initialize_model_parallel")
+
+
+def get_pp_group() -> GroupCoordinator:
+    """The pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    return _or_raise(try_get_pp_group(), "pipeline-parallel", "initialize_model_parallel")
+
+
+def get_dp_group() -> GroupCoordinator:
+    """The data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    return _or_raise(try_get_dp_group(), "data-parallel", "initialize_model_parallel")
+
+
+def try_get_world_group() -> GroupCoordinator | None:
+    current = _CURRENT.groups
+    return _WORLD if current is None else current.world
+
+
+def try_get_tp_group() -> GroupCoordinator | None:
+    current = _CURRENT.groups
+    return _TP if current is None else current.tp
+
+
+def try_get_pp_group() -> GroupCoordinator | None:
+    current = _CURRENT.groups
+    return _PP if current is None else current.pp
+
+
+def try_get_dp_group() -> GroupCoordinator | None:
+    current = _CURRENT.groups
+    return _DP if current is None else current.dp
+
+
+def get_parallel_groups() -> ParallelGroups:
+    """All groups of this thread as one object; GroupNotInitializedError before initialize_model_parallel."""
+    groups = _CURRENT.groups or _GROUPS
+    if groups is None:
+        raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
+    return groups
+
+
+def _or_raise(group: GroupCoordinator | None, what: str, made_by: str) -> GroupCoordinator:
+    if group is None:
+        raise GroupNotInitializedError(f"the {what} group is not there; call {made_by}() first")
+    return group
+
+
+def get_node_count() -> int:
+    """How many hosts the world spans, by evidence of shared memory."""
+    return len(get_nodes())
+
+
+def get_nodes() -> list[list[int]]:
+    """The world's global ranks by host, each list ascending, in the order of their first ranks."""
+    if _NODES is None:
+        raise GroupNotInitializedError("which ranks share a host is known after init_distributed_environment()")
+    return _NODES
+
+
+def is_global_first_rank() -> bool:
+    """Whether this is rank 0 of the world; before init, by what the environment says."""
+    world = try_get_world_group()
+    return environment.is_rank_zero() if world is None else world.is_first_rank
+
+
+def is_local_first_rank() -> bool:
+    """Whether this is the first rank on its host; before init, by what the environment says."""
+    world = try_get_world_group()
+    return (environment.detect(rendezvous=False).local_rank if world is None else world.local_rank) == 0
+
+
+def _need_default_group(caller: str) -> None:
+    if not dist.is_initialized():
+        raise GroupNotInitializedError(f"{caller} needs an initialised torch.distributed default group")
+
+
+def _seconds(timeout: timedelta | float | None) -> float:
+    if timeout is None:
+        return settings.TIMEOUT_S.get()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if seconds <= 0:
+        raise InvalidArgumentError(f"timeout must be positive, but is {timeout!r}")
+    return seconds

@@ -1,0 +1,131 @@
+"""Small helpers around the groups: files read once, "this rank first", seeds, unwrapping.
+
+Each works without any init too, as in one process. Where one rank fails, the others are told and raise.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from device_communicators.errors import RemoteError
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
+
+
+def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
+    """The file's content, read by rank 0 only and broadcast. Every rank calls it.
+
+    Raises the OSError on rank 0 and RemoteError on the others where it can't be read.
+    """
+    world = try_get_world_group()
+    if world is None or world.world_size == 1:
+        return io.BytesIO(Path(path).read_bytes())
+    content: object = None
+    failure: OSError | None = None
+    if world.is_first_rank:
+        try:
+            data = bytearray(Path(path).read_bytes())
+            content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        except OSError as error:
+            failure, content = error, f"{type(error).__name__}: {error}"
+    content = world.broadcast_object(content, 0)
+    if failure is not None:
+        raise failure
+    if not isinstance(content, Tensor):
+        raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.first_rank)
+    return io.BytesIO(content.numpy().tobytes()) if "numpy" in sys.modules else io.BytesIO(bytes(content.tolist()))
+
+
+def unwrap_dist(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel (also twice wrapped); any other module itself."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    return model
+
+
+@contextmanager
+def master_first() -> Iterator[None]:
+    """The body runs on rank 0 of the world, then on all others. Every rank enters it.
+
+    All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
+    """
+    world = try_get_world_group()
+    if world is None or world.world_size == 1:
+        yield
+    else:
+        with _leader_first(world, list(range(world.world_size))):
+            yield
+
+
+@contextmanager
+def local_master_first() -> Iterator[None]:
+    """The body runs on the first rank of each host, then on that host's others; hosts don't wait for each other.
+
+    Exceptions as in master_first, among the ranks of one host.
+    """
+    world = try_get_world_group()
+    if world is None or world.world_size == 1:
+        yield
+    else:
+        with _leader_first(world, next(ranks for ranks in get_nodes() if world.rank_in_group in ranks)):
+            yield
+
+
+@contextmanager
+def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
+    """`members[0]` first. Each member tells how its body ended; the first failure ends all of them."""
+    leader, others = members[0], members[1:]
+    if world.rank_in_group != leader:
+        _raise_if_failed(world, world.recv_object(leader))
+    failure: str | None = None
+    try:
+        yield
+    except BaseException:
+        failure = traceback.format_exc()
+        raise
+    finally:
+        verdict = (world.rank_in_group, failure) if failure is not None else None
+        if world.rank_in_group != leader:
+            world.send_object(verdict, leader)
+            verdict = world.recv_object(leader)
+        else:
+            sends = [world.isend_object(verdict, member) for member in others]
+            if verdict is None:  # else nobody else ran the body
+                told = [world.recv_object(member) for member in others]
+                verdict = next((failed for failed in told if failed is not None), None)
+                sends += [world.isend_object(verdict, member) for member in others]
+            for send in sends:
+                send.wait()
+        if failure is None:
+            _raise_if_failed(world, verdict)
+
+
+def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -> None:
+    if verdict is not None:
+        rank, text = verdict
+        raise RemoteError(f"the body failed on rank {rank} of {world.context}:\n{text}", rank=world.ranks[rank])
+
+
+def set_random_seed(seed: int) -> int:
+    """Seeds torch (all devices), random, and numpy if it is loaded; returns the seed that was used.
+
+    Same on tensor- and data-parallel ranks, different on each pipeline stage, whose layers are others.
+    """
+    pp = try_get_pp_group()
+    seed += 1000 * (0 if pp is None else pp.rank_in_group)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    return seed

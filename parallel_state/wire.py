@@ -1,0 +1,208 @@
+"""The form of a message on the wire: a frame of fixed size, the rest of its metadata, its tensors.
+
+    frame     [4096]   header, then the body or its beginning
+    rest      [n]      what of the body didn't fit, if anything
+    tensors            one transfer each
+
+The body is the codec's metadata and one byte per tensor: 1 where only a slice of it is sent, because the receiver
+gathers the other slices from its own all-gather group. The frame's size is fixed so that a receive can be started
+before anything is known of the message. A value that can't be encoded becomes an error frame: the readers raise
+instead of waiting. Pure functions on CPU bytes; who sends when is in `messages`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from device_communicators import settings
+from device_communicators.base import GroupContext
+from device_communicators.errors import InvalidArgumentError, MessageDecodeError, RemoteError, UsageError
+from parallel_state import codec
+
+FRAME_BYTES = 4096
+_HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
+_INLINE_BYTES = FRAME_BYTES - _HEADER.size
+_MAGIC = b"PSM1"
+_VALUE, _ERROR = 0, 1
+
+
+class Header(NamedTuple):
+    """What a frame begins with."""
+
+    kind: int
+    slices: int
+    """Into how many slices the marked tensors are cut; 0 for none."""
+    tensors: int
+    body_bytes: int
+    tensor_bytes: int
+    """Of all tensors of the message, uncut."""
+
+    @property
+    def rest_bytes(self) -> int:
+        return max(0, self.body_bytes - _INLINE_BYTES)
+
+
+class AllGatherGroup(Protocol):
+    """A group whose ranks all hold the tensors of a message, so that each needs to send a slice only."""
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
+
+
+@dataclass
+class Outgoing:
+    """An encoded message; `error` is set, and the frame tells of it, where the value could not be encoded."""
+
+    frame: Tensor
+    rest: Tensor | None
+    tensors: list[Tensor]
+    error: UsageError | None = None
+
+
+def encode(
+    obj: Any,
+    *,
+    allow_pickle: bool,
+    must_be: type | None = None,
+    all_gather_group: AllGatherGroup | None = None,
+    all_gather_tensors: Mapping[str, bool] | None = None,
+) -> Outgoing:
+    """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    try:
+        encoded = _encode_checked(obj, allow_pickle, must_be)
+    except UsageError as error:
+        text = str(error).encode()[:_INLINE_BYTES]
+        frame, _ = _frame(Header(_ERROR, 0, 0, len(text), 0), text)
+        return Outgoing(frame, None, [], error)
+    tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors)
+    slices = all_gather_group.world_size if all_gather_group is not None else 0
+    cut = [False] * len(tensors)
+    if all_gather_group is not None and slices > 1:
+        whole = _kept_whole(obj, all_gather_tensors)
+        cut = [
+            can_be_cut(tensor.numel(), slices) and id(original) not in whole
+            for tensor, original in zip(tensors, encoded.tensors, strict=True)
+        ]
+        mine = all_gather_group.rank_in_group
+        tensors = [t.view(slices, -1)[mine] if c else t for t, c in zip(tensors, cut, strict=True)]
+    body = encoded.metadata + bytes(cut)
+    frame, rest = _frame(Header(_VALUE, slices, len(tensors), len(body), tensor_bytes), body)
+    return Outgoing(frame, rest, tensors)
+
+
+def can_be_cut(numel: int, slices: int) -> bool:
+    """Whether a tensor travels in slices: it has elements, and they divide evenly."""
+    return slices > 1 and numel > 0 and numel % slices == 0
+
+
+def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
+    """The checked header of what came from `src`; MessageDecodeError if it isn't one."""
+    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(_bytes_of(frame))
+    limit = settings.MAX_METADATA_BYTES.get()
+    problem = None
+    if magic != _MAGIC:
+        problem = f"it begins with {magic!r}, not {_MAGIC!r}"
+    elif kind not in (_VALUE, _ERROR):
+        problem = f"its kind is {kind}"
+    elif body_bytes > limit:
+        problem = f"its metadata has {body_bytes} bytes, more than {limit} ({settings.MAX_METADATA_BYTES.name})"
+    elif tensors > body_bytes:
+        problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
+    elif kind == _ERROR and body_bytes > _INLINE_BYTES:
+        problem = "an error text is longer than its frame"
+    if problem is not None:
+        raise _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
+    return Header(kind, slices, tensors, body_bytes, tensor_bytes)
+
+
+def raise_if_error(header: Header, frame: Tensor, context: GroupContext, src: int) -> None:
+    """RemoteError where the frame tells that `src` could not encode its value."""
+    if header.kind == _ERROR:
+        text = _bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes].decode(errors="replace")
+        raise RemoteError(
+            f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: {text}",
+            rank=context.ranks[src],
+        )
+
+
+def read_body(
+    header: Header, frame: Tensor, rest: Tensor | None, context: GroupContext, src: int, allow_pickle: bool
+) -> tuple[codec.Message, list[bool]]:
+    """The message, its tensors still to come, and which of them are cut."""
+    body = _bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
+    if rest is not None:
+        body += _bytes_of(rest)
+    end = header.body_bytes - header.tensors
+    message = codec.read(body[:end], allow_pickle=allow_pickle)
+    cut = [flag != 0 for flag in body[end:]]
+    if len(message.tensors) != len(cut):
+        told = f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}"
+        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    for metadata, sliced in zip(message.tensors, cut, strict=True):
+        if sliced and not can_be_cut(numel_of(metadata), header.slices):
+            told = f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
+            raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    return message, cut
+
+
+def numel_of(metadata: codec.TensorMetadata) -> int:
+    numel = 1
+    for size in metadata.shape:
+        numel *= size
+    return numel
+
+
+def rest_buffer(header: Header) -> Tensor | None:
+    return torch.empty(header.rest_bytes, dtype=torch.uint8) if header.rest_bytes else None
+
+
+def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec.Encoded:
+    if must_be is not None and not isinstance(obj, must_be):
+        raise InvalidArgumentError(
+            f"a tensor dict must be a {must_be.__name__}, but is a {type(obj).__name__}; "
+            "for other types use the object twin of this call"
+        )
+    encoded = codec.encode(obj, allow_pickle=allow_pickle)
+    size, limit = len(encoded.metadata) + len(encoded.tensors), settings.MAX_METADATA_BYTES.get()
+    if size > limit:
+        raise InvalidArgumentError(
+            f"an object's metadata must have at most {limit} bytes, but has {size}; put bulk data "
+            f"into tensors, or raise {settings.MAX_METADATA_BYTES.name} on every rank"
+        )
+    return encoded
+
+
+def _kept_whole(obj: Any, all_gather_tensors: Mapping[str, bool] | None) -> set[int]:
+    """Ids of the tensors that the caller wants sent whole by every rank."""
+    if not all_gather_tensors or not isinstance(obj, dict):
+        return set()
+    return {id(obj[key]) for key, gather in all_gather_tensors.items() if not gather and key in obj}
+
+
+def _frame(header: Header, body: bytes) -> tuple[Tensor, Tensor | None]:
+    """The frame, and what of the body didn't fit into it."""
+    data = bytearray(FRAME_BYTES)
+    _HEADER.pack_into(data, 0, _MAGIC, *header[:3], 0, *header[3:])
+    inline = body[:_INLINE_BYTES]
+    data[_HEADER.size : _HEADER.size + len(inline)] = inline
+    rest = bytearray(body[_INLINE_BYTES:])
+    return torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
+    return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
+
+
+def _decode_error(message: str, context: GroupContext, src: int) -> MessageDecodeError:
+    return MessageDecodeError(message, group=context.name, rank=context.rank, suspect_ranks=[context.ranks[src]])

@@ -1,0 +1,148 @@
+"""Ranks for tests: processes that are started once per world size and run one function after another.
+
+    results = pool.run(function, argument, …, tp=2, pp=2)     # each rank's return value
+
+A function that raises on any rank fails the test with every traceback; one that doesn't end within its deadline has
+its ranks killed, and the next test gets fresh ones. Functions are found by name in the worker: module level only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_S = 3.0
+
+
+class WorkersFailedError(AssertionError):
+    """At least one rank raised, died or was late; `errors` maps ranks to their tracebacks."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+        self.errors = errors
+
+
+class WorkerPool:
+    """`world_size` processes; with `initialize` each joins a world, and `run` gives them the layout it is asked for."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._store: dist.TCPStore | None = None
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """Each rank's result. With `tp` the ranks have model-parallel groups; without, the function does its own init."""
+        if not self._processes:
+            self._start()
+        task = pickle.dumps((function, args, None if tp is None else (tp, pp)))
+        for connection in self._connections:
+            connection.send_bytes(task)
+        results, errors = self._collect(timeout_s)
+        if errors:
+            missing = [rank for rank in range(self.world_size) if rank not in results and rank not in errors]
+            errors.update({rank: f"no answer within {timeout_s} s" for rank in missing})
+            self.kill()
+            raise WorkersFailedError(errors)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _collect(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        pending = dict(enumerate(self._connections))
+        while pending and time.monotonic() < deadline:
+            ready = wait(list(pending.values()), timeout=deadline - time.monotonic())
+            for rank, connection in list(pending.items()):
+                if connection in ready:
+                    del pending[rank]
+                    try:
+                        ok, value = pickle.loads(connection.recv_bytes())
+                    except EOFError:
+                        ok, value = False, "the process ended"
+                    (results if ok else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        if pending and not errors:
+            errors = {rank: f"no answer within {timeout_s} s" for rank in pending}
+        return results, errors
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "parallel_state"])
+        # The parent hosts the store, as torchrun does, so that no port is guessed and worlds can follow each other.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe()
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "PARALLEL_STATE_TIMEOUT_S": "60",
+                "OMP_NUM_THREADS": "1",
+            }
+            process = context.Process(target=_serve, args=(theirs, environment), daemon=True, name=f"rank-{rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(mine)
+
+    def kill(self) -> None:
+        """Ends the ranks at once; the next `run` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections, self._store = [], [], None
+
+
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    layout = None
+    while True:
+        try:
+            function, args, wanted = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if wanted is None or wanted != layout:
+                layout = _lay_out(wanted, layout)
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            data = pickle.dumps(answer)
+        except Exception:
+            data = pickle.dumps((False, f"the result can't be pickled:\n{traceback.format_exc()}"))
+        connection.send_bytes(data)
+
+
+def _lay_out(wanted: tuple[int, int] | None, layout: tuple[int, int] | None) -> tuple[int, int] | None:
+    import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    if wanted is None:
+        ps.destroy_distributed_environment()
+        return None
+    if layout is None:
+        ps.init_distributed_environment(backend="gloo")
+    ps.initialize_model_parallel(*wanted)
+    return wanted
