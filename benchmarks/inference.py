@@ -88,6 +88,7 @@ class Engine:
         if compiled:
             self.stage.compile_layers()
 
+    @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
         """Embeddings [texts, hidden] of the driver's batches, in the texts' order; replicas take batches in turn.
 
@@ -203,10 +204,10 @@ class Driver:
 
     def show_layout(self) -> None:
         engine = self.engine
-        stages, replicas = engine.pp.world_size, engine.dp.world_size
-        compiled = ", compiled layers" if self.options.compile else ""
-        sizes = f"TP {engine.tp.world_size} x PP {stages} x DP {replicas}"
-        self.console.print(f"[bold]{sizes}[/] on {len(engine.places)} processes, {engine.world.device.type}{compiled}")
+        stages, replicas, ranks = engine.pp.world_size, engine.dp.world_size, engine.world.world_size
+        how = f"{ranks} process{'' if ranks == 1 else 'es'} on {engine.world.device.type}"
+        compiled = ", layers compiled" if self.options.compile else ""
+        self.console.print(f"[bold]TP {engine.tp.world_size} x PP {stages} x DP {replicas}[/]: {how}{compiled}")
         table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
         for stage in range(stages):
             ranks: list[list[int]] = [[] for _ in range(replicas)]
@@ -261,6 +262,7 @@ class Driver:
     def check(self, embeddings: Tensor) -> bool:
         """Whether the plain model, alone on this process, gives the same embeddings."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
+        model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
         for batch in self.batches:
             expected[batch["indices"].cpu()] = model(batch["token_ids"].cpu())
@@ -338,6 +340,8 @@ def main() -> int:
         return 130
     except LaunchError as error:  # it holds the traceback of the rank that failed first
         sys.exit(str(error))
+    finally:
+        Console().show_cursor()  # which a progress bar hides, and a rank that was killed could not bring back
     return 0 if same else 1
 
 

@@ -262,7 +262,6 @@ class Stage(nn.Module):
         for layer in self.layers:
             layer.compile(fullgraph=True, dynamic=True)
 
-    @torch.inference_mode()
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.embedding is not None:
             hidden, mask = self.embedding(inputs["token_ids"]), inputs["token_ids"] != PAD

@@ -20,7 +20,8 @@ def check_tensor(context: GroupContext, operation: str, x: object) -> None:
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
         )
-    if x.layout != torch.strided:
+    # torch.compile refuses to look at the layout in the backward of an autograd.Function (regions).
+    if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got layout {x.layout}")
 
 

@@ -111,7 +111,7 @@ class Message:
                     f"`tensors[{index}]` must be {wanted.dtype} of shape {wanted.shape}, "
                     f"but is {tensor.dtype} of shape {tuple(tensor.shape)} instead"
                 )
-        return _decode(self._body, tensors, self._allow_pickle) if tensors else self._value
+        return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:

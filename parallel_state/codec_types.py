@@ -114,10 +114,10 @@ def build_registered(name: object, values: object) -> object:
 
 def _describe(cls: type, name: str) -> RegisteredType:
     if issubclass(cls, enum.Flag):
-        return RegisteredType(cls, name, ("value",), lambda flag: (flag.value,), functools.partial(_build_flag, cls))
+        return RegisteredType(cls, name, ("value",), lambda flag: (flag._value_,), functools.partial(_build_flag, cls))
     if issubclass(cls, enum.Enum):
         members = cls.__members__
-        return RegisteredType(cls, name, ("name",), lambda member: (member.name,), lambda values: members[values[0]])
+        return RegisteredType(cls, name, ("name",), lambda member: (member._name_,), lambda values: members[values[0]])
     if issubclass(cls, msgspec.Struct):
         fields = cls.__struct_fields__
         return RegisteredType(
@@ -244,7 +244,7 @@ def read_device(text: str) -> torch.device:
 # numpy, which need not be installed: a value of its types exists only where someone imported it
 
 
-_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9A-Za-z/]{1,20}\])?")
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20}\])?")
 
 
 def is_numpy(cls: type) -> bool:
@@ -284,7 +284,8 @@ def numpy_array(parts: list[Any]) -> Any:
     dtype = numpy.dtype(spec)
     if len(shape) > MAX_DIMS or not all(type(size) is int and 0 <= size < MAX_TENSOR_BYTES for size in shape):
         raise MessageDecodeError("a message holds a numpy value with a malformed shape")
-    if math.prod(shape) * dtype.itemsize != len(data):
+    claimed = dtype.itemsize * math.prod(filter(None, shape))
+    if math.prod(shape) * dtype.itemsize != len(data) or claimed >= MAX_TENSOR_BYTES:
         raise MessageDecodeError(
             f"a numpy value of dtype {dtype} and shape {shape} must have {math.prod(shape) * dtype.itemsize} bytes, "
             f"but the message holds {len(data)}"

@@ -169,8 +169,12 @@ class Encoder:
     def unknown(self, value: object, depth: int) -> object:
         cls = type(value)
         name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-        base = next((base.__qualname__ for base in cls.__mro__ if dict.__contains__(_PACKERS, base)), None)
-        return self.refuse(value, f"a {name}" if base is None else f"a {name}, which is not sent as its base {base}")
+        what = f"an {name}" if name[0] in "aeiou" else f"a {name}"
+        for base in cls.__mro__:
+            if base in _PACKERS or codec_types.is_registered(base):
+                what += f", which is not sent as its base {base.__qualname__}"
+                break
+        return self.refuse(value, what)
 
     def refuse(self, value: object, what: str) -> object:
         """Pickles the value where that is allowed, else raises."""
@@ -251,7 +255,7 @@ _PACKERS = _Packers(
         frozenset: lambda encoder, value, depth: Ext(_FROZENSET, to_msgpack(encoder.sequence([*value], depth))),
         collections.OrderedDict: lambda encoder, value, depth: Ext(_ORDERED_DICT, encoder.pairs(value, depth)),
         complex: lambda encoder, value, depth: Ext(_COMPLEX, _COMPLEX_FORMAT.pack(value.real, value.imag)),
-        bytearray: lambda encoder, value, depth: Ext(_BYTEARRAY, bytes(value)),
+        bytearray: lambda encoder, value, depth: Ext(_BYTEARRAY, value),
         torch.Tensor: Encoder.tensor,
         torch.nn.Parameter: Encoder.tensor,
         torch.dtype: lambda encoder, value, depth: Ext(_DTYPE, DTYPE_NAMES[value].encode()),

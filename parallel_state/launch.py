@@ -52,6 +52,10 @@ _SETTLE_S = 0.3  # after the first failure, for the others to report theirs
 _EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_HINT = (
+    "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
+    "`if __name__ == '__main__':`"
+)
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0 need not host the store
 _OWN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", _AGENT_STORE}
 
@@ -144,7 +148,7 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
         (0 <= config.rank_offset <= last, f"rank_offset must be from 0 to {last}, but is {config.rank_offset}"),
         (all(0 <= port < 65_536 for port in ports), f"a port must be from 0 to 65535, but is {max(ports, key=abs)}"),
         (not all(ports), "master_port and preferred_port exclude each other, but both are given"),
-        (nproc == world or any(ports[:1]) or not config.hosts_store, "several nodes must all name the master_port"),
+        (nproc == world or config.master_port or not config.hosts_store, "several nodes must all name the master_port"),
         (not group_options or config.makes_groups, "init_method and backends must come with model parallel sizes"),
         (config.start_method in ("forkserver", "spawn"),
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
@@ -199,44 +203,44 @@ def _meeting_point(config: LaunchConfig, deadline: float) -> Iterator[dict[str, 
         return
     start_s = min(settings.START_TIMEOUT_S.get(), max(1.0, deadline - time.monotonic()))
     store, port = _store(config, timedelta(seconds=start_s))
-    yield {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port), _AGENT_STORE: "True"}
-    if config.nproc != config.world_size:
-        _leave_together(store, config, min(deadline, time.monotonic() + start_s))
+    try:
+        yield {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port), _AGENT_STORE: "True"}
+        if config.nproc != config.world_size:
+            _leave_together(store, config, min(deadline, time.monotonic() + start_s))
+    finally:
+        del store  # closes the port, also where an error's traceback keeps this frame
 
 
 def _store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
-    listener, port = None, config.master_port
-    if config.rank_offset == 0:
+    hosts, listen_fd, port = config.rank_offset == 0, None, config.master_port
+    if hosts:
         listener = _listen(config)
         port = listener.getsockname()[1]
-    hosting = {"wait_for_workers": False, "master_listen_fd": listener.detach()} if listener else {}
+        listen_fd = listener.detach()
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            config.master_addr, port, is_master=bool(hosting), timeout=timeout, **hosting
+        store = dist.TCPStore(
+            config.master_addr, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listen_fd
         )
     except RuntimeError as error:
         raise RendezvousError(
-            f"the node of rank {config.rank_offset} must reach the store at {config.master_addr}:{port}, which the node "
-            f"of rank 0 hosts, but did not within {timeout.total_seconds():.0f} s: {str(error).splitlines()[0]}"
+            f"the node of rank {config.rank_offset} must reach rank 0's store at {config.master_addr}:{port} "
+            f"within {timeout.total_seconds():.0f} s, but: {str(error).splitlines()[0]}"
         ) from error
     return store, port
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
     """The node that hosts the store stays until the ranks of all nodes are done with it."""
-    key, world = "parallel_state/launch/done", config.world_size or 1
+    done, world = 0, config.world_size or 1
     try:
-        done = store.add(key, config.nproc)
+        done = store.add("parallel_state/launch/done", config.nproc)
         while config.rank_offset == 0 and done < world and time.monotonic() < deadline:
             time.sleep(0.02)
-            done = store.add(key, 0)
-    except RuntimeError as error:  # the ranks here have their results
-        logger.warning("launch: the node of rank 0 left early: %s", str(error).splitlines()[0])
-        return
+            done = store.add("parallel_state/launch/done", 0)
+    except RuntimeError:  # the store's node failed, but the ranks here have their results
+        logger.warning("the node of rank 0 left before the ranks of this one were done")
     if config.rank_offset == 0 and done < world:
-        logger.warning(
-            "launch: the node of rank 0 leaves with the store, but only %d of %d ranks are done", done, world
-        )
+        logger.warning("this node leaves with the store, but only %d of %d ranks are done", done, world)
 
 
 def _listen(config: LaunchConfig) -> socket.socket:
@@ -312,7 +316,7 @@ class _Worker:
         try:
             self.process.start()
         except (OSError, EOFError) as error:
-            raise LaunchError(f"rank {self.rank} could not be started: {error!r}", rank=self.rank) from error
+            raise LaunchError(f"rank {self.rank} could not be started ({error!r}); {_HINT}", rank=self.rank) from error
         self.far_end.close()
 
     def close(self) -> None:
@@ -323,23 +327,27 @@ class _Worker:
 
     def report(self) -> _Report | None:
         """None where the process ended before its first report, or within one."""
-        self.records.seek(0)
         try:
-            report: _Report = pickle.load(self.records)
+            report: _Report = pickle.load(self._rewound(self.records))
         except (EOFError, pickle.UnpicklingError):
             return None
         return report
 
     def result(self) -> Any:
-        self.report()
+        records = self._rewound(self.records)
+        pickle.load(records)
         try:
-            return pickle.load(self.records)
+            return pickle.load(records)
         except Exception as error:
             raise LaunchError(f"the result of rank {self.rank} can't be unpickled: {error}", rank=self.rank) from error
 
     def stacks(self) -> str:
-        self.stacks_file.seek(0)
-        return self.stacks_file.read(4096).decode(errors="replace")
+        return self._rewound(self.stacks_file).read(4096).decode(errors="replace")
+
+    def _rewound(self, file: Any) -> Any:
+        reader = open(file.fileno(), "rb", closefd=False)  # noqa: SIM115  # file's own buffer may be older
+        reader.seek(0)
+        return reader
 
     @property
     def failed(self) -> bool:
@@ -353,10 +361,7 @@ class _Worker:
         how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
         who = f"rank {self.rank} ({self.process.name}, pid {self.process.pid})"
         if report is None:
-            return (
-                f"{who} ended with {how} before it could call the function; its error is on stderr, most often a main "
-                "module that can't be imported, or that calls launch outside of `if __name__ == '__main__':`"
-            )
+            return f"{who} ended with {how} before it could call the function; {_HINT}"
         if report.kind == "error":
             return f"{who} raised {report.summary}"
         if report.kind == "result":
@@ -366,8 +371,7 @@ class _Worker:
 
 
 def _run_workers(content: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float) -> list[Any]:
-    if config.start_method == "forkserver":
-        _preload_torch()
+    _preload()
     inherited = dict(os.environ)
     if len(environs) > 1:
         inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with all cores each slow all down
@@ -379,9 +383,7 @@ def _run_workers(content: bytes, config: LaunchConfig, environs: list[dict[str, 
         running = _watch(workers, deadline)
         stopped_at = time.monotonic()
         _stop(workers, config.grace)
-        _raise_failure(workers, stopped_at, config)
-        if running:
-            _raise_timeout(running, config)
+        _raise_failure(workers, running, stopped_at, config)
         return [worker.result() for worker in workers]
     finally:
         _stop(workers, config.grace)
@@ -389,10 +391,15 @@ def _run_workers(content: bytes, config: LaunchConfig, environs: list[dict[str, 
             worker.close()
 
 
-def _preload_torch() -> None:
-    """Let the fork server import torch once instead of each worker, unless the program has its own list."""
-    if getattr(multiprocessing.forkserver._forkserver, "_preload_modules", None) == ["__main__"]:
-        multiprocessing.set_forkserver_preload(["__main__", "torch"])
+def _preload() -> None:
+    """Let a fork server import torch and this package once instead of each worker, unless a program has its own list."""
+    if getattr(multiprocessing.forkserver._forkserver, "_preload_modules", None) != ["__main__"]:
+        return
+    modules = ["__main__", "torch"]
+    here, nearer = os.path.dirname(__file__), os.path.join(os.getcwd(), "parallel_state")
+    if not os.path.exists(nearer) or os.path.samefile(here, nearer):  # it looks into the working directory first
+        modules.append("parallel_state.launch")
+    multiprocessing.set_forkserver_preload(modules)
 
 
 def _watch(workers: list[_Worker], deadline: float) -> list[_Worker]:
@@ -430,39 +437,35 @@ def _still_alive(processes: list[Any], wait_s: float) -> list[Any]:
     return alive
 
 
-def _raise_failure(workers: list[_Worker], stopped_at: float, config: LaunchConfig) -> None:
+def _raise_failure(workers: list[_Worker], running: list[_Worker], stopped_at: float, config: LaunchConfig) -> None:
+    """Raise for the first failure in time; for the deadline where nobody failed; return where all is well."""
     failures: list[tuple[float, _Worker, _Report | None]] = []
     for worker in workers:
         report = worker.report()
         if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
             failures.append((report.time, worker, report))
         elif worker.ended is not None and worker.failed:
-            failures.append((worker.ended, worker, report))
-    if not failures:
+            failures.append((worker.ended, worker, None))
+    if not failures and not running:
         return
+    if not failures:
+        ranks = ", ".join(str(worker.rank) for worker in running)
+        places = "".join(f"\nwhere rank {worker.rank} was:\n{worker.stacks()}" for worker in running[:8])
+        raise LaunchError(
+            f"launch must end within {config.timeout} s, but of {config.world_size} ranks {ranks} were still running "
+            f"and have been stopped{places}",
+            rank=running[0].rank,
+        )
     failures.sort(key=lambda failure: failure[0])
-    _, first, told = failures[0]
+    (_, first, told), *later = failures
     if told is not None and told.kind == "interrupted":
         raise KeyboardInterrupt
-    lines = [f"{first.explain()} (world size {config.world_size})"]
-    if len(failures) > 1:
-        lines.append("later failures: " + "; ".join(worker.explain()[:200] for _, worker, _ in failures[1:]))
-    raised = told is not None and told.kind == "error"
-    detail = told.text if told is not None and raised else first.stacks()
-    if detail:
-        lines.append(f"where rank {first.rank} was:\n{detail}")
-    exit_code = told.exit_code if told is not None and raised else first.process.exitcode
-    raise LaunchError("\n".join(lines), rank=first.rank, exit_code=exit_code)
-
-
-def _raise_timeout(running: list[_Worker], config: LaunchConfig) -> None:
-    ranks = ", ".join(str(worker.rank) for worker in running)
-    places = "".join(f"\nwhere rank {worker.rank} was:\n{worker.stacks()}" for worker in running[:8])
-    raise LaunchError(
-        f"launch must end within its timeout of {config.timeout} s, but of {config.world_size} ranks {ranks} were "
-        f"still running and have been stopped{places}",
-        rank=running[0].rank,
-    )
+    text = f"{first.explain()} (world size {config.world_size})"
+    if later:
+        text += "\nlater failures: " + "; ".join(worker.explain()[:200] for _, worker, _ in later)
+    where = told.text if told is not None else first.stacks()
+    exit_code = told.exit_code if told is not None else first.process.exitcode
+    raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 
 # The worker's side
@@ -478,37 +481,32 @@ class _Call:
     config: LaunchConfig
 
     def run(self, inline: bool) -> Any:
-        if self.config.setup is not None:
-            self.config.setup()
-        if not self.config.makes_groups:
+        config = self.config
+        if config.setup is not None:
+            config.setup()
+        if not config.makes_groups:
             return self.fn(*self.args, **self.kwargs)
-        from parallel_state import state
+        from parallel_state import state  # fn may have no use for it
 
+        per_axis: dict[str, Any] = {"axis_backends": dict(config.axis_backends)} if config.axis_backends else {}
         try:
-            _make_groups(state, self.config)
+            state.init_distributed_environment(
+                distributed_init_method=config.init_method or "env://", backend=config.backend
+            )
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tensor_model_parallel_size or 1,
+                pipeline_model_parallel_size=config.pipeline_model_parallel_size or 1,
+                backend=config.backend,
+                **per_axis,
+            )
             result = self.fn(*self.args, **self.kwargs)
         except BaseException:
             if inline:  # a worker reports first; its end destroys all, and destroying could wait for peers
-                _destroy_groups(state)
+                state.destroy_distributed_environment()
             raise
-        _destroy_groups(state)
+        state.destroy_model_parallel()
+        state.destroy_distributed_environment()
         return result
-
-
-def _make_groups(state: Any, config: LaunchConfig) -> None:
-    state.init_distributed_environment(distributed_init_method=config.init_method or "env://", backend=config.backend)
-    per_axis = {"axis_backends": dict(config.axis_backends)} if config.axis_backends else {}
-    state.initialize_model_parallel(
-        tensor_model_parallel_size=config.tensor_model_parallel_size or 1,
-        pipeline_model_parallel_size=config.pipeline_model_parallel_size or 1,
-        backend=config.backend,
-        **per_axis,
-    )
-
-
-def _destroy_groups(state: Any) -> None:
-    state.destroy_model_parallel()
-    state.destroy_distributed_environment()
 
 
 def _run_inline(call: _Call, environ: dict[str, str]) -> Any:

@@ -20,7 +20,9 @@ from device_communicators.routing import Handle, Route
 from parallel_state import codec, wire
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
 
-_FRAME_TAG, _TENSOR_TAG = 1, 2  # tag 0 is send and recv of plain tensors
+# Tag 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one may be posted
+# before the body of this one arrives, and would take it in.
+_FRAME_TAG, _BODY_TAG = 1, 2
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 
@@ -109,14 +111,14 @@ class ReceiveHandle:
         header = messenger.read_header(self._frame, src)
         rest = wire.rest_buffer(header)
         if rest is not None:
-            messenger.route.start("irecv_", rest, src, _FRAME_TAG).wait()
+            messenger.route.start("irecv_", rest, src, _BODY_TAG).wait()
         self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
         self._check_slices(header)
         self._tensors = [
             messenger.allocate(metadata, header.slices if sliced else 1)
             for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
         ]
-        parts = [messenger.route.start("irecv_", tensor, src, _TENSOR_TAG) for tensor in self._tensors]
+        parts = [messenger.route.start("irecv_", tensor, src, _BODY_TAG) for tensor in self._tensors]
         for part in parts:
             part.wait()
 
@@ -161,8 +163,8 @@ class Messenger:
         )
         pieces = [(outgoing.frame, _FRAME_TAG)]
         if outgoing.rest is not None:
-            pieces.append((outgoing.rest, _FRAME_TAG))
-        pieces += [(tensor, _TENSOR_TAG) for tensor in outgoing.tensors]
+            pieces.append((outgoing.rest, _BODY_TAG))
+        pieces += [(tensor, _BODY_TAG) for tensor in outgoing.tensors]
         handle = SendHandle([self.route.start("isend", piece, dst, tag) for piece, tag in pieces])
         self._keep(handle)
         if outgoing.error is not None:

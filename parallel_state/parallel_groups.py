@@ -46,7 +46,7 @@ class ParallelGroups:
     @contextmanager
     def use(self) -> Iterator[ParallelGroups]:
         """Makes these the current groups of this thread: getters return them instead of the process-wide ones."""
-        before = _CURRENT.groups
+        before = try_get_current_groups()
         _CURRENT.groups = self
         try:
             yield self
@@ -59,23 +59,22 @@ class ParallelGroups:
             group.destroy()
 
 
-class _Current(threading.local):
-    groups: ParallelGroups | None = None
-
-
-_CURRENT = _Current()
+_CURRENT = threading.local()
+# Read with getattr and a default: for a default in a subclass of threading.local, torch.compile guards on the class,
+# and code compiled outside of `use()` would keep its groups inside.
 
 
 def try_get_current_groups() -> ParallelGroups | None:
     """The groups that `use()` made this thread's; None outside of it."""
-    return _CURRENT.groups
+    return getattr(_CURRENT, "groups", None)
 
 
 def current_groups() -> ParallelGroups:
     """As try_get_current_groups; raises GroupNotInitializedError outside of `use()`."""
-    if _CURRENT.groups is None:
+    groups = try_get_current_groups()
+    if groups is None:
         raise GroupNotInitializedError("no groups are in use in this thread; enter `with groups.use():` first")
-    return _CURRENT.groups
+    return groups
 
 
 def create_parallel_groups(

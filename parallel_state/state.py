@@ -36,7 +36,7 @@ from parallel_state.coordinator import GroupCoordinator, create_group
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
 from parallel_state.layout import position_in
-from parallel_state.parallel_groups import _CURRENT, ParallelGroups, create_parallel_groups
+from parallel_state.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.rendezvous import make_store
 from parallel_state.same_node import nodes_of
 
@@ -395,7 +395,7 @@ def init_model_parallel_group(
 
 def model_parallel_is_initialized() -> bool:
     """Whether this thread has tp and pp groups."""
-    return _CURRENT.groups is not None or _GROUPS is not None
+    return try_get_current_groups() is not None or _GROUPS is not None
 
 
 def destroy_model_parallel() -> None:
@@ -478,28 +478,28 @@ def get_dp_group() -> GroupCoordinator:
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    current = _CURRENT.groups
+    current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    current = _CURRENT.groups
+    current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    current = _CURRENT.groups
+    current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    current = _CURRENT.groups
+    current = try_get_current_groups()
     return _DP if current is None else current.dp
 
 
 def get_parallel_groups() -> ParallelGroups:
     """All groups of this thread as one object; GroupNotInitializedError before initialize_model_parallel."""
-    groups = _CURRENT.groups or _GROUPS
+    groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
     return groups

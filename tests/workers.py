@@ -95,6 +95,7 @@ class WorkerPool:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "PARALLEL_STATE_TIMEOUT_S": "60",
                 "OMP_NUM_THREADS": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",
             }
             process = context.Process(target=_serve, args=(theirs, environment), daemon=True, name=f"rank-{rank}")
             process.start()

@@ -56,7 +56,7 @@ def check_report(process: subprocess.CompletedProcess[str], title: str) -> str:
     assert process.returncode == 0, process.stdout + process.stderr
     report = process.stdout
     assert title in report
-    assert re.search(r"^  0\.\d{3}  (.*?)\s*$", report, re.MULTILINE)[1] == ANSWER  # the first is the best
+    assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER  # the first is the best
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
     assert "sentences/s" in report
     assert "process_group" in report  # the routes
@@ -66,7 +66,7 @@ def check_report(process: subprocess.CompletedProcess[str], title: str) -> str:
 
 
 def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
-    report = check_report(run(SCRIPT, *demo_arguments), "TP 2 x PP 2 x DP 1 on 4 processes, cpu")
+    report = check_report(run(SCRIPT, *demo_arguments), "TP 2 x PP 2 x DP 1: 4 processes on cpu")
     assert "embedding, layers 0-2" in report
     # Two all-reduces a layer and one for the embedding, for 4 batches and the one to warm up.
     assert re.search(r"tp \[0, 1\] +all_reduce +35 ", report)
@@ -76,7 +76,7 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
 
 def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str]) -> None:
     process = torchrun(4, SCRIPT, "--tp", "2", "--pp", "1", *demo_arguments)
-    check_report(process, "TP 2 x PP 1 x DP 2 on 4 processes, cpu")
+    check_report(process, "TP 2 x PP 1 x DP 2: 4 processes on cpu")
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:

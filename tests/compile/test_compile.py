@@ -1,0 +1,251 @@
+"""The collectives under torch.compile(fullgraph=True): no graph break, same results, nothing dropped or reordered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel_state as ps
+from tests.workers import WorkerPool
+
+BACKENDS = ("aot_eager", "inductor")
+HIDDEN, HEADS = 16, 4
+
+
+@contextmanager
+def _log_of(*groups: ps.GroupCoordinator) -> Any:
+    """What reaches the routes, in order: (group, operation)."""
+    log: list[tuple[str, str]] = []
+    originals = [group.route.run for group in groups]
+
+    def logged(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(operation: str, *args: Any, **kwargs: Any) -> Any:
+            log.append((name, operation))
+            return run(operation, *args, **kwargs)
+
+        return call
+
+    for group, run in zip(groups, originals, strict=True):
+        group.route.run = logged(group.unique_name.split(":")[0], run)  # type: ignore[method-assign]
+    try:
+        yield log
+    finally:
+        for group, run in zip(groups, originals, strict=True):
+            group.route.run = run  # type: ignore[method-assign]
+
+
+class Block(nn.Module):
+    """Attention and MLP of a tensor-parallel layer, each ended by an all-reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(ps.get_tensor_model_parallel_rank())
+        size = ps.get_tensor_model_parallel_world_size()
+        self.heads = HEADS // size
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN // size)
+        self.out = nn.Linear(HIDDEN // size, HIDDEN, bias=False)
+        self.up = nn.Linear(HIDDEN, 4 * HIDDEN // size)
+        self.down = nn.Linear(4 * HIDDEN // size, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.shape[0]
+        q, k, v = self.qkv(x).view(tokens, 3, self.heads, -1).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(tokens, -1)
+        x = x + ps.get_tp_group().all_reduce(self.out(attended))
+        return x + ps.tensor_model_parallel_all_reduce(self.down(F.gelu(self.up(x))))
+
+
+def _block_body(backend: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = Block()
+    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+    with torch.inference_mode():
+        for tokens in (3, 5, 8, 13):
+            x = torch.arange(tokens * HIDDEN, dtype=torch.float32).view(tokens, HIDDEN).sin()
+            torch.testing.assert_close(compiled(x), block(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "a new token count recompiled"
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tensor_parallel_block_compiles_once_for_all_token_counts(
+    pools: Callable[[int], WorkerPool], backend: str
+) -> None:
+    pools(2).run(_block_body, backend, tp=2, timeout_s=300)
+
+
+def _every_op(x: Tensor) -> tuple[Tensor, ...]:
+    tp = ps.get_tp_group()
+    rank, size = tp.rank_in_group, tp.world_size
+    tp.all_reduce(x * 2, "max")  # nobody uses it, but the other ranks are in it
+    reduced = tp.all_reduce(x)
+    gathered = tp.all_gather(reduced, -1)
+    tp.barrier()
+    scattered = tp.reduce_scatter(gathered, -1)
+    vector = tp.all_gatherv(x[: rank + 1], 0, [r + 1 for r in range(size)])
+    share = tp.reduce_scatterv(vector, 0, [r + 1 for r in range(size)])
+    if rank == 0:
+        tp.send(scattered, 1)
+        tp.recv([4, 2], torch.float32, 1)  # nobody uses it
+        tp.send(reduced + 1, 1)
+        other = tp.recv([x.shape[0], 3], torch.float32, 1)
+    else:
+        other = tp.recv([x.shape[0], x.shape[1]], torch.float32, 0)
+        tp.send(torch.ones(4, 2), 0)
+        other = other + tp.recv([x.shape[0], x.shape[1]], torch.float32, 0)
+        tp.send(other[:, :3].contiguous(), 0)
+    swapped = tp.all_to_all(gathered.view(size * x.shape[1], x.shape[0]), 0, 1)
+    told = tp.broadcast(scattered, 1)
+    told = tp.broadcast_(told * 3, 0)
+    tp.all_reduce_(told)
+    collected = tp.gather(x, 1, 0)
+    dealt = tp.scatter(gathered if rank == 0 else None, 0, 1, size=[x.shape[0], x.shape[1]], dtype=torch.float32)
+    tp.all_reduce(x, "min")  # the last one, and nobody uses it
+    return reduced, gathered, scattered, vector, share, other, swapped, told, dealt, x if collected is None else collected
+
+
+def _every_op_body(backend: str) -> list[tuple[str, str]]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tp = ps.get_tp_group()
+    compiled = torch.compile(_every_op, fullgraph=True, backend=backend, dynamic=True)
+    logs = []
+    for tokens in (4, 6, 9):
+        x = torch.arange(tokens * 5, dtype=torch.float32).view(tokens, 5).cos() + tp.rank_in_group
+        with _log_of(tp) as eager_log:
+            expected = _every_op(x)
+        with _log_of(tp) as compiled_log:
+            found = compiled(x)
+        assert compiled_log == eager_log
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        logs.append(eager_log)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    return logs[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_op_compiles_keeps_its_place_and_is_never_dropped(
+    pools: Callable[[int], WorkerPool], backend: str
+) -> None:
+    logs = pools(2).run(_every_op_body, backend, tp=2, timeout_s=300)
+    assert len(logs[0]) == len(logs[1]) == 18
+
+
+def _two_groups(x: Tensor) -> Tensor:
+    """Independent ops of two groups, most of them unused: their order is what keeps the ranks together."""
+    tp, pp = ps.get_tp_group(), ps.get_pp_group()
+    pp.all_reduce(x + 1)
+    tp.all_reduce(x + 2)
+    if pp.is_first_rank:
+        pp.send(x)
+    else:
+        pp.recv(list(x.shape), x.dtype)
+    tp.barrier()
+    pp.all_reduce(x + 3)
+    return tp.all_gather(x, 0)
+
+
+def _two_groups_body(backend: str) -> None:
+    torch._dynamo.reset()
+    tp, pp = ps.get_tp_group(), ps.get_pp_group()
+    x = torch.ones(2, 3) * ps.get_rank()
+    with _log_of(tp, pp) as eager_log:
+        expected = _two_groups(x)
+    compiled = torch.compile(_two_groups, fullgraph=True, backend=backend)
+    with _log_of(tp, pp) as compiled_log:
+        assert torch.equal(compiled(x), expected)
+    assert compiled_log == eager_log == [
+        ("pp", "all_reduce"), ("tp", "all_reduce"), ("pp", "send" if pp.is_first_rank else "recv"), ("tp", "barrier"),
+        ("pp", "all_reduce"), ("tp", "all_gather"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ops_of_two_groups_keep_their_order(pools: Callable[[int], WorkerPool], backend: str) -> None:
+    pools(4).run(_two_groups_body, backend, tp=2, pp=2, timeout_s=300)
+
+
+class Trained(nn.Module):
+    """Two sharded layers between Megatron's regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+        up, down = torch.randn(32, HIDDEN) / math.sqrt(HIDDEN), torch.randn(HIDDEN, 32) / math.sqrt(32)
+        self.up = nn.Parameter(up.chunk(size, 0)[rank].clone())
+        self.down = nn.Parameter(down.chunk(size, 1)[rank].clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ps.copy_to_tensor_model_parallel_region(x)
+        x = F.gelu(F.linear(x, self.up))
+        return ps.reduce_from_tensor_model_parallel_region(F.linear(x, self.down))
+
+
+def _training_body(backend: str) -> None:
+    torch._dynamo.reset()
+    x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
+    gradients = []
+    for compiled in (False, True):
+        x.requires_grad_().grad = None
+        model = Trained()
+        forward = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        forward(x).square().sum().backward()
+        gradients.append([x.grad, model.up.grad, model.down.grad])
+    for eager, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_through_regions_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
+    pools(2).run(_training_body, backend, tp=2, timeout_s=300)
+
+
+def _differentiable(x: Tensor) -> Tensor:
+    tp = ps.get_tp_group()
+    y = tp.all_gather(x, 0) * 2
+    y = tp.reduce_scatter(y, 0).sin()
+    y = tp.all_to_all(y, 0, 1)
+    y = tp.broadcast(y, 1) + tp.all_reduce(y, "avg")
+    return y.square().sum()
+
+
+def _gradients_body(backend: str) -> None:
+    torch._dynamo.reset()
+    tp = ps.get_tp_group()
+    results = []
+    for forward in (_differentiable, torch.compile(_differentiable, fullgraph=True, backend=backend)):
+        x = (torch.arange(8.0).view(4, 2).cos() + tp.rank_in_group).requires_grad_()
+        forward(x).backward()
+        results.append(x.grad)
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_the_ops_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
+    pools(2).run(_gradients_body, backend, tp=2, timeout_s=300)
+
+
+def _use_body() -> None:
+    """A compiled model follows the thread's current groups."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: ps.get_tp_group().all_reduce(x), fullgraph=True, backend="aot_eager")
+    x = torch.ones(3)
+    assert compiled(x).tolist() == [2.0] * 3
+    with ps.simulate(0, 8, tensor_model_parallel_size=8).use():
+        assert compiled(x).tolist() == [8.0] * 3
+    assert compiled(x).tolist() == [2.0] * 3
+
+
+def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], WorkerPool]) -> None:
+    pools(2).run(_use_body, tp=2, timeout_s=120)

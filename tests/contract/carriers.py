@@ -1,0 +1,169 @@
+"""Groups that one row of the catalog carries, and what their ranks hold: one test body runs on all of them.
+
+    def _body(member: Member) -> None:                        # module level: processes find it by name
+        for dtype in DTYPES:
+            with member.case(f"{dtype}"):
+                xs = member.of_ranks(lambda rank: make(dtype, rank))
+                check(member.group.all_gather(xs[member.rank], 0), torch.cat(xs))
+
+    def test_all_gather(carrier: Carrier) -> None:            # once per row of the catalog and size of group
+        carrier.run(_body)
+
+A row that takes simulated groups runs in this process, every rank after the other; its other ranks hold this rank's
+tensors, which is all that `of_ranks` has to know. Any other row runs on processes. A row that is added to the catalog
+is picked up here by itself, and has to carry everything, unless it is named in one of the two sets below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from device_communicators import CATALOG, GroupContext, Request, Row, build_route, register_route, unique_name
+from device_communicators.errors import UnsupportedError
+from parallel_state.coordinator import GroupCoordinator
+from tests.workers import WorkerPool
+
+T = TypeVar("T")
+
+PARTIAL: frozenset[str] = frozenset()
+"""Rows that may refuse what is defined: too large, another dtype, an operation they don't have."""
+
+NEEDS_A_DEVICE: frozenset[str] = frozenset()
+"""Rows that no group of CPU processes has."""
+
+
+class Size(NamedTuple):
+    """Groups of `group` ranks among `processes`."""
+
+    processes: int
+    group: int
+
+    def __str__(self) -> str:
+        return str(self.group) if self.group == self.processes else f"{self.group}-of-{self.processes}"
+
+
+SIZES = (Size(1, 1), Size(2, 2), Size(3, 3), Size(4, 4), Size(4, 2))
+"""In the last one a rank in the group differs from the global rank."""
+
+
+class Member:
+    """One rank of a group, as a test body sees it."""
+
+    def __init__(self, group: GroupCoordinator, row: str) -> None:
+        self.group = group
+        self.row = row
+        self.simulated = group.context.simulated
+        self.rank = group.rank_in_group
+        self.size = group.world_size
+        self.carried = 0
+
+    def of_ranks(self, make: Callable[[int], T]) -> list[T]:
+        """What each rank of the group holds, by rank."""
+        if not self.simulated:
+            return [make(rank) for rank in range(self.size)]
+        mine = make(self.rank)
+        return [mine] * self.size
+
+    def can_hear(self, peer: int) -> bool:
+        """Whether `peer` can tell this rank something: nobody speaks in a simulated group but itself."""
+        return not self.simulated or peer == self.rank
+
+    def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
+        """Whether the row carries the request. All that is `defined` must be, unless the row is a partial one."""
+        if self.size == 1:
+            return True
+        (communicator,) = self.group.route.communicators
+        request = Request(operation, x.dtype, x.device.type, x.numel(), reduce_op)
+        refusal = communicator.refusal(request)
+        if refusal is None:
+            assert defined, f"{self.row} carries {request}, which is not defined"
+            return True
+        assert not defined or self.row in PARTIAL, f"{self.row} refuses {request}: {refusal}"
+        return False
+
+    @contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """What fails inside tells which case it was."""
+        try:
+            yield
+        except Exception as error:
+            raise AssertionError(f"{name}, on {self.group.context}: {type(error).__name__}: {error}") from error
+        self.carried += 1
+
+    def refuses(self, name: str, call: Callable[[], object]) -> None:
+        """`call` raises UnsupportedError, for the group is not able to do it."""
+        with self.case(name), pytest.raises(UnsupportedError, match=self.group.unique_name):
+            call()
+        self.carried -= 1
+
+
+class Carrier:
+    """Runs bodies on groups of one size that one row carries."""
+
+    def __init__(self, row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> None:
+        self.row = row
+        self.size = size
+        self._pools = pools
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Each rank's result; skips where the row has nothing to do with such a body."""
+        if takes_simulated_groups(self.row):
+            answers = [_call(member, body, args) for member in self._simulated_members()]
+        else:
+            pool = self._pools(self.size.processes)
+            answers = pool.run(_run_on_rank, self.row.name, body, args, tp=self.size.group, timeout_s=timeout_s)
+        for reason, carried, _ in answers:
+            if reason is not None:
+                assert self.row.name in NEEDS_A_DEVICE, f"{self.row.name} takes no group of CPU processes: {reason}"
+                pytest.skip(f"{self.row.name}: {reason}")
+            if carried == 0:
+                assert self.row.name in PARTIAL, f"{self.row.name} carried nothing of {body.__name__}"
+                pytest.skip(f"{self.row.name} carries nothing of {body.__name__}")
+        return [result for _, _, result in answers]
+
+    def _simulated_members(self) -> Iterator[Member]:
+        for rank in range(self.size.processes):
+            first = rank - rank % self.size.group
+            ranks = list(range(first, first + self.size.group))
+            yield only(self.row, ps.simulated_group(ranks, rank))
+
+
+def takes_simulated_groups(row: Row) -> bool:
+    return row.unfit(ps.simulated_group([0, 1], 0).context) is None
+
+
+def only(row: Row, group: GroupCoordinator) -> Member:
+    """`group` with the route that it would have if `row` were the whole catalog."""
+    group.route = build_route(group.context, (row,))
+    register_route(group.route)
+    return Member(group, row.name)
+
+
+def twin_of(group: GroupCoordinator) -> GroupCoordinator:
+    """Another coordinator over the same process groups."""
+    context: GroupContext = dataclasses.replace(group.context, name=unique_name("contract"))
+    return GroupCoordinator(context, local_rank=group.local_rank)
+
+
+def _run_on_rank(row_name: str, body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str | None, int, Any]:
+    torch.manual_seed(0)
+    (row,) = (row for row in CATALOG if row.name == row_name)
+    member = only(row, twin_of(ps.get_tp_group()))
+    if member.size > 1 and not member.group.route.communicators:
+        return member.group.route.refusals[row_name], 0, None
+    answer = _call(member, body, args)
+    member.group.route.close()
+    return answer
+
+
+def _call(member: Member, body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str | None, int, Any]:
+    result = body(member, *args)
+    return None, member.carried, result

@@ -1,0 +1,196 @@
+"""Tensors for contract tests, awkward ones above all, and how results are judged.
+
+Values are drawn from a seed that every rank can compute, so each rank knows what all of them hold. Numbers that are
+reduced are small integers: their sums and products are exact in every dtype, in any order, and so is the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+COMPLEX = (torch.complex64, torch.complex128)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+REDUCIBLE = (*FLOATS, *FLOAT8, *INTEGERS, *COMPLEX, torch.bool)
+MOVABLE = (
+    *REDUCIBLE, torch.uint16, torch.uint32, torch.uint64, torch.complex32,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+)  # fmt: skip
+"""Every dtype of which a tensor can be made, but the quantised ones."""
+
+
+def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
+    """Whether a reduction has a meaning, as the documentation of all_reduce says."""
+    if dtype in FLOATS or dtype in FLOAT8:
+        return True
+    if dtype in COMPLEX:
+        return reduce_op in ("sum", "avg")
+    return dtype in REDUCIBLE and reduce_op != "avg"
+
+
+class Form(NamedTuple):
+    """A shape and how it lies in memory."""
+
+    shape: tuple[int, ...]
+    layout: str = "contiguous"
+
+    @property
+    def dims(self) -> range:
+        """Every dim by both of its names; a 0-d tensor has the dims of a vector, as in torch."""
+        count = max(1, len(self.shape))
+        return range(-count, count)
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.layout}"
+
+
+LAYOUTS = ("contiguous", "offset", "strided", "transposed", "expanded")
+SHAPES = ((), (1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
+
+
+def forms(shapes: Sequence[tuple[int, ...]] = SHAPES) -> Iterator[Form]:
+    """Each shape in each layout that it can have; empty ones and scalars have no other."""
+    for shape in shapes:
+        yield Form(shape)
+        if shape and 0 not in shape:
+            yield Form(shape, "offset")
+            yield Form(shape, "strided")
+            yield Form(shape, "expanded")
+            if len(shape) > 1:
+                yield Form(shape, "transposed")
+
+
+def multiplied(shape: tuple[int, ...], dim: int, factor: int) -> tuple[int, ...]:
+    """`shape` with `dim` `factor` times as long."""
+    return tuple(n * factor if i == dim % len(shape) else n for i, n in enumerate(shape))
+
+
+def with_dim(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with `dim` of this length."""
+    return tuple(length if i == dim % len(shape) else n for i, n in enumerate(shape))
+
+
+def any_bytes(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
+    """A tensor of random bytes, infinities and all: what moves them must not look at them."""
+    generator = _generator(form, rank, salt)
+    numel = _numel(form.shape)
+    if dtype == torch.bool:
+        values = torch.randint(0, 2, (numel,), generator=generator).bool()
+    else:
+        values = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    return laid_out(values.view(form.shape), form.layout)
+
+
+def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
+    """Integers in ±1 … ±3 (1 … 3 where there is no sign), of which products and sums of four are exact."""
+    generator = _generator(form, rank, salt)
+    numel = _numel(form.shape)
+    values = torch.randint(1, 4, (numel,), generator=generator).double()
+    if dtype == torch.bool:
+        values -= values.clamp(max=2) - torch.randint(0, 2, (numel,), generator=generator)  # zeros among the ones
+    elif dtype != torch.uint8:
+        values *= torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
+    if dtype.is_complex:
+        values = torch.complex(values, values.flip(0))
+    return laid_out((values > 0 if dtype == torch.bool else values).to(dtype).view(form.shape), form.layout)
+
+
+def real_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
+    """Normally distributed numbers: their sums round, and depend on the order."""
+    values = torch.randn(_numel(form.shape), generator=_generator(form, rank, salt), dtype=torch.float64)
+    return laid_out(values.to(dtype).view(form.shape), form.layout)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same values at other places; an expanded tensor repeats the first row of dim 0."""
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "expanded":
+        return x.narrow(0, 0, 1).contiguous().expand(x.shape)
+    if layout == "offset":
+        out = x.new_empty(x.numel() + 3)[3:].view(x.shape)
+    else:
+        out = x.new_empty((*x.shape[:-1], 2 * x.shape[-1]))[..., ::2]
+    return out.copy_(x)
+
+
+def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
+    """The reduction of all ranks' tensors, computed in the widest dtype and rounded once."""
+    dtype = xs[0].dtype
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    stack = torch.stack([x.to(wide) for x in xs])
+    if reduce_op == "max":
+        out = stack.amax(0)
+    elif reduce_op == "min":
+        out = stack.amin(0)
+    elif reduce_op == "product":
+        out = stack.prod(0)
+    else:
+        out = stack.sum(0)
+    if reduce_op == "avg":
+        out = out / len(xs)
+    return out.to(dtype)
+
+
+class Unchanged:
+    """Remembers tensors; `check` finds them as they were."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._before = [(x, x._version, bytes_of(x).clone()) for x in tensors]
+
+    def check(self) -> None:
+        for x, version, before in self._before:
+            assert x._version == version, "an input was written to"
+            assert torch.equal(bytes_of(x), before), "an input was changed"
+
+
+def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
+    """`found` has the bytes of `expected`, and is a new contiguous tensor (a group of one rank gives its input)."""
+    check_new(found, expected, *inputs, alone=alone)
+    assert torch.equal(bytes_of(found), bytes_of(expected)), f"found {found.tolist()}, expected {expected.tolist()}"
+
+
+def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
+    """As check_moved for numbers. An average is rounded, so it may be one rounding off; the rest is exact."""
+    check_new(found, expected, *inputs, alone=alone)
+    rtol = _epsilon(found.dtype) if reduce_op == "avg" else 0.0
+    wide = torch.complex128 if found.dtype.is_complex else torch.float64
+    torch.testing.assert_close(found.to(wide), expected.to(wide), rtol=rtol, atol=0.0)
+
+
+def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
+    assert found.dtype == expected.dtype, f"dtype is {found.dtype}, not {expected.dtype}"
+    assert found.shape == expected.shape, f"shape is {list(found.shape)}, not {list(expected.shape)}"
+    assert found.device == expected.device
+    if alone:
+        return
+    assert found.is_contiguous(), f"strides are {found.stride()} for shape {list(found.shape)}"
+    for x in inputs:
+        if x.numel():
+            assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), "result shares input's memory"
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for n in shape:
+        numel *= n
+    return numel
+
+
+def _generator(form: Form, rank: int, salt: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1 + rank + 100 * salt + 10_000 * _numel(form.shape))

@@ -1,0 +1,33 @@
+"""Fixtures of the contract tests: every row of the catalog, in groups of every size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from device_communicators import CATALOG, Row
+from tests.contract.carriers import SIZES, Carrier, Size
+from tests.workers import WorkerPool
+
+
+@pytest.fixture(params=CATALOG, ids=lambda row: row.name)
+def row(request: pytest.FixtureRequest) -> Row:
+    return request.param
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def size(request: pytest.FixtureRequest) -> Size:
+    return request.param
+
+
+@pytest.fixture
+def carrier(row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> Carrier:
+    """Groups of `size` that `row` carries; a test that takes it runs for every row and size."""
+    return Carrier(row, size, pools)
+
+
+@pytest.fixture
+def group_carrier(row: Row, pools: Callable[[int], WorkerPool]) -> Carrier:
+    """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are not ranks in the group."""
+    return Carrier(row, Size(4, 2), pools)

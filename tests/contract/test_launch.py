@@ -1,0 +1,561 @@
+"""`launch` with real processes. Each launch has a deadline, and after each test none of its processes is left."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import multiprocessing.util
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
+from parallel_state.launch import LaunchConfig, launch
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+_numbers = itertools.count()
+
+
+def processes_named(prefix: str) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            name, state = (
+                (process / "comm").read_text().strip(),
+                (process / "stat").read_text().rsplit(")", 1)[1].split()[0],
+            )
+        except OSError:
+            continue
+        if name.startswith(prefix) and state != "Z":
+            found.append(f"{process.name} {name}")
+    return found
+
+
+def listening(port: int | None = None) -> list[str]:
+    """The addresses that somebody listens on, as the kernel prints them; on `port` alone where it is given."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").open()]
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    }
+    if port is None:
+        return sorted(row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own)
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port]
+
+
+@pytest.fixture(autouse=True)
+def name():
+    """A name for a test's processes; none of them, and no port of ours, may be left."""
+    ports = listening()
+    name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
+    yield name
+    assert processes_named(f"{name}-") == []
+    assert listening() == ports
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def store() -> dist.TCPStore:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+# What a worker gets, and what comes back
+
+
+def describe(factor: float) -> dict[str, object]:
+    dist.init_process_group("gloo")
+    total = torch.full((3,), float(rank()))
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    return {
+        "environ": [os.environ[name] for name in names],
+        "total": total * factor,
+        "name": multiprocessing.current_process().name,
+        "threads": torch.get_num_threads(),
+        "listeners": listening(int(os.environ["MASTER_PORT"])),
+        "port": int(os.environ["MASTER_PORT"]),
+    }
+
+
+@pytest.mark.parametrize(("start_method", "nproc"), [("forkserver", 4), ("spawn", 2)])
+def test_workers_find_what_torchrun_would_give_them(name, start_method, nproc, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = {"timeout": DEADLINE_S, "name": name, "start_method": start_method}
+    results = launch(describe, nproc, kwargs={"factor": 2.0}, **options)
+    for index, result in enumerate(results):
+        assert result["environ"] == [str(index), str(index), str(nproc), str(nproc), "127.0.0.1", "1"]
+        assert result["total"].tolist() == [nproc * (nproc - 1.0)] * 3
+        assert result["name"] == f"{name}-{index}"
+        assert result["threads"] == 1
+        assert result["listeners"] == ["0100007F"]  # 127.0.0.1, and nothing else
+        assert listening(result["port"]) == []
+
+
+def read_environ(names: list[str]) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def test_workers_have_the_environment_of_now_and_not_of_the_fork_servers_start(name, monkeypatch):
+    monkeypatch.setenv("LAUNCH_TEST_A", "old")
+    names = ["LAUNCH_TEST_A", "LAUNCH_TEST_B"]
+    launch(read_environ, 2, args=[names], timeout=DEADLINE_S, name=name)
+    monkeypatch.delenv("LAUNCH_TEST_A")
+    found = launch(read_environ, 2, args=[names], timeout=DEADLINE_S, name=name, env={"LAUNCH_TEST_B": "new"})
+    assert found == [[None, "new"]] * 2
+    assert "LAUNCH_TEST_B" not in os.environ
+
+
+def much(size: int) -> tuple[bytes, torch.Tensor]:
+    return bytes(size), torch.full((size // 4,), rank())
+
+
+def test_large_results_come_back_whole(name):
+    size = 48 << 20
+    for index, (data, tensor) in enumerate(launch(much, 2, args=(size,), timeout=DEADLINE_S, name=name)):
+        assert len(data) == size
+        assert tensor.numel() == size // 4 and bool((tensor == index).all())
+
+
+def add_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.add_(1)
+
+
+def test_tensors_are_copied_and_a_config_stays_as_it_is(name):
+    env = {"A": "1"}
+    config = LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env=env)
+    tensors = [torch.zeros(1) for _ in range(300)]  # more than the fork server passes descriptors
+    assert launch(sum_in_place, args=(tensors,), config=config, env={"B": "2"}) == [300.0, 300.0]
+    assert sum(tensors).item() == 0
+    assert config == LaunchConfig(nproc=2, timeout=DEADLINE_S, name=name, env={"A": "1"})
+
+
+def sum_in_place(tensors: list[torch.Tensor]) -> float:
+    return float(sum(add_one(tensor) for tensor in tensors))
+
+
+# Order and groups
+
+calls: list[str] = []
+
+
+def set_up() -> None:
+    """Put a recorder in the place of `parallel_state.state`."""
+    import parallel_state
+
+    calls.append(f"logging at {logging.getLevelName(logging.getLogger().level)}")
+    calls.append("setup")
+    recorder = ModuleType("parallel_state.state")
+    for function in (
+        "init_distributed_environment",
+        "initialize_model_parallel",
+        "destroy_model_parallel",
+        "destroy_distributed_environment",
+    ):
+        setattr(recorder, function, lambda _name=function, **kwargs: calls.append(f"{_name} {kwargs}"))
+    sys.modules["parallel_state.state"] = recorder
+    parallel_state.state = recorder
+
+
+def record_call() -> tuple[list[str], str]:
+    calls.append("fn")
+    record = logging.LogRecord("a.b", logging.INFO, "", 1, "hello", None, None)
+    return calls, logging.getLogger().handlers[0].format(record)  # `calls` is pickled after the groups' end
+
+
+def test_logging_then_setup_then_groups_then_the_function(name):
+    backends = {"backend": "gloo", "axis_backends": {"tp": "gloo"}}
+    options = {"tensor_model_parallel_size": 2, **backends}
+    results = launch(record_call, 2, setup=set_up, log_level="INFO", timeout=DEADLINE_S, name=name, **options)
+    for index, (order, line) in enumerate(results):
+        assert order == [
+            "logging at INFO",
+            "setup",
+            "init_distributed_environment {'distributed_init_method': 'env://', 'backend': 'gloo'}",
+            "initialize_model_parallel "
+            + str({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, **backends}),
+            "fn",
+            "destroy_model_parallel {}",
+            "destroy_distributed_environment {}",
+        ]
+        assert line.endswith(f"rank {index} INFO a.b: hello")
+
+
+# Several nodes
+
+
+def meet(world_size: int) -> tuple[list[str | None], float]:
+    """The ranks of the second node outlive rank 0, and need the store that the first node hosts."""
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    shared = store()
+    if rank() == 0:
+        shared.set("rank 0", str(os.getpid()))
+    else:
+        gone = os.pidfd_open(int(shared.get("rank 0")))
+        shared.add("held", 1)
+        assert select.select([gone], [], [], DEADLINE_S)[0]
+        for _ in range(100):
+            shared.add("after", 1)
+    while rank() == 0 and shared.add("held", 0) < world_size - 1:
+        pass
+    return read_environ(["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]), total.item()
+
+
+def test_a_rank_offset_starts_this_nodes_ranks_and_the_nodes_leave_together(name):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    config = LaunchConfig(world_size=3, master_port=port, timeout=DEADLINE_S, name=name)
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(launch, meet, 2, args=(3,), config=config, rank_offset=1)
+        first = pool.submit(launch, meet, 1, args=(3,), config=config)
+        assert first.result() == [(["0", "0", "3", "1"], 3.0)]
+        assert second.result() == [(["1", "0", "3", "2"], 3.0), (["2", "1", "3", "2"], 3.0)]
+
+
+# Failures
+
+
+class Unpicklable(Exception):
+    def __init__(self, lock: object, *, text: str) -> None:
+        super().__init__(text)
+        self.lock = lock
+
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+def fail_as(how: str) -> object:
+    if rank() != 1:
+        wait_for_ever()
+    if how == "raise":
+        raise ValueError("the reason")
+    if how == "unpicklable exception":
+        raise Unpicklable(threading.Lock(), text="the reason")
+    if how == "huge message":
+        raise ValueError("the reason " + "x" * (32 << 20) + " the end")
+    if how == "unpicklable result":
+        return threading.Lock()
+    if how.startswith("exit"):
+        sys.exit(int(how[-1]))
+    if how.startswith("_exit"):
+        os._exit(int(how[-1]))
+    os.kill(os.getpid(), signal.Signals[how])
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "text"),
+    [
+        ("raise", 1, r"raised ValueError: the reason[\s\S]*in fail_as\n.*raise ValueError"),
+        ("unpicklable exception", 1, r"Unpicklable: the reason[\s\S]*in fail_as\n"),
+        ("huge message", 1, r"ValueError: the reason xxx[\s\S]*characters left out[\s\S]*the end"),
+        ("unpicklable result", 1, r"rank 1 must return something picklable, but returned a lock"),
+        ("exit 0", 0, r"SystemExit\(0\); a function that is done must return[\s\S]*in fail_as\n"),
+        ("exit 2", 2, r"SystemExit\(2\)"),
+        ("_exit 0", 0, r"ended with exit code 0 before the function returned"),
+        ("_exit 3", 3, r"ended with exit code 3 before the function returned"),
+        ("SIGKILL", -9, r"signal 9 \(SIGKILL\) before the function returned.*out of memory"),
+        ("SIGSEGV", -11, r"signal 11 \(SIGSEGV\)[\s\S]*Segmentation fault[\s\S]*in fail_as"),
+    ],
+)
+def test_a_failing_rank_is_told_with_its_reason_and_the_others_are_stopped(name, how, exit_code, text):
+    with pytest.raises(LaunchError, match=text) as caught:
+        launch(fail_as, 2, args=(how,), timeout=DEADLINE_S, name=name)
+    assert (caught.value.rank, caught.value.exit_code) == (1, exit_code)
+    assert re.match(rf"rank 1 \({name}-1, pid \d+\)", str(caught.value))
+    assert "later failures" not in str(caught.value)
+    assert len(str(caught.value)) < 40_000
+    assert processes_named(f"{name}-") == []  # already when the error is raised
+
+
+def fail_one_after_the_other() -> None:
+    """Rank 2 raises first and exits last: the others raise when it has reported, and it stays until one is gone."""
+    shared = store()
+    if rank() == 2:
+
+        def leave() -> None:
+            shared.set("rank 2 has reported", "")
+            for other in range(4):
+                if other != 2:
+                    select.select([pidfds[other]], [], [], DEADLINE_S)
+
+        shared.wait([f"pid {other}" for other in range(4) if other != 2])
+        pidfds = {other: os.pidfd_open(int(shared.get(f"pid {other}"))) for other in range(4) if other != 2}
+        multiprocessing.util.Finalize(None, leave, exitpriority=0)
+        raise ValueError("the first")
+    shared.set(f"pid {rank()}", str(os.getpid()))
+    shared.wait(["rank 2 has reported"])
+    raise RuntimeError("a later one")
+
+
+def test_the_first_failure_in_time_is_the_one_whoever_exits_first(name):
+    with pytest.raises(LaunchError, match=r"rank 2 .* raised ValueError: the first") as caught:
+        launch(fail_one_after_the_other, 4, timeout=DEADLINE_S, name=name)
+    later = re.findall(r"later failures: (.*)", str(caught.value))
+    assert len(later) == 1 and "raised RuntimeError: a later one" in later[0]
+    assert (caught.value.rank, caught.value.exit_code) == (2, 1)
+
+
+def hang_on_rank_one() -> None:
+    if rank() == 1:
+        wait_for_ever()
+
+
+def test_the_deadline_tells_who_hangs_and_where(name):
+    begin = time.monotonic()
+    with pytest.raises(
+        LaunchError, match=r"within 4 s, but of 2 ranks 1 were still running[\s\S]*in wait_for_ever"
+    ) as caught:
+        launch(hang_on_rank_one, 2, timeout=4, name=name)
+    assert caught.value.rank == 1 and "rank 0 was" not in str(caught.value)
+    assert time.monotonic() - begin < 6
+
+
+def ignore_sigterm() -> None:
+    if rank() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        store().set("deaf", "")
+        wait_for_ever()
+    store().wait(["deaf"])
+    raise ValueError("the reason")
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(name):
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=r"rank 1 .*the reason"):
+        launch(ignore_sigterm, 2, timeout=DEADLINE_S, grace=0.2, name=name)
+    assert time.monotonic() - begin < 5
+
+
+def never_leave(exiting: bool) -> None:
+    threading.Thread(target=wait_for_ever).start()  # not a daemon: the interpreter waits for it
+    if exiting and rank() == 1:
+        raise ValueError("the reason")
+
+
+def test_a_worker_that_returns_and_does_not_leave_is_held_to_the_deadline(name):
+    with pytest.raises(LaunchError, match=r"within 3 s, but of 2 ranks 0, 1 were still running"):
+        launch(never_leave, 2, args=(False,), timeout=3, name=name)
+
+
+def interrupt(pid: int) -> None:
+    if rank() == 0:
+        os.kill(pid or os.getpid(), signal.SIGINT)
+    wait_for_ever()
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker"])
+def test_an_interrupt_is_no_failure(name, whom):
+    with pytest.raises(KeyboardInterrupt):
+        launch(interrupt, 2, args=(os.getpid() if whom == "launcher" else 0,), timeout=DEADLINE_S, name=name)
+    assert processes_named(f"{name}-") == []
+
+
+def kill_the_fork_server() -> None:
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    wait_for_ever()
+
+
+def test_workers_die_with_the_fork_server_and_the_next_launch_has_a_new_one(name):
+    with pytest.raises(LaunchError):
+        launch(kill_the_fork_server, 2, timeout=DEADLINE_S, name=name)
+    assert launch(rank, 2, timeout=DEADLINE_S, name=name) == [0, 1]
+
+
+# Programs of their own
+
+PROGRAM = """
+import os, re, sys
+from parallel_state.launch import launch
+
+def hold():
+    print(os.getpid(), os.getppid(), flush=True)
+    while True:
+        re.match("(a+)+$", "a" * 30 + "b")  # holds the GIL
+
+if __name__ == "__main__" or {unguarded}:
+    launch(hold, {nproc}, start_method="{start_method}", timeout=60, name="{name}")
+"""
+
+
+def start_program(path: Path, **values: object) -> subprocess.Popen[str]:
+    path.write_text(PROGRAM.format(**values))
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, str(path)], stdout=pipe, stderr=pipe, text=True, env=environ, cwd=path.parent
+    )
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_workers_die_with_a_launcher_that_is_killed(name, start_method, tmp_path):
+    with start_program(
+        tmp_path / "program.py", start_method=start_method, name=name, nproc=2, unguarded=False
+    ) as program:
+        assert program.stdout is not None
+        try:
+            pids = {int(pid) for _ in range(2) for pid in program.stdout.readline().split()} - {program.pid}
+            gone = [os.pidfd_open(pid) for pid in pids]  # with a fork server, that too
+        finally:
+            program.kill()
+    assert len(gone) == (3 if start_method == "forkserver" else 2)
+    deadline = time.monotonic() + 2.0
+    for fd in gone:
+        assert select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]
+        os.close(fd)
+
+
+def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):
+    with start_program(tmp_path / "program.py", start_method="spawn", name=name, nproc=1, unguarded=True) as program:
+        try:
+            _, errors = program.communicate(timeout=DEADLINE_S)
+        finally:
+            program.kill()
+    assert program.returncode == 1
+    assert "LaunchError: rank 0 " in errors and "InvalidArgumentError: launch was called" in errors
+    assert errors.count("if __name__ == '__main__':") >= 2  # the worker says it, and the launcher
+
+
+# One worker, in this process
+
+
+def test_one_worker_runs_in_this_process_and_the_environment_comes_back(monkeypatch):
+    monkeypatch.setenv("KEPT", "1")
+    before = dict(os.environ)
+
+    def inline() -> tuple[int, list[str | None], float]:
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        found = read_environ(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "EXTRA"])
+        os.environ["NEW"] = "1"
+        del os.environ["KEPT"]
+        return os.getpid(), found, total.item()
+
+    assert launch(inline, 1, env={"EXTRA": "x"}) == [(os.getpid(), ["0", "1", "0", "1", "x"], 1.0)]
+    assert dict(os.environ) == before
+
+
+def test_one_worker_per_accelerator_or_one():
+    devices = torch.accelerator.device_count()
+    assert devices > 1 or launch(os.getpid) == [os.getpid()]
+
+
+def test_one_worker_with_a_deadline_is_a_process(name):
+    assert launch(os.getpid, 1, timeout=DEADLINE_S, name=name) != [os.getpid()]
+
+
+@pytest.mark.parametrize("error", [ValueError("the reason"), SystemExit(3)])
+def test_one_worker_fails_as_many_do(error):
+    def inline() -> None:
+        raise error
+
+    before = dict(os.environ)
+    with pytest.raises(LaunchError, match=str(error)) as caught:
+        launch(inline, 1)
+    assert caught.value.__cause__ is error and caught.value.rank == 0
+    assert dict(os.environ) == before
+
+
+def test_one_worker_is_interrupted():
+    def inline() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(inline, 1)
+
+
+# Ports, and arguments that can't work
+
+
+def read_port() -> int:
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RendezvousError, match=rf"127\.0\.0\.1.* port {port}: .*in use.*give another one"):
+            launch(read_port, 1, master_port=port)
+        assert launch(read_port, 1, preferred_port=port) != [port]
+    assert launch(read_port, 1, preferred_port=port) == [port]
+    assert launch(read_port, 1, master_port=port) == [port]
+
+
+@pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])  # 192.0.2.0/24 is nobody's
+def test_an_address_that_is_not_ours(address):
+    with pytest.raises(RendezvousError, match=address):
+        launch(read_port, 1, master_addr=address)
+
+
+def test_a_node_that_finds_no_store():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        port = probe.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"rank 1 .*127.0.0.1:{port}"):
+            launch(rank, 1, world_size=2, rank_offset=1, master_port=port, timeout=0.1)
+
+
+def local_function():
+    def inner() -> None: ...
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("fn", "options", "text"),
+    [
+        (rank, {"nproc": 0}, "nproc must be at least 1, but is 0"),
+        (rank, {"nproc": -2}, "nproc must be at least 1, but is -2"),
+        (rank, {"nproc": 4, "world_size": 2}, "world_size must be at least nproc"),
+        (rank, {"nproc": 2, "rank_offset": 1}, "rank_offset must be from 0 to 0, but is 1"),
+        (rank, {"nproc": 2, "world_size": 4, "rank_offset": 3, "master_port": 1}, "rank_offset must be from 0 to 2"),
+        (rank, {"nproc": 2, "world_size": 4, "rank_offset": -1, "master_port": 1}, "rank_offset must be"),
+        (rank, {"nproc": 2, "world_size": 4}, "several nodes must all name the master_port"),
+        (rank, {"nproc": 2, "master_port": 65_536}, "a port must be from 0 to 65535, but is 65536"),
+        (rank, {"nproc": 2, "master_port": -1}, "a port must be from 0 to 65535, but is -1"),
+        (rank, {"nproc": 2, "master_port": 5, "preferred_port": 5}, "exclude each other"),
+        (rank, {"nproc": 2, "start_method": "fork"}, "start_method must be 'forkserver' or 'spawn'"),
+        (rank, {"nproc": 2, "timeout": 0}, "timeout must be positive"),
+        (rank, {"nproc": 2, "timeout": float("nan")}, "timeout must be positive"),
+        (rank, {"nproc": 2, "grace": -1}, "grace must not be negative"),
+        (rank, {"nproc": 2, "env": {"RANK": "0"}}, "env must not hold .* RANK"),
+        (rank, {"nproc": 2, "log_level": "LOUD"}, "log_level must be one of"),
+        (rank, {"nproc": 2, "backend": "gloo"}, "must come with model parallel sizes"),
+        (rank, {"nproc": 2, "init_method": "tcp://h:1"}, "must come with model parallel sizes"),
+        (lambda: 0, {"nproc": 2}, "fn must be picklable.*top level of a module"),
+        (local_function(), {"nproc": 2}, "fn must be picklable.*top level of a module"),
+        (rank, {"nproc": 2, "setup": lambda: 0}, "setup must be picklable.*top level of a module"),
+        (rank, {"nproc": 2, "args": (threading.Lock(),)}, "args and kwargs must be picklable"),
+    ],
+)
+def test_arguments_that_can_not_work(fn, options, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        launch(fn, **options)
