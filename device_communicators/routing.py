@@ -56,6 +56,7 @@ class Handle:
 
         gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
         short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
+        A device's works can be polled, and must be waited for by the caller: it is his stream that has to wait.
         """
         work = self._work
         if work is None or self._error is not None:
@@ -63,6 +64,8 @@ class Handle:
         if self._waiter is None:
             if work.is_completed():
                 return True
+            if self._tensor.device.type != "cpu":
+                return False
             self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
             self._waiter.start()
         return False

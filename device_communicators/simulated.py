@@ -33,10 +33,11 @@ class SimulatedCommunicator(Communicator):
         size = self.context.size
         if x.dtype == torch.bool:
             return
+        wide = x.float() if x.is_floating_point() and x.itemsize == 1 else x  # float8 has no arithmetic
         if reduce_op == "sum":
-            x.copy_(x * size)
+            x.copy_(wide * size)
         elif reduce_op == "product":
-            x.copy_(x**size)
+            x.copy_(wide**size)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         out.copy_(x.expand_as(out))

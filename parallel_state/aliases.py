@@ -23,10 +23,12 @@ from parallel_state.state import (
 
 
 def get_tensor_model_parallel_group() -> GroupCoordinator:
+    """`get_tp_group()`."""
     return get_tp_group()
 
 
 def get_tensor_model_parallel_world_size() -> int:
+    """`get_tp_group().world_size`."""
     return get_tp_group().world_size
 
 
@@ -41,14 +43,17 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_tensor_model_parallel_global_ranks() -> list[int]:
+    """`get_tp_group().ranks` as a new list."""
     return list(get_tp_group().ranks)
 
 
 def get_pipeline_model_parallel_group() -> GroupCoordinator:
+    """`get_pp_group()`."""
     return get_pp_group()
 
 
 def get_pipeline_model_parallel_world_size() -> int:
+    """`get_pp_group().world_size`."""
     return get_pp_group().world_size
 
 
@@ -58,6 +63,7 @@ def get_pipeline_model_parallel_rank() -> int:
 
 
 def get_pipeline_model_parallel_global_ranks() -> list[int]:
+    """`get_pp_group().ranks` as a new list."""
     return list(get_pp_group().ranks)
 
 
@@ -82,18 +88,22 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def is_pipeline_first_stage() -> bool:
+    """`get_pp_group().is_first_rank`."""
     return get_pp_group().is_first_rank
 
 
 def is_pipeline_last_stage() -> bool:
+    """`get_pp_group().is_last_rank`."""
     return get_pp_group().is_last_rank
 
 
 def get_data_parallel_group() -> GroupCoordinator:
+    """`get_dp_group()`."""
     return get_dp_group()
 
 
 def get_data_parallel_world_size() -> int:
+    """`get_dp_group().world_size`."""
     return get_dp_group().world_size
 
 
@@ -108,10 +118,12 @@ def get_data_parallel_src_rank() -> int:
 
 
 def get_data_parallel_global_ranks() -> list[int]:
+    """`get_dp_group().ranks` as a new list."""
     return list(get_dp_group().ranks)
 
 
 def get_world_size() -> int:
+    """`get_world_group().world_size`."""
     return get_world_group().world_size
 
 

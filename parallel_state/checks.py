@@ -21,8 +21,25 @@ def check_tensor(context: GroupContext, operation: str, x: object) -> None:
             f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
         )
     # torch.compile refuses to look at the layout in the backward of an autograd.Function (regions).
-    if not torch.compiler.is_compiling() and x.layout != torch.strided:
-        raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got layout {x.layout}")
+    if not torch.compiler.is_compiling() and (x.layout != torch.strided or x.is_nested):
+        found = "a nested one" if x.is_nested else f"layout {x.layout}"
+        raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got {found}")
+
+
+def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
+    """In place needs one place in memory per element, which holds the element's value."""
+    if torch.compiler.is_compiling():
+        return
+    if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise InvalidArgumentError(
+            f"{operation} on {context} writes to its tensor, whose elements must not share memory, but shape "
+            f"{list(x.shape)} has strides {list(x.stride())}; clone the expanded tensor first"
+        )
+    if x.is_conj() or x.is_neg():
+        raise InvalidArgumentError(
+            f"{operation} on {context} writes to its tensor, which must hold its values, but is a lazily conjugated or "
+            "negated view; call resolve_conj() or resolve_neg() first"
+        )
 
 
 def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> None:
@@ -55,11 +72,15 @@ def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> N
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
     """`dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
-    dims = x.dim() if x.dim() > 0 else 1
+    return normal_dim_of(context, operation, x.dim(), dim)
+
+
+def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
+    """As normal_dim, for a tensor of so many dims that isn't there yet."""
+    dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
         raise InvalidArgumentError(
-            f"dim of {operation} on {context} must be in {-dims} … {dims - 1} for a tensor of shape {list(x.shape)}, "
-            f"but is {dim!r}"
+            f"dim of {operation} on {context} must be in {-dims} … {dims - 1} for a tensor of {dims} dims, but is {dim!r}"
         )
     return dim + dims if dim < 0 else dim
 
@@ -74,13 +95,29 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
 
 def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
     """One size per rank, none negative."""
+    check_lengths(context, operation, name, sizes)
     if len(sizes) != context.size:
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must have one size per rank, {context.size}, but has {len(sizes)}"
         )
-    for size in sizes:
-        if size < 0:
-            raise InvalidArgumentError(f"{name} of {operation} on {context} must not be negative, but is {list(sizes)}")
+
+
+def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
+    """A shape, or one length per rank: a list or tuple of ints, none negative."""
+    if not isinstance(lengths, (list, tuple)):
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
+        )
+    for length in lengths:
+        if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
+            raise InvalidArgumentError(
+                f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
+            )
+
+
+def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype of {operation} on {context} must be a torch.dtype, but is {dtype!r}")
 
 
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:

@@ -46,6 +46,7 @@ class TensorCollectives:
     def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
         """As all_reduce, in place; returns `x`."""
         checks.check_tensor(self.context, "all_reduce_", x)
+        checks.check_writable(self.context, "all_reduce_", x)
         checks.check_reduce_op(self.context, "all_reduce_", op)
         if self.world_size > 1:
             _OPS.all_reduce_(x, self._token, op, self.unique_name)
@@ -132,9 +133,11 @@ class TensorCollectives:
             checks.check_tensor(self.context, "scatter", x)
         if size is None or dtype is None:
             size, dtype = self._tell_slice(x, src, dim)
+        checks.check_lengths(self.context, "scatter", "size", size)
+        checks.check_dtype(self.context, "scatter", dtype)
+        dim = checks.normal_dim_of(self.context, "scatter", len(size), dim)
         if x is not None and is_src:
-            dim = checks.normal_dim(self.context, "scatter", x, dim)
-            checks.check_divisible(self.context, "scatter", x, dim)
+            checks.check_divisible(self.context, "scatter", x, checks.normal_dim(self.context, "scatter", x, dim))
             mine = [n // self.world_size if i == dim else n for i, n in enumerate(x.shape)]
             if list(size) != mine or dtype != x.dtype:
                 raise InvalidArgumentError(
@@ -143,8 +146,6 @@ class TensorCollectives:
                 )
             if self.world_size == 1:
                 return x
-        else:
-            dim = dim + len(size) if dim < 0 else dim
         return _OPS.scatter(
             x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self.unique_name
         )
@@ -201,7 +202,8 @@ class TensorCollectives:
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
         received = _OPS.all_to_all(blocks, self._token, [1] * size, [1] * size, self.unique_name)
-        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+        # Where the dims are 1 long, flatten gives a view of other strides.
+        return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
     def _all_to_all_rows(
         self, x: Tensor, scatter_dim: int, gather_dim: int, outputs: Sequence[int] | None, inputs: Sequence[int] | None
@@ -211,17 +213,17 @@ class TensorCollectives:
                 f"all_to_all on {self.context} with split sizes works along dim 0, "
                 f"but scatter_dim is {scatter_dim} and gather_dim {gather_dim}; move the dim to the front"
             )
-        if inputs is None or outputs is None:
+        if inputs is None or outputs is None or x.dim() == 0:
             checks.check_divisible(self.context, "all_to_all", x, 0)
         equal = [x.shape[0] // self.world_size] * self.world_size
-        inputs = equal if inputs is None else list(inputs)
-        outputs = equal if outputs is None else list(outputs)
+        inputs = equal if inputs is None else inputs
+        outputs = equal if outputs is None else outputs
         checks.check_sizes(self.context, "all_to_all", "input_split_sizes", inputs)
         checks.check_sizes(self.context, "all_to_all", "output_split_sizes", outputs)
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
         if self.world_size == 1:
             return x
-        return _OPS.all_to_all(x, self._token, outputs, inputs, self.unique_name)
+        return _OPS.all_to_all(x, self._token, list(outputs), list(inputs), self.unique_name)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
@@ -234,6 +236,7 @@ class TensorCollectives:
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """As broadcast, in place; returns `x`."""
         checks.check_tensor(self.context, "broadcast_", x)
+        checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
         if self.world_size > 1:
             _OPS.broadcast_(x, self._token, src, self.unique_name)
@@ -255,6 +258,8 @@ class TensorCollectives:
         """
         src = (self.rank_in_group - 1) % self.world_size if src is None else src
         checks.check_peer(self.context, "recv", "src", src)
+        checks.check_lengths(self.context, "recv", "size", size)
+        checks.check_dtype(self.context, "recv", dtype)
         device = self.device if device is None else device
         return _OPS.recv(self._token, list(size), dtype, device, src, self.unique_name)
 

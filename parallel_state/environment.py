@@ -106,11 +106,10 @@ def explicit(
     address is found as in `detect`; raises `SettingError` where there is none.
     """
     env = os.environ if environ is None else environ
-    if local_rank < 0 and _get(env, "LOCAL_RANK"):
-        local_rank = _int(env, "LOCAL_RANK")
-    elif local_rank < 0:
+    if local_rank < 0:
         family = _started_by(env)
-        local_rank = rank if family is None else _place(family, env).local_rank
+        name = _first(env, family.local_rank) if family else None
+        local_rank = _int(env, name) if name else rank
     place = ProcessEnvironment(rank, local_rank, world_size, 1 if world_size == 1 else None, None, None, "explicit")
     return _with_address(place, env) if rendezvous else place
 

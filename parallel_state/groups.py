@@ -6,14 +6,18 @@ counting. Which lists there are is the layout's business; what is done with a gr
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.base import format_ranks
+from device_communicators.errors import CommunicationError, ConfigMismatchError, InvalidArgumentError, LayoutError
 from parallel_state.layout import position_in
 
 _Key = tuple[tuple[int, ...], str, float]
@@ -40,16 +44,23 @@ class ProcessGroupPool:
         self._groups: dict[_Key, Any] = {default_key: dist.group.WORLD}
         self._users: dict[_Key, int] = {default_key: 1}  # the default group is not the pool's to destroy
         self._alone: dict[str, Any] = {}
+        self._made = 0
 
     def acquire(self, rank_lists: Sequence[Sequence[int]], backend: str, timeout_s: float) -> Acquired:
-        """This rank's group among disjoint `rank_lists`. Every rank of the world calls it, with the same arguments."""
+        """This rank's group among `rank_lists`, which divide the world. Every rank calls it, with the same arguments.
+
+        Before a group is made, raises LayoutError or InvalidArgumentError for lists that don't, and ConfigMismatchError
+        on every rank where ranks ask for different groups.
+        """
+        self._check(rank_lists)
         mine = position_in(rank_lists, self.rank)
         keys = [(tuple(ranks), backend, timeout_s) for ranks in rank_lists if len(ranks) > 1]
+        self._check_alike(keys)
         for key in keys:
             if key not in self._groups:
-                self._check_ranks(key[0])
                 self._groups[key] = dist.new_group(list(key[0]), timedelta(seconds=timeout_s), backend)
                 self._users[key] = 0
+                self._made += 1
             self._users[key] += 1
         return Acquired(self._groups.get((tuple(rank_lists[mine]), backend, timeout_s)), tuple(keys))
 
@@ -65,6 +76,13 @@ class ProcessGroupPool:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
                     dist.destroy_process_group(group)
 
+    def close(self) -> None:
+        """Destroys what `alone` made; what was acquired is its users' to release. Twice is fine."""
+        alone, self._alone = self._alone, {}
+        for group in alone.values():
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
     def alone(self, backend: str, timeout_s: float) -> Any:
         """A process group of this rank only, made at its first use and without the other ranks."""
         if self.world_size == 1 and backend == self.default_backend:
@@ -75,11 +93,53 @@ class ProcessGroupPool:
             )
         return self._alone[backend]
 
-    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
-        wrong = [rank for rank in ranks if not 0 <= rank < self.world_size]
-        if wrong or len(set(ranks)) != len(ranks):
-            problem = f"{wrong} are not" if wrong else "some appear twice"
-            raise InvalidArgumentError(
-                f"the ranks of a group must be distinct global ranks in 0 … {self.world_size - 1}, "
-                f"but in {list(ranks)} {problem}"
+    def _check(self, rank_lists: Sequence[Sequence[int]]) -> None:
+        listed = Counter(rank for ranks in rank_lists for rank in ranks)
+        problems = {
+            "miss": [rank for rank in range(self.world_size) if rank not in listed],
+            "repeat": [rank for rank, count in listed.items() if count > 1],
+            "hold the unknown": [rank for rank in listed if not 0 <= rank < self.world_size],
+        }
+        for problem, wrong in problems.items():
+            if wrong:
+                raise LayoutError(
+                    f"the lists of ranks must hold each global rank in 0 … {self.world_size - 1} once, "
+                    f"but {problem} {format_ranks(wrong)}; every rank must pass the lists of all groups"
+                )
+        for ranks in rank_lists:
+            if list(ranks) != sorted(ranks):
+                # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
+                raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
+
+    def _check_alike(self, keys: Sequence[_Key]) -> None:
+        """Ranks that make other groups, or in another order, would find each other's peers in theirs."""
+        everyone = tuple(range(self.world_size))
+        channel = next((group for key, group in self._groups.items() if key[:2] == (everyone, "gloo")), None)
+        if self.world_size == 1 or channel is None:  # the world's own gloo group is just being made
+            return
+        digest = hashlib.sha256(repr((self._made, keys)).encode()).digest()[:16]
+        mine = torch.tensor(list(digest), dtype=torch.uint8)
+        digests = torch.empty(self.world_size, len(digest), dtype=torch.uint8)
+        try:
+            channel.allgather([list(digests.unbind())], [mine]).wait()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.rank} makes the groups {_format(keys)}, but not every rank of the world came to do so: "
+                f"{str(error).splitlines()[0]}. Look for a rank that failed or took another branch",
+                group="world",
+                operation="new_group",
+                rank=self.rank,
+                timeout_s=self.timeout_s,
+            ) from error
+        others = [rank for rank in everyone if not torch.equal(digests[rank], digests[0])]
+        if others:
+            raise ConfigMismatchError(
+                "every rank of the world must make the same groups in the same order, but ranks "
+                f"{format_ranks(others)} ask for others than rank 0; rank {self.rank} asks for {_format(keys)} "
+                f"after {self._made} others"
             )
+
+
+def _format(keys: Sequence[_Key]) -> str:
+    text = ", ".join(format_ranks(ranks) for ranks, _, _ in keys[:4])
+    return f"{text or 'of single ranks'}{', …' if len(keys) > 4 else ''}"

@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5  # children of a spawned worker can hold its sentinel open, so exit codes are looked at now and then
 _SETTLE_S = 0.3  # after the first failure, for the others to report theirs
 _EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
+_CRASH_S = 1.0  # a crash is seen this much later than it was, at most
+_CRASHES = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _HINT = (
@@ -62,7 +64,7 @@ _OWN_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What `launch` starts. Raises `InvalidArgumentError` for values that can't work."""
+    """What `launch` starts; it raises `InvalidArgumentError` for values that can't work."""
 
     nproc: int | None = None  # ranks to start here, whatever the world; None: one per visible accelerator, else 1
     world_size: int | None = None  # None: nproc
@@ -392,7 +394,7 @@ def _run_workers(content: bytes, config: LaunchConfig, environs: list[dict[str, 
 
 
 def _preload() -> None:
-    """Let a fork server import torch and this package once instead of each worker, unless a program has its own list."""
+    """Let a fork server import torch and us once, instead of each worker, unless the program has its own list."""
     if getattr(multiprocessing.forkserver._forkserver, "_preload_modules", None) != ["__main__"]:
         return
     modules = ["__main__", "torch"]
@@ -445,7 +447,9 @@ def _raise_failure(workers: list[_Worker], running: list[_Worker], stopped_at: f
         if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
             failures.append((report.time, worker, report))
         elif worker.ended is not None and worker.failed:
-            failures.append((worker.ended, worker, None))
+            # Others can have reported what a crash did to them before we saw it; the reverse does not happen.
+            early_s = _CRASH_S if worker.process.exitcode in _CRASHES else 0.0
+            failures.append((worker.ended - early_s, worker, None))
     if not failures and not running:
         return
     if not failures:
@@ -538,7 +542,7 @@ def _worker_main(
             format=f"%(asctime)s rank {environ['RANK']} %(levelname)s %(name)s: %(message)s",
             force=True,
         )
-        _write_result(records.fd, call.run(inline=False))
+        _write_result(records.fd, environ["RANK"], call.run(inline=False))
     except BaseException as error:
         failure = _error_report(error)
         _write(records.fd, failure)
@@ -567,13 +571,13 @@ def _write(fd: int, *records: object) -> None:
             pickle.dump(record, file, pickle.HIGHEST_PROTOCOL)
 
 
-def _write_result(fd: int, result: object) -> None:
+def _write_result(fd: int, rank: str, result: object) -> None:
     try:
         _write(fd, _Report("result"), result)
     except Exception as error:
         raise InvalidArgumentError(
-            f"rank {os.environ['RANK']} must return something picklable, but returned a {type(result).__qualname__}: "
-            f"{error}; return numbers, strings, containers or CPU tensors"
+            f"rank {rank} must return something picklable, but returned a {type(result).__qualname__}: {error}; "
+            "return numbers, strings, containers or CPU tensors"
         ) from error
 
 

@@ -70,6 +70,12 @@ class Layout:
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The global rank at `coordinates`; an axis left out counts as 0."""
+        for name, index in coordinates.items():
+            if not 0 <= index < self.size(name):
+                raise LayoutError(
+                    f"the coordinate on {name!r} must be in 0 … {self.size(name) - 1}, but is {index}; "
+                    f"the layout is {self}"
+                )
         rank, stride = 0, 1
         for name, size in self.axes:
             rank += coordinates.get(name, 0) * stride
@@ -113,17 +119,18 @@ def _fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str,
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, open_axes))} are")
     given = {name: size for name, size in sizes.items() if size is not None and name not in open_axes}
     known = prod(given.values())
-    text = " × ".join(f"{name}={size}" for name, size in given.items() if size > 1) or "every given size = 1"
+    text = " × ".join(f"{name}={size}" for name, size in given.items() if size > 1)
+    text = f"{text} = {known}" if text else "1 (no size is larger)"
     if world_size % known:
         raise LayoutError(
             f"the world size must be divisible by the product of the parallel sizes, but {world_size} ranks are not "
-            f"divisible by {text} = {known}; start a multiple of {known} ranks, or choose sizes "
+            f"divisible by {text}; start a multiple of {known} ranks, or choose sizes "
             f"whose product is one of {_divisors(world_size)}"
         )
     rest = world_size // known
     if not open_axes and rest != 1:
         raise LayoutError(
-            f"the product of all parallel sizes must be the world size, but {text} = {known} of {world_size} ranks; "
+            f"the product of all parallel sizes must be the world size, {world_size}, but is {text}; "
             f"leave one size open (-1) to take the remaining factor of {rest}"
         )
     return {name: rest if name in open_axes else given[name] for name in sizes}

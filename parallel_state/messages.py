@@ -6,6 +6,7 @@ in `wire`, how a value becomes bytes in `codec`, who carries the bytes is the ro
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, MessageDecodeError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.routing import Handle, Route
 from parallel_state import codec, wire
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
@@ -30,7 +31,8 @@ _CLOSE_GRACE_S = 5.0
 class SendHandle:
     """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
 
-    def __init__(self, parts: Sequence[Handle]) -> None:
+    def __init__(self, messenger: Messenger, parts: Sequence[Handle]) -> None:
+        self._messenger = messenger
         self._parts = list(parts)
 
     def is_completed(self) -> bool:
@@ -38,6 +40,8 @@ class SendHandle:
 
     def wait(self) -> None:
         """Returns once the buffers may be reused; raises what went wrong on the way."""
+        if self._parts:
+            self._messenger.receive_meanwhile()
         for part in self._parts:
             part.wait()
         self._parts.clear()
@@ -50,13 +54,10 @@ class SendHandle:
 class ReceiveHandle:
     """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
 
-    def __init__(
-        self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None, earlier: ReceiveHandle | None
-    ) -> None:
+    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None) -> None:
         self._messenger = messenger
         self._src = src
         self._all_gather_group = all_gather_group
-        self._earlier = earlier
         self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         self._frame_handle = messenger.route.start("irecv_", self._frame, src, _FRAME_TAG)
         self._lock = threading.Lock()
@@ -67,6 +68,7 @@ class ReceiveHandle:
         self._value: Any = None
         self._message: codec.Message | None = None
         self._tensors: list[Tensor] = []
+        self._parts: list[Handle] = []
         self._sliced: list[bool] = []
 
     def is_completed(self) -> bool:
@@ -74,7 +76,7 @@ class ReceiveHandle:
         if self._waiter is None and not self._arrived:
             self._waiter = threading.Thread(target=self._take_in, daemon=True, name="parallel_state-receive")
             self._waiter.start()
-        return self._arrived
+        return self._arrived and all(part.is_completed() for part in self._parts)
 
     def wait(self) -> Any:
         """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
@@ -82,31 +84,36 @@ class ReceiveHandle:
         if self._error is not None:
             raise self._error
         if not self._built:
+            for part in self._parts:
+                part.wait()
             group = self._all_gather_group
             for index, sliced in enumerate(self._sliced):
                 if sliced and group is not None:
                     shape = self._message.tensors[index].shape  # type: ignore[union-attr]
                     self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
-            self._value = self._message.build(self._tensors)  # type: ignore[union-attr]
+            try:
+                self._value = self._messenger.build(self._message, self._tensors, self._src)  # type: ignore[arg-type]
+            except Exception as error:
+                self._error = self._messenger.noted(error)
+                raise self._error  # noqa: B904  (the same error, noted by the route)
             self._built = True
         return self._value
 
     def _take_in(self) -> None:
         """Receives everything that was sent point to point; earlier messages of the same sender first."""
-        if self._earlier is not None:
-            self._earlier._take_in()
-            self._earlier = None
-        with self._lock:
-            if self._arrived:
-                return
-            try:
-                self._receive()
-            except Exception as error:
-                self._error = self._messenger.noted(error)
-            self._arrived = True
+        for handle in self._messenger.pending_up_to(self, self._src):
+            with handle._lock:
+                if not handle._arrived:
+                    try:
+                        handle._receive()
+                    except Exception as error:
+                        handle._error = self._messenger.noted(error)
+                    handle._arrived = True
+            self._messenger.forget(handle, self._src)
 
     def _receive(self) -> None:
         messenger, src = self._messenger, self._src
+        messenger.route.check_usable()  # after a failure, or the end, of the group nothing more comes
         self._frame_handle.wait()
         header = messenger.read_header(self._frame, src)
         rest = wire.rest_buffer(header)
@@ -115,12 +122,13 @@ class ReceiveHandle:
         self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
         self._check_slices(header)
         self._tensors = [
-            messenger.allocate(metadata, header.slices if sliced else 1)
+            messenger.allocate(metadata, src, header.slices if sliced else 1)
             for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
         ]
-        parts = [messenger.route.start("irecv_", tensor, src, _BODY_TAG) for tensor in self._tensors]
-        for part in parts:
-            part.wait()
+        self._parts = [messenger.route.start("irecv_", tensor, src, _BODY_TAG) for tensor in self._tensors]
+        for part, tensor in zip(self._parts, self._tensors, strict=True):
+            if tensor.device.type == "cpu":  # others in wait(): on the caller's stream, not on this thread's
+                part.wait()
 
     def _check_slices(self, header: Header) -> None:
         mine = self._all_gather_group.world_size if self._all_gather_group is not None else 0
@@ -140,7 +148,9 @@ class Messenger:
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         self.route = route
         self.allow_pickle = allow_pickle
-        self._last_receive: dict[int, ReceiveHandle] = {}
+        self._pending: dict[int, list[ReceiveHandle]] = {}
+        """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
+        self._pending_lock = threading.Lock()
         self._unwaited: deque[SendHandle] = deque()
 
     # Point to point.
@@ -165,7 +175,7 @@ class Messenger:
         if outgoing.rest is not None:
             pieces.append((outgoing.rest, _BODY_TAG))
         pieces += [(tensor, _BODY_TAG) for tensor in outgoing.tensors]
-        handle = SendHandle([self.route.start("isend", piece, dst, tag) for piece, tag in pieces])
+        handle = SendHandle(self, [self.route.start("isend", piece, dst, tag) for piece, tag in pieces])
         self._keep(handle)
         if outgoing.error is not None:
             raise outgoing.error
@@ -173,15 +183,34 @@ class Messenger:
 
     def irecv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> ReceiveHandle:
         """Starts to receive the next message of `src`."""
-        handle = ReceiveHandle(self, src, all_gather_group, self._last_receive.get(src))
-        self._last_receive[src] = handle
+        with self._pending_lock:
+            handle = ReceiveHandle(self, src, all_gather_group)
+            self._pending.setdefault(src, []).append(handle)
         return handle
 
     def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
-        handle = self.irecv(src, all_gather_group)
-        value = handle.wait()
-        del self._last_receive[src]
-        return value
+        return self.irecv(src, all_gather_group).wait()
+
+    def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]:
+        """Receives from `src` in the order in which they must be taken in, `handle` the last."""
+        with self._pending_lock:
+            pending = self._pending.get(src, [])
+            return pending[: pending.index(handle) + 1] if handle in pending else [handle]
+
+    def forget(self, handle: ReceiveHandle, src: int) -> None:
+        """A message that has arrived lives as long as the caller keeps it, and no longer."""
+        with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
+            self._pending.get(src, []).remove(handle)
+
+    def receive_meanwhile(self) -> None:
+        """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
+
+        Else two ranks that each call irecv, then send, would wait for each other.
+        """
+        with self._pending_lock:
+            last = [pending[-1] for pending in self._pending.values() if pending]
+        for handle in last:
+            handle.is_completed()
 
     def _keep(self, handle: SendHandle) -> None:
         """Keeps an unwaited send's buffers alive; far behind, waits for the oldest instead of growing."""
@@ -214,10 +243,10 @@ class Messenger:
             if rest is not None:
                 self.route.start("ibroadcast_", rest, src).wait()
             message, _ = self.read_body(header, frame, rest, src)
-            tensors = [self.allocate(metadata) for metadata in message.tensors]
+            tensors = [self.allocate(metadata, src) for metadata in message.tensors]
             for part in [self.route.start("ibroadcast_", tensor, src) for tensor in tensors]:
                 part.wait()
-            return message.build(tensors)
+            return self.build(message, tensors, src)
         except Exception as error:
             raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
 
@@ -238,7 +267,7 @@ class Messenger:
             each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)
             return [obj if src == context.rank else self._value_of(src, *received) for src, *received in each]
         except Exception as error:
-            raise self.noted(error)  # noqa: B904
+            raise error if error is outgoing.error else self.noted(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
         """One rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
@@ -248,18 +277,12 @@ class Messenger:
         tensors = []
         for metadata in message.tensors:
             size = wire.numel_of(metadata) * metadata.dtype.itemsize
-            raw = received[offset : offset + size]
-            offset += size
-            if raw.numel() != size:
-                raise MessageDecodeError(
-                    f"message of rank {src} of {self.route.context}: it has {header.tensor_bytes} bytes of tensors, "
-                    f"its metadata tells of more"
-                )
-            tensor = self.allocate(metadata)
+            tensor = self.allocate(metadata, src)
             if size:
-                tensor.view(-1).view(torch.uint8).copy_(raw)
+                tensor.view(-1).view(torch.uint8).copy_(received[offset : offset + size])
+            offset += size
             tensors.append(tensor)
-        return message.build(tensors)
+        return self.build(message, tensors, src)
 
     def read_header(self, frame: Tensor, src: int) -> Header:
         header = wire.parse_header(frame, self.route.context, src)
@@ -271,12 +294,25 @@ class Messenger:
     ) -> tuple[codec.Message, list[bool]]:
         return wire.read_body(header, frame, rest, self.route.context, src, self.allow_pickle)
 
-    def allocate(self, metadata: codec.TensorMetadata, slices: int = 1) -> Tensor:
+    def build(self, message: codec.Message, tensors: list[Tensor], src: int) -> Any:
+        return wire.build(message, tensors, self.route.context, src)
+
+    def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
         """An empty tensor, or a flat slice of one; on this rank's device of the sender's device type."""
-        mine = self.route.context.device
+        context = self.route.context
+        mine = context.device
         device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
         shape = metadata.shape if slices == 1 else (wire.numel_of(metadata) // slices,)
-        return torch.empty(shape, dtype=metadata.dtype, device=device)
+        try:
+            return torch.empty(shape, dtype=metadata.dtype, device=device)
+        except Exception as error:  # its bytes stay in the way of whatever comes next
+            raise CommunicationError(
+                f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
+                f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
+                group=context.name,
+                rank=context.rank,
+                suspect_ranks=[context.ranks[src]],
+            ) from error
 
     def noted(self, error: Exception) -> Exception:
         """`error`, after the route took note of it if it spoils the group."""
@@ -292,4 +328,4 @@ class Messenger:
                 else:
                     time.sleep(0.001)
         self._unwaited.clear()
-        self._last_receive.clear()
+        self._pending.clear()

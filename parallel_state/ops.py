@@ -240,11 +240,15 @@ class _Differentiable(torch.autograd.Function):
 def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callable[..., Any]:
     """What runs on the Autograd key: straight down without a gradient, else the formula, else an error."""
     op = getattr(_OPS, name).default
+    in_place = name.endswith("_")
 
     def kernel(x: Tensor | None, *args: Any) -> Any:
         if x is None or not (x.requires_grad and torch.is_grad_enabled()):
             with torch._C._AutoDispatchBelowAutograd():
-                return op(x, *args)
+                result = op(x, *args)
+            if in_place:  # transports write past torch; a formula that saved `x` must notice
+                torch.autograd.graph.increment_version(x)
+            return result
         # The reduce op of those that have one stands before the group's name.
         if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
             raise InvalidArgumentError(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from device_communicators import settings
 from device_communicators.errors import ConfigMismatchError, GroupNotInitializedError, LayoutError
@@ -83,6 +84,7 @@ def create_parallel_groups(
     order: str,
     *,
     backend: str | None = None,
+    axis_backends: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     allow_pickle: bool = False,
     custom_all_reduce: bool = True,
@@ -95,8 +97,10 @@ def create_parallel_groups(
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
     backend = backend or settings.BACKEND.get() or world.backend
+    backends = {**dict.fromkeys(sizes, backend), **(axis_backends or {})}
     timeout_s = world.context.timeout_s if timeout_s is None else timeout_s
-    layout = _agreed_layout(world, sizes, order, {"backend": backend, "timeout_s": timeout_s})
+    alike = {"backends": backends, "timeout_s": timeout_s, "custom_all_reduce": custom_all_reduce}
+    layout = _agreed_layout(world, sizes, order, alike)
     made: dict[str, GroupCoordinator] = {}
     try:
         for axis in ("tp", "pp", "dp"):
@@ -106,7 +110,7 @@ def create_parallel_groups(
                 axis,
                 device=world.device,
                 local_rank=world.local_rank,
-                backend=backend,
+                backend=backends[axis],
                 timeout_s=timeout_s,
                 allow_pickle=allow_pickle,
                 custom_all_reduce=custom_all_reduce and axis == "tp",
@@ -119,12 +123,15 @@ def create_parallel_groups(
 
 
 def _agreed_layout(
-    world: GroupCoordinator, sizes: Mapping[str, int | None], order: str, rest: dict[str, object]
+    world: GroupCoordinator, sizes: Mapping[str, int | None], order: str, rest: dict[str, Any]
 ) -> Layout:
     """The layout, after every rank saw every rank's request: where two differ, or one is wrong, all raise."""
     wrong: LayoutError | None = None
     layout: Layout | None = None
     try:
+        unknown = sorted(set(rest["backends"]) - set(sizes))
+        if unknown:
+            raise LayoutError(f"axis_backends must name axes ({', '.join(sizes)}), but names {unknown[0]!r}")
         layout = Layout.resolve(world.world_size, sizes, order)
     except LayoutError as error:
         wrong = error

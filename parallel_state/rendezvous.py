@@ -1,51 +1,212 @@
 """How the ranks find each other: from an address to the store through which torch makes its process groups.
 
 torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
-- prefixes every key with the number of the world this process is in, so that a second one, also on the same port or
-  on the store of a launcher that outlives worlds, doesn't read the first one's addresses;
-- comes back where it met a server that was just being closed, and waits for a port that is just being given back;
-- has one deadline for all of it, and says which address, as it resolved, did not answer.
+- has one deadline for all of it, after which every rank says who did not come, or which address, as it resolved, did
+  not answer; where world sizes differ, every rank is told;
+- keeps apart the worlds that follow each other on one port or on the store of a launcher, whoever was in them: no rank
+  reads the addresses of an earlier one;
+- comes back where it met a server that was just being closed, and waits for a port that is just being given back.
+
+How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
+that world with its rank and world size, and waits there for rank 0's verdict. Then rank 0 takes the name away again; a
+rank that still finds the name of a world whose rank 0 was killed gets no verdict there, and watches the key for the
+next one.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from device_communicators.base import format_ranks
 from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, RendezvousError
 from parallel_state.environment import ProcessEnvironment
 
+T = TypeVar("T")
+
 _PORT_RETRY_S = 5.0
+_FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
+_PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
+
+_NAME, _VERDICT, _HEARD = "world", "verdict", "heard"
+_COMPLETE, _SIZES, _MISSING = "complete", "sizes", "missing"
 
 
-def make_store(init_method: str, place: ProcessEnvironment, generation: int, timeout_s: float) -> dist.Store:
-    """The store of world number `generation`. Every rank calls it; rank 0 serves unless the launcher does.
+def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float) -> dist.Store:
+    """The store of a new world. Every rank calls it; rank 0 serves unless the launcher does.
 
     A world of one rank gets a store in memory: no address, no port. Raises RendezvousError, ConfigMismatchError where
-    rank 0 has another world size, InvalidArgumentError for a method that nobody knows.
+    ranks have different world sizes, InvalidArgumentError for a method that nobody knows.
     """
     if place.world_size == 1:
         return dist.HashStore()
-    if init_method == "env://":
-        if place.master_addr is None or place.master_port is None:
-            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT; set both")
-        address, by_launcher = (place.master_addr, place.master_port), _launcher_serves()
-    elif init_method.startswith("tcp://"):
-        address, by_launcher = _tcp_address(init_method), False
+    deadline = time.monotonic() + timeout_s
+    if init_method == "env://" or init_method.startswith("tcp://"):
+        by_launcher = init_method == "env://" and _launcher_serves()
+        address = _address(init_method, place)
+        where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
+        open_store = _serve if place.rank == 0 and not by_launcher else _connect
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_launcher else "0"
+        connect = partial(open_store, address, place, deadline)
+        meeting = _Meeting(place, where, timeout_s, deadline, connect, f"parallel_state/{restart}")
     elif "://" in init_method:
-        return _torch_rendezvous(init_method, place, generation, timeout_s)
+        connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
+        meeting = _Meeting(place, init_method, timeout_s, deadline, connect, "parallel_state")
     else:
         raise InvalidArgumentError(
             "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
             f"but is {init_method!r}"
         )
-    return _tcp_store(address, by_launcher, place, generation, timeout_s)
+    try:
+        store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
+        store.set_timeout(timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        meeting.obstacle = str(error).splitlines()[0]
+        raise meeting.not_met() from error
+    return store
+
+
+@dataclass
+class _Meeting:
+    """One attempt of this rank to meet the others."""
+
+    place: ProcessEnvironment
+    where: str
+    timeout_s: float
+    deadline: float
+    connect: Callable[[], dist.Store]
+    """A new connection; raises OSError or DistNetworkError where it may be tried again."""
+    prefix: str
+    obstacle: str = "it was not tried"
+
+    def open_world(self) -> dist.Store:
+        """Rank 0's part."""
+        store = self._reach_store()
+        name = secrets.token_hex(8)
+        world = dist.PrefixStore(name, store)
+        store.set(_NAME, name)
+        verdict, others = self._judge(world)
+        world.set(_VERDICT, verdict)
+        if verdict != _COMPLETE:
+            farewell = time.monotonic() + _FAREWELL_S
+            for _ in _looks(farewell):
+                if world.add(_HEARD, 0) >= others:
+                    break
+        store.set(_NAME, "")
+        if verdict != _COMPLETE:
+            raise self._failure(verdict)
+        return world
+
+    def _reach_store(self) -> dist.Store:
+        for _ in _looks(self.deadline):
+            try:
+                return dist.PrefixStore(self.prefix, self.connect())
+            except (OSError, dist.DistNetworkError) as error:
+                self.obstacle = str(error).splitlines()[0]
+        raise self.not_met()
+
+    def _judge(self, world: dist.Store) -> tuple[str, int]:
+        """Waits for every rank. The verdict, and how many may be there to hear it."""
+        size = self.place.world_size
+        for rank in range(1, size):
+            key = _key(rank)
+            if not any(world.check([key]) for _ in _looks(self.deadline)):
+                missing = self._missing(world)
+                return f"{_MISSING} {' '.join(map(str, missing))}", size - 1 - len(missing)
+            theirs = int(world.get(key).split()[0])
+            if theirs != size:
+                return f"{_SIZES} {size} {rank} {theirs}", max(size, theirs) - 1
+        return _COMPLETE, size - 1
+
+    def _missing(self, world: dist.Store) -> list[int]:
+        return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
+
+    def enter_world(self) -> dist.Store:
+        """The other ranks' part."""
+        entry = f"{self.place.world_size} {secrets.token_hex(8)}"
+        store = world = None
+        name = b""
+        entered = False
+        for _ in _looks(self.deadline):
+            try:
+                if store is None:
+                    store, name = dist.PrefixStore(self.prefix, self.connect()), b""
+                    self.obstacle = "rank 0 has not opened a world there"
+                newest = store.get(_NAME) if store.check([_NAME]) else b""
+                if newest not in (b"", name):
+                    name, world = newest, dist.PrefixStore(newest.decode(), store)
+                    entered = world.compare_set(_key(self.place.rank), "", entry).decode() == entry
+                    self.obstacle = "rank 0 gave no verdict" if entered else "another process came there with this rank"
+                if world is not None and entered and world.check([_VERDICT]):
+                    verdict = world.get(_VERDICT).decode()
+                    world.add(_HEARD, 1)
+                    if verdict != _COMPLETE:
+                        raise self._failure(verdict)
+                    return world
+            except (OSError, dist.DistNetworkError) as error:
+                # Nobody listens yet; or the server, of an earlier world, was just being closed.
+                store = None
+                self.obstacle = str(error).splitlines()[0]
+        missing = self._missing(world) if store is not None and world is not None and entered else []
+        raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}") if missing else self.not_met()
+
+    def not_met(self) -> RendezvousError:
+        return RendezvousError(
+            f"rank {self.place.rank} of {self.place.world_size} must meet the others at {self.where}, but did not "
+            f"within {self.timeout_s:g} s: {self.obstacle}. Check that all ranks were started, that MASTER_ADDR and "
+            "MASTER_PORT are equal everywhere, and that no firewall is between",
+            operation="rendezvous",
+            rank=self.place.rank,
+            timeout_s=self.timeout_s,
+        )
+
+    def _failure(self, verdict: str) -> Exception:
+        kind, *words = verdict.split()
+        numbers = [int(word) for word in words]
+        if kind == _SIZES:
+            told, rank, theirs = numbers
+            return ConfigMismatchError(
+                f"all ranks must have one world size, but rank 0 has {told} and rank {rank} {theirs} (this is rank "
+                f"{self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of another "
+                f"job at {self.where}"
+            )
+        return RendezvousError(
+            f"rank {self.place.rank} of {self.place.world_size} was at {self.where}, but ranks {format_ranks(numbers)} "
+            f"did not come within {self.timeout_s:g} s. Look for ranks that were not started or ended early; for a "
+            "slow start, raise PARALLEL_STATE_START_TIMEOUT_S",
+            operation="rendezvous",
+            rank=self.place.rank,
+            suspect_ranks=numbers,
+            timeout_s=self.timeout_s,
+        )
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    """At least one look, and the last one at the deadline; pauses grow, as many ranks look at one server."""
+    pause_s, longest_s = _PAUSES_S
+    while True:
+        yield
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return
+        time.sleep(min(pause_s, remaining_s))
+        pause_s = min(pause_s * 1.3, longest_s)
 
 
 def _launcher_serves() -> bool:
@@ -53,7 +214,11 @@ def _launcher_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _tcp_address(init_method: str) -> tuple[str, int]:
+def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
+    if init_method == "env://":
+        if place.master_addr is None or place.master_port is None:
+            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT; set both")
+        return place.master_addr, place.master_port
     parts = urlsplit(init_method)
     try:
         host, port = parts.hostname, parts.port
@@ -64,104 +229,80 @@ def _tcp_address(init_method: str) -> tuple[str, int]:
     return host, port
 
 
-def _torch_rendezvous(init_method: str, place: ProcessEnvironment, generation: int, timeout_s: float) -> dist.Store:
-    store, _, _ = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timedelta(seconds=timeout_s)))
-    return dist.PrefixStore(f"parallel_state/{generation}", store)
-
-
-def _tcp_store(
-    address: tuple[str, int], by_launcher: bool, place: ProcessEnvironment, generation: int, timeout_s: float
-) -> dist.Store:
-    deadline = time.monotonic() + timeout_s
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_launcher else "0"
-    prefix = f"parallel_state/{restarts}/{generation}"
-    if place.rank == 0 and not by_launcher:
-        store = dist.PrefixStore(prefix, _serve(address, place, deadline))
-        store.set("world_size", str(place.world_size))
-        return _with_timeout(store, timeout_s)
-    while True:
-        try:
-            store = dist.PrefixStore(prefix, _connect(address, place, deadline))
-            if place.rank == 0:
-                store.set("world_size", str(place.world_size))
-            store.wait(["world_size"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-            break
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            # A connection that broke belonged to a server of an earlier world; one that timed out is final.
-            if time.monotonic() + 0.05 >= deadline or isinstance(error, dist.DistStoreError):
-                raise _unreachable(address, place, timeout_s, "nobody said so") from error
-            time.sleep(0.05)
-    told = int(store.get("world_size"))
-    if told != place.world_size:
-        raise ConfigMismatchError(
-            f"all ranks must have one world size, but rank 0 has {told} and rank {place.rank} {place.world_size}; "
-            "start them alike, and look for ranks of another job on the same address"
+def _torch_rendezvous(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> dist.Store:
+    parts = urlsplit(init_method)
+    folder = os.path.dirname(parts.path)
+    if parts.scheme == "file" and not os.path.isdir(folder):  # FileStore would try for ever
+        raise InvalidArgumentError(
+            f"distributed_init_method must name a file in a directory that exists, but is {init_method!r}"
         )
-    return _with_timeout(store, timeout_s)
-
-
-def _with_timeout(store: dist.Store, timeout_s: float) -> dist.Store:
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
+    start = partial(dist.rendezvous, init_method, place.rank, place.world_size, timeout=timedelta(seconds=timeout_s))
+    try:
+        return _within(deadline, lambda: next(start())[0])
+    except (RuntimeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"torch can't use distributed_init_method {init_method!r}: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
     give_up = min(deadline, time.monotonic() + _PORT_RETRY_S)
     while True:
         try:
-            return dist.TCPStore(
-                *address,
-                place.world_size,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=max(1.0, deadline - time.monotonic())),
-            )
-        except (dist.DistNetworkError, RuntimeError) as error:
+            return _within(deadline, partial(_tcp_store, address, place, deadline, is_master=True))
+        except (OSError, RuntimeError) as error:
             in_use = os.strerror(errno.EADDRINUSE).lower() in str(error).lower() or "EADDRINUSE" in str(error)
-            if in_use and time.monotonic() < give_up:
+            if in_use and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world of this process may be just closing its server
                 continue
             what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
             raise RendezvousError(
                 f"rank 0 must listen on {address[0]}:{address[1]}, but that address {what}; "
-                "choose another MASTER_PORT (the same on every rank), or end what listens there"
+                "choose another MASTER_PORT (the same on every rank), or end what listens there",
+                operation="rendezvous",
+                rank=0,
             ) from error
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    remaining = deadline - time.monotonic()
-    _resolve(address, place)
-    try:
-        return dist.TCPStore(
-            *address,
-            place.world_size,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(0.1, remaining)),
-        )
-    except (dist.DistNetworkError, RuntimeError) as error:
-        if isinstance(error, dist.DistNetworkError) and time.monotonic() + 0.05 < deadline:
-            raise
-        raise _unreachable(address, place, remaining, str(error).splitlines()[0]) from error
+    # A look first: while nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
+    with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
+        pass
+    return _within(deadline, partial(_tcp_store, address, place, deadline, is_master=False))
 
 
-def _resolve(address: tuple[str, int], place: ProcessEnvironment) -> list[str]:
+def _tcp_store(address: tuple[str, int], place: ProcessEnvironment, deadline: float, is_master: bool) -> dist.Store:
+    timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    return dist.TCPStore(*address, place.world_size, is_master, timeout, wait_for_workers=False)
+
+
+def _within(deadline: float, make: Callable[[], T]) -> T:
+    """`make()`, given up at the deadline: names resolve late, and TCPStore has no limit for a server that is silent."""
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=call, daemon=True, name="parallel_state-rendezvous")
+    thread.start()
+    thread.join(max(0.0, deadline - time.monotonic()))
+    if made:
+        return made[0]
+    raise failed[0] if failed else TimeoutError("what is there doesn't answer")
+
+
+def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
     except OSError as error:
         raise RendezvousError(
-            f"rank {place.rank} must reach rank 0 at {address[0]}:{address[1]}, but that name does not resolve "
-            f"({error}); set MASTER_ADDR to an address that every host knows"
+            f"rank {place.rank} must meet the others at {address[0]}:{address[1]}, but that name does not resolve "
+            f"({error}); set MASTER_ADDR to an address that every host knows",
+            operation="rendezvous",
+            rank=place.rank,
         ) from error
     return sorted({str(entry[4][0]) for entry in found})
-
-
-def _unreachable(address: tuple[str, int], place: ProcessEnvironment, timeout_s: float, why: str) -> RendezvousError:
-    resolved = ", ".join(_resolve(address, place))
-    return RendezvousError(
-        f"rank {place.rank} of {place.world_size} must reach rank 0 at {address[0]}:{address[1]} "
-        f"(resolved: {resolved}), but no world of that size was there within {timeout_s:.1f} s: {why}. Check that rank 0 "
-        "was started, that MASTER_ADDR and MASTER_PORT are equal everywhere, and that no firewall is between",
-        rank=place.rank,
-        timeout_s=timeout_s,
-    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +35,6 @@ from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator, create_group
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
-from parallel_state.layout import position_in
 from parallel_state.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.rendezvous import make_store
 from parallel_state.same_node import nodes_of
@@ -66,7 +65,6 @@ _DP: GroupCoordinator | None = None
 _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _OWNS_DEFAULT_GROUP = False
-_GENERATION = 0
 _CUSTOM_ALL_REDUCE = True
 _PATCHED = False
 _EXPORTED: dict[str, str] = {}
@@ -95,7 +93,7 @@ def init_distributed_environment(
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
     """
-    global _OWNS_DEFAULT_GROUP, _GENERATION, _NODES
+    global _OWNS_DEFAULT_GROUP, _NODES
     if _WORLD is not None:
         raise AlreadyInitializedError(
             f"the distributed environment is initialised already ({_WORLD.context}); "
@@ -104,22 +102,21 @@ def init_distributed_environment(
     for name in settings.unknown_names():
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
     joins = dist.is_initialized()
-    place = _joined_place(world_size, rank, local_rank) if joins else _place(
-        world_size, rank, local_rank, distributed_init_method
-    )  # fmt: skip
-    timeout_s = _seconds(timeout)
-    device = _choose_device(backend, place) if not joins else _device_of(str(dist.get_backend()), place)
-    if not joins:
-        _GENERATION += 1
-        backend = backend or settings.BACKEND.get() or ("nccl" if device.type == "cuda" else "gloo")
-        _init_default_group(place, distributed_init_method, backend, timeout_s)
-    elif backend is not None and backend != dist.get_backend():
-        raise ConfigMismatchError(
-            f"torch.distributed is initialised with backend {dist.get_backend()!r}, but {backend!r} was asked for; "
-            "leave backend out to join it"
-        )
-    _OWNS_DEFAULT_GROUP = not joins
     try:
+        place = _joined_place(world_size, rank, local_rank) if joins else _place(
+            world_size, rank, local_rank, distributed_init_method
+        )  # fmt: skip
+        timeout_s = _seconds(timeout)
+        device = _choose_device(backend, place) if not joins else _device_of(str(dist.get_backend()), place)
+        if not joins:
+            backend = backend or settings.BACKEND.get() or ("nccl" if device.type == "cuda" else "gloo")
+            _init_default_group(place, distributed_init_method, backend, timeout_s)
+        elif backend is not None and backend != dist.get_backend():
+            raise ConfigMismatchError(
+                f"torch.distributed is initialised with backend {dist.get_backend()!r}, but {backend!r} was asked for; "
+                "leave backend out to join it"
+            )
+        _OWNS_DEFAULT_GROUP = not joins
         pool = ProcessGroupPool(timeout_s)
         init_world_group(
             list(range(place.world_size)), place.local_rank, pool.default_backend, pool=pool, device=device
@@ -179,7 +176,8 @@ def _choose_device(backend: str | None, place: ProcessEnvironment) -> torch.devi
 
 def _device_of(backend: str, place: ProcessEnvironment) -> torch.device:
     """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
-    if "nccl" not in backend:
+    # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
+    if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
@@ -197,8 +195,11 @@ def _device_of(backend: str, place: ProcessEnvironment) -> torch.device:
 def _init_default_group(place: ProcessEnvironment, init_method: str, backend: str, timeout_s: float) -> None:
     start_timeout_s = settings.START_TIMEOUT_S.get()
     if backend not in dist.Backend.backend_list and ":" not in backend:
-        raise InvalidArgumentError(f"backend must be one of {', '.join(dist.Backend.backend_list)}, but is {backend!r}")
-    store = make_store(init_method, place, _GENERATION, start_timeout_s)
+        raise InvalidArgumentError(
+            f"backend (the argument, or {settings.BACKEND.name}) must be one of "
+            f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
+        )
+    store = make_store(init_method, place, start_timeout_s)
     try:
         dist.init_process_group(
             backend,
@@ -257,6 +258,8 @@ def destroy_distributed_environment() -> None:
     world, _WORLD, _NODES = _WORLD, None, None
     if world is not None:
         world.destroy()
+        if world.pool is not None:
+            world.pool.close()
     if _OWNS_DEFAULT_GROUP and dist.is_initialized():
         dist.destroy_process_group()
     _OWNS_DEFAULT_GROUP = False
@@ -276,13 +279,15 @@ def initialize_model_parallel(
     *,
     order: str = DEFAULT_ORDER,
     backend: str | None = None,
+    axis_backends: Mapping[str, str] | None = None,
     timeout: timedelta | float | None = None,
     allow_pickle: bool = False,
 ) -> None:
     """Divides the world into tensor-, pipeline- and data-parallel groups; every rank calls it alike.
 
     The data-parallel size is what remains, unless given. `order` names the axes from fastest to slowest:
-    with `tp-dp-pp` the ranks of a tensor-parallel group are neighbours. `allow_pickle=True` lets objects of
+    with `tp-dp-pp` the ranks of a tensor-parallel group are neighbours. `backend` is that of every axis whose name
+    (tp, dp, pp) `axis_backends` doesn't have; the world's if left out. `allow_pickle=True` lets objects of
     unregistered types travel by pickle, which runs what a peer sends: only among processes that you trust.
 
     Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
@@ -303,6 +308,7 @@ def initialize_model_parallel(
         },
         order,
         backend=backend,
+        axis_backends=axis_backends,
         timeout_s=None if timeout is None else _seconds(timeout),
         allow_pickle=allow_pickle,
         custom_all_reduce=_CUSTOM_ALL_REDUCE,
@@ -379,7 +385,6 @@ def init_model_parallel_group(
     world = get_world_group()
     if world.pool is None:
         raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
-    position_in(group_ranks, world.rank)
     return create_group(
         world.pool,
         group_ranks,
@@ -408,18 +413,26 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Within it, `get_tp_group()` is `tp_group`: a draft model of another tensor-parallel size. Doesn't nest."""
+    """Within it, `get_tp_group()` is `tp_group`: a draft model of another tensor-parallel size. Doesn't nest.
+
+    In a thread that has groups in `use()`, these are patched, else the process-wide ones.
+    """
     global _TP, _PATCHED
     if _PATCHED:
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
-    before = get_tp_group()
+    get_tp_group()  # raises where there is nothing to patch
+    used = try_get_current_groups()
     _PATCHED = True
-    _TP = tp_group
     try:
-        yield
+        if used is not None:
+            with replace(used, tp=tp_group).use():
+                yield
+        else:
+            _TP = tp_group
+            yield
     finally:
         _PATCHED = False
-        _TP = before
+        _TP = _GROUPS.tp if _GROUPS is not None else None  # they may have been destroyed within
 
 
 def set_custom_all_reduce(enable: bool) -> None:
@@ -478,21 +491,25 @@ def get_dp_group() -> GroupCoordinator:
 
 
 def try_get_world_group() -> GroupCoordinator | None:
+    """The group of all ranks; None before init_distributed_environment."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
+    """The tensor-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
+    """The pipeline-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
+    """The data-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 
@@ -544,6 +561,6 @@ def _seconds(timeout: timedelta | float | None) -> float:
     if timeout is None:
         return settings.TIMEOUT_S.get()
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if seconds <= 0:
-        raise InvalidArgumentError(f"timeout must be positive, but is {timeout!r}")
+    if not 0 < seconds < 10 * 365 * 86400:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds, but is {timeout!r}")
     return seconds

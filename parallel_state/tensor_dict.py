@@ -53,7 +53,7 @@ class TensorDictSpec:
         """The spec of a dict with str keys, of tensors and constants (None, bool, int, float, str, bytes, tuples)."""
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
-            if isinstance(value, Tensor):
+            if isinstance(key, str) and isinstance(value, Tensor):
                 entries.append(TensorEntry(key, tuple(value.shape), value.dtype, value.device.type))
             elif isinstance(key, str) and _is_constant(value):
                 entries.append(ConstantEntry(key, value))
@@ -75,7 +75,7 @@ class TensorDictSpec:
                 raise InvalidArgumentError(f"a tensor dict must have its spec's key {entry.key!r}")
             value = tensors[entry.key]
             if isinstance(entry, ConstantEntry):
-                if isinstance(value, Tensor) or value != entry.value:
+                if not _same_constant(value, entry.value):
                     raise InvalidArgumentError(
                         f"{entry.key!r} must be {entry.value!r}, as in the spec, but is another; make a new spec"
                     )
@@ -92,26 +92,27 @@ class TensorDictSpec:
 
 
 def broadcast(
-    group: TensorCollectives, tensors: Mapping[str, Any] | None, src: int, spec: TensorDictSpec
+    group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
 ) -> dict[str, Any]:
-    is_src = group.rank_in_group == src
-    given = _given(tensors, spec) if is_src else {}
-    result = {}
+    if group.rank_in_group == src:
+        given = _given(tensors, spec)
+        for entry in spec.entries:
+            if isinstance(entry, TensorEntry) and prod(entry.shape) > 0:
+                group.broadcast(given[entry.key].detach(), src)
+        return given
+    result: dict[str, Any] = {}
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
             continue
-        x = given[entry.key] if is_src else torch.empty(entry.shape, dtype=entry.dtype, device=_device(group, entry))
-        if prod(entry.shape) > 0:
-            received = group.broadcast(x, src)
-            x = x if is_src else received
-        result[entry.key] = x
+        x = torch.empty(entry.shape, dtype=entry.dtype, device=_device(group, entry))
+        result[entry.key] = group.broadcast(x, src) if prod(entry.shape) > 0 else x
     return result
 
 
 def send(
     group: TensorCollectives,
-    tensors: Mapping[str, Any],
+    tensors: dict[str, Any],
     dst: int,
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
@@ -154,9 +155,11 @@ def recv(
     return result
 
 
-def _given(tensors: Mapping[str, Any] | None, spec: TensorDictSpec) -> Mapping[str, Any]:
-    if tensors is None:
-        raise InvalidArgumentError("the sending rank must pass the tensor dict, but passed None")
+def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:
+    if not isinstance(tensors, dict):
+        raise InvalidArgumentError(
+            f"the sending rank must pass the tensor dict, a dict, but passed a {type(tensors).__name__}"
+        )
     spec.check(tensors)
     return tensors
 
@@ -178,3 +181,12 @@ def _is_constant(value: object) -> bool:
     if isinstance(value, tuple):
         return all(_is_constant(item) for item in value)
     return value is None or isinstance(value, (bool, int, float, str, bytes))
+
+
+def _same_constant(x: object, y: object) -> bool:
+    """Equal also in type (1 is not True), and nan to nan."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, tuple) and isinstance(y, tuple):
+        return len(x) == len(y) and all(_same_constant(one, other) for one, other in zip(x, y, strict=True))
+    return x == y or (x != x and y != y)

@@ -12,6 +12,7 @@ instead of waiting. Pure functions on CPU bytes; who sends when is in `messages`
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 from collections.abc import Mapping
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from device_communicators import settings
 from device_communicators.base import GroupContext
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError, RemoteError, UsageError
+from device_communicators.errors import InvalidArgumentError, MessageDecodeError, RemoteError
 from parallel_state import codec
+from parallel_state.codec_types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
@@ -65,7 +67,7 @@ class Outgoing:
     frame: Tensor
     rest: Tensor | None
     tensors: list[Tensor]
-    error: UsageError | None = None
+    error: Exception | None = None
 
 
 def encode(
@@ -77,18 +79,20 @@ def encode(
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
     """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    slices = all_gather_group.world_size if all_gather_group is not None else 0
+    whole: set[int] = set()
     try:
+        if slices > 1 and all_gather_tensors and isinstance(obj, dict):
+            obj, whole = _kept_whole(obj, all_gather_tensors)
         encoded = _encode_checked(obj, allow_pickle, must_be)
-    except UsageError as error:
-        text = str(error).encode()[:_INLINE_BYTES]
+        tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
+    except Exception as error:  # whatever it is: the readers wait
+        text = str(error).encode(errors="replace")[:_INLINE_BYTES]
         frame, _ = _frame(Header(_ERROR, 0, 0, len(text), 0), text)
         return Outgoing(frame, None, [], error)
-    tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
     tensor_bytes = sum(tensor.nbytes for tensor in tensors)
-    slices = all_gather_group.world_size if all_gather_group is not None else 0
     cut = [False] * len(tensors)
     if all_gather_group is not None and slices > 1:
-        whole = _kept_whole(obj, all_gather_tensors)
         cut = [
             can_be_cut(tensor.numel(), slices) and id(original) not in whole
             for tensor, original in zip(tensors, encoded.tensors, strict=True)
@@ -107,19 +111,25 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
     """The checked header of what came from `src`; MessageDecodeError if it isn't one."""
-    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(_bytes_of(frame))
+    data = _bytes_of(frame)
+    if len(data) != FRAME_BYTES:
+        told = f"it has {len(data)} bytes, not {FRAME_BYTES}"
+        raise _decode_error(f"what came from rank {src} of {context} is not a message: {told}", context, src)
+    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
     limit = settings.MAX_METADATA_BYTES.get()
     problem = None
     if magic != _MAGIC:
         problem = f"it begins with {magic!r}, not {_MAGIC!r}"
     elif kind not in (_VALUE, _ERROR):
         problem = f"its kind is {kind}"
-    elif body_bytes > limit:
+    elif kind == _ERROR and (body_bytes > _INLINE_BYTES or tensors or tensor_bytes):
+        problem = "an error's text is longer than its frame, or it comes with tensors"
+    elif kind == _VALUE and body_bytes > limit:
         problem = f"its metadata has {body_bytes} bytes, more than {limit} ({settings.MAX_METADATA_BYTES.name})"
     elif tensors > body_bytes:
         problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
-    elif kind == _ERROR and body_bytes > _INLINE_BYTES:
-        problem = "an error text is longer than its frame"
+    elif tensor_bytes >= MAX_TENSOR_BYTES:
+        problem = f"it tells of tensors of {tensor_bytes} bytes"
     if problem is not None:
         raise _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
     return Header(kind, slices, tensors, body_bytes, tensor_bytes)
@@ -143,16 +153,31 @@ def read_body(
     if rest is not None:
         body += _bytes_of(rest)
     end = header.body_bytes - header.tensors
-    message = codec.read(body[:end], allow_pickle=allow_pickle)
+    try:
+        message = codec.read(body[:end], allow_pickle=allow_pickle)
+    except MessageDecodeError as error:
+        raise _decode_error(f"message of rank {src} of {context}: {error}", context, src) from error
     cut = [flag != 0 for flag in body[end:]]
     if len(message.tensors) != len(cut):
         told = f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}"
+        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
+    if tensor_bytes != header.tensor_bytes:
+        told = f"its header tells of {header.tensor_bytes} bytes of tensors, its metadata of {tensor_bytes}"
         raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
     for metadata, sliced in zip(message.tensors, cut, strict=True):
         if sliced and not can_be_cut(numel_of(metadata), header.slices):
             told = f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
             raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
     return message, cut
+
+
+def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, src: int) -> Any:
+    """The object, of tensors that have arrived."""
+    try:
+        return message.build(tensors)
+    except MessageDecodeError as error:
+        raise _decode_error(f"message of rank {src} of {context}: {error}", context, src) from error
 
 
 def numel_of(metadata: codec.TensorMetadata) -> int:
@@ -168,8 +193,9 @@ def rest_buffer(header: Header) -> Tensor | None:
 
 def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec.Encoded:
     if must_be is not None and not isinstance(obj, must_be):
+        what = "a tensor dict" if must_be is dict else "an object list"
         raise InvalidArgumentError(
-            f"a tensor dict must be a {must_be.__name__}, but is a {type(obj).__name__}; "
+            f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}; "
             "for other types use the object twin of this call"
         )
     encoded = codec.encode(obj, allow_pickle=allow_pickle)
@@ -182,11 +208,19 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
     return encoded
 
 
-def _kept_whole(obj: Any, all_gather_tensors: Mapping[str, bool] | None) -> set[int]:
-    """Ids of the tensors that the caller wants sent whole by every rank."""
-    if not all_gather_tensors or not isinstance(obj, dict):
-        return set()
-    return {id(obj[key]) for key, gather in all_gather_tensors.items() if not gather and key in obj}
+def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
+    """The dict, and the ids of those tensors in it that the caller wants sent whole by every rank.
+
+    The codec passes on a tensor itself where it is plain; so those of the dict's copy are made plain here.
+    """
+    tensors = tensors.copy()
+    whole = set()
+    for key, gather in all_gather_tensors.items():
+        if not gather and isinstance(tensors.get(key), Tensor):
+            with contextlib.suppress(UnfitError):  # the codec refuses it with its key
+                tensors[key] = dense_tensor(tensors[key])
+                whole.add(id(tensors[key]))
+    return tensors, whole
 
 
 def _frame(header: Header, body: bytes) -> tuple[Tensor, Tensor | None]:

@@ -111,11 +111,12 @@ class Carrier:
     def __init__(self, row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> None:
         self.row = row
         self.size = size
+        self.simulated = row.unfit(ps.simulated_group([0, 1], 0).context) is None
         self._pools = pools
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Each rank's result; skips where the row has nothing to do with such a body."""
-        if takes_simulated_groups(self.row):
+        if self.simulated:
             answers = [_call(member, body, args) for member in self._simulated_members()]
         else:
             pool = self._pools(self.size.processes)
@@ -134,10 +135,6 @@ class Carrier:
             first = rank - rank % self.size.group
             ranks = list(range(first, first + self.size.group))
             yield only(self.row, ps.simulated_group(ranks, rank))
-
-
-def takes_simulated_groups(row: Row) -> bool:
-    return row.unfit(ps.simulated_group([0, 1], 0).context) is None
 
 
 def only(row: Row, group: GroupCoordinator) -> Member:

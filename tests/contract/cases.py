@@ -1,7 +1,7 @@
 """Tensors for contract tests, awkward ones above all, and how results are judged.
 
 Values are drawn from a seed that every rank can compute, so each rank knows what all of them hold. Numbers that are
-reduced are small integers: their sums and products are exact in every dtype, in any order, and so is the comparison.
+reduced are small integers: their sums and products are exact in any order (float8: rounded once), and compared exactly.
 """
 
 from __future__ import annotations
@@ -121,6 +121,21 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     return out.copy_(x)
 
 
+def joined(xs: Sequence[Tensor], dim: int) -> Tensor:
+    """Concatenated along `dim`; through bytes, because torch.cat knows fewer dtypes than travel."""
+    if xs[0].dim() == 0:
+        return torch.cat([bytes_of(x) for x in xs]).view(xs[0].dtype)
+    rows = [x.movedim(dim, 0) for x in xs]
+    flat = torch.cat([bytes_of(row) for row in rows]).view(xs[0].dtype)
+    return flat.view(sum(len(row) for row in rows), *rows[0].shape[1:]).movedim(0, dim)
+
+
+def sliced(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    """The `rank`-th of `size` equal slices."""
+    length = x.shape[dim] // size
+    return x.narrow(dim, rank * length, length)
+
+
 def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
     """The reduction of all ranks' tensors, computed in the widest dtype and rounded once."""
     dtype = xs[0].dtype
@@ -143,12 +158,30 @@ class Unchanged:
     """Remembers tensors; `check` finds them as they were."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._before = [(x, x._version, bytes_of(x).clone()) for x in tensors]
+        self._before = [(x, x._version, bytes_of(x)) for x in tensors]
 
     def check(self) -> None:
         for x, version, before in self._before:
             assert x._version == version, "an input was written to"
             assert torch.equal(bytes_of(x), before), "an input was changed"
+
+
+class InPlace:
+    """Remembers where a tensor is; `check` finds that the call returned it, at the same place.
+
+    Autograd has to know that it was written to, else a formula that saved it gives wrong gradients without a word.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+        self._place = (x.shape, x.stride(), x.data_ptr())
+        self._version = x._version
+
+    def check(self, returned: object, alone: bool) -> None:
+        x = self._x
+        assert returned is x, "an in-place call must return its tensor"
+        assert (x.shape, x.stride(), x.data_ptr()) == self._place, "an in-place call must leave the tensor where it is"
+        assert alone or x._version > self._version, "autograd was not told that the tensor was written to"
 
 
 def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
@@ -160,9 +193,7 @@ def check_moved(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = 
 def check_reduced(found: Tensor, expected: Tensor, *inputs: Tensor, reduce_op: str, alone: bool = False) -> None:
     """As check_moved for numbers. An average is rounded, so it may be one rounding off; the rest is exact."""
     check_new(found, expected, *inputs, alone=alone)
-    rtol = _epsilon(found.dtype) if reduce_op == "avg" else 0.0
-    wide = torch.complex128 if found.dtype.is_complex else torch.float64
-    torch.testing.assert_close(found.to(wide), expected.to(wide), rtol=rtol, atol=0.0)
+    check_close(found, expected, rtol=torch.finfo(found.dtype).eps if reduce_op == "avg" else 0.0)
 
 
 def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = False) -> None:
@@ -177,12 +208,17 @@ def check_new(found: Tensor, expected: Tensor, *inputs: Tensor, alone: bool = Fa
             assert found.untyped_storage().data_ptr() != x.untyped_storage().data_ptr(), "result shares input's memory"
 
 
+def check_close(found: Tensor, expected: Tensor, rtol: float) -> None:
+    """Not torch.testing: its first use in a process imports sympy and DTensor, which takes seconds on every rank."""
+    wide = torch.complex128 if found.dtype.is_complex else torch.float64
+    difference = (found.to(wide) - expected.to(wide)).abs()
+    if not bool((difference <= rtol * expected.to(wide).abs()).all()):
+        raise AssertionError(f"found {found.tolist()}, expected {expected.tolist()}")
+
+
 def bytes_of(x: Tensor) -> Tensor:
-    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def _epsilon(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
+    """A flat copy; of a clone, because one element of any stride counts as contiguous and can't be viewed as bytes."""
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -29,5 +29,5 @@ def carrier(row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> Carrier
 
 @pytest.fixture
 def group_carrier(row: Row, pools: Callable[[int], WorkerPool]) -> Carrier:
-    """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are not ranks in the group."""
+    """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are none of the group."""
     return Carrier(row, Size(4, 2), pools)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import parallel_state
 from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state.launch import LaunchConfig, launch
 
@@ -31,24 +33,19 @@ DEADLINE_S = 60.0
 _numbers = itertools.count()
 
 
-def processes_named(prefix: str) -> list[str]:
+def processes_named(prefix: str) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            name, state = (
-                (process / "comm").read_text().strip(),
-                (process / "stat").read_text().rsplit(")", 1)[1].split()[0],
-            )
-        except OSError:
-            continue
-        if name.startswith(prefix) and state != "Z":
-            found.append(f"{process.name} {name}")
+        with suppress(OSError):  # it has ended meanwhile
+            state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if (process / "comm").read_text().startswith(prefix) and state != "Z":
+                found.append(int(process.name))
     return found
 
 
 def listening(port: int | None = None) -> list[str]:
     """The addresses that somebody listens on, as the kernel prints them; on `port` alone where it is given."""
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").open()]
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     own = {
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
@@ -65,7 +62,10 @@ def name():
     ports = listening()
     name = f"t{os.getpid() % 100_000}.{next(_numbers)}"
     yield name
-    assert processes_named(f"{name}-") == []
+    left = processes_named(f"{name}-")
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
     assert listening() == ports
 
 
@@ -163,8 +163,6 @@ calls: list[str] = []
 
 def set_up() -> None:
     """Put a recorder in the place of `parallel_state.state`."""
-    import parallel_state
-
     calls.append(f"logging at {logging.getLevelName(logging.getLogger().level)}")
     calls.append("setup")
     recorder = ModuleType("parallel_state.state")
@@ -201,6 +199,28 @@ def test_logging_then_setup_then_groups_then_the_function(name):
             "destroy_distributed_environment {}",
         ]
         assert line.endswith(f"rank {index} INFO a.b: hello")
+
+
+def coordinates() -> tuple[int, int, list[float]]:
+    tp, pp = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    return tp.rank_in_group, pp.rank_in_group, tp.all_reduce(torch.ones(1)).tolist()
+
+
+def test_the_groups_are_made_and_destroyed_around_the_function(name):
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    results = launch(coordinates, 4, timeout=DEADLINE_S, name=name, **sizes)
+    assert results == [(0, 0, [2.0]), (1, 0, [2.0]), (0, 1, [2.0]), (1, 1, [2.0])]
+
+
+def test_one_worker_leaves_no_group_behind():
+    assert launch(coordinates, 1, tensor_model_parallel_size=1) == [(0, 0, [1.0])]
+    with pytest.raises(LaunchError):
+        launch(fail, 1, tensor_model_parallel_size=1)
+    assert parallel_state.try_get_world_group() is None and not dist.is_initialized()
+
+
+def fail() -> None:
+    raise ValueError("the reason")
 
 
 # Several nodes
@@ -321,6 +341,19 @@ def test_the_first_failure_in_time_is_the_one_whoever_exits_first(name):
     assert (caught.value.rank, caught.value.exit_code) == (2, 1)
 
 
+def crash_among_peers() -> None:
+    dist.init_process_group("gloo")
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.recv(torch.zeros(1), src=1)
+
+
+def test_a_crash_comes_before_what_it_does_to_others(name):
+    with pytest.raises(LaunchError, match=r"^rank 1 .*SIGKILL") as caught:
+        launch(crash_among_peers, 4, timeout=DEADLINE_S, name=name)
+    assert (caught.value.rank, caught.value.exit_code) == (1, -9)
+
+
 def hang_on_rank_one() -> None:
     if rank() == 1:
         wait_for_ever()
@@ -376,19 +409,27 @@ def test_an_interrupt_is_no_failure(name, whom):
     assert processes_named(f"{name}-") == []
 
 
-def kill_the_fork_server() -> None:
-    if rank() == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    wait_for_ever()
-
-
-def test_workers_die_with_the_fork_server_and_the_next_launch_has_a_new_one(name):
-    with pytest.raises(LaunchError):
-        launch(kill_the_fork_server, 2, timeout=DEADLINE_S, name=name)
-    assert launch(rank, 2, timeout=DEADLINE_S, name=name) == [0, 1]
-
-
 # Programs of their own
+
+KILL_THE_FORK_SERVER = """
+import os, signal, threading
+from device_communicators.errors import LaunchError
+from parallel_state.launch import launch
+
+def kill():
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+def rank():
+    return os.environ["RANK"]
+
+if __name__ == "__main__":
+    try:
+        launch(kill, 2, timeout=60, name="{name}")
+    except LaunchError:
+        print(launch(rank, 2, timeout=60, name="{name}"))
+"""
 
 PROGRAM = """
 import os, re, sys
@@ -404,8 +445,8 @@ if __name__ == "__main__" or {unguarded}:
 """
 
 
-def start_program(path: Path, **values: object) -> subprocess.Popen[str]:
-    path.write_text(PROGRAM.format(**values))
+def start_program(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
+    path.write_text(text.format(**values))
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -413,22 +454,32 @@ def start_program(path: Path, **values: object) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_workers_die_with_a_launcher_that_is_killed(name, start_method, tmp_path):
+@pytest.mark.parametrize(("start_method", "nproc"), [("forkserver", 2), ("spawn", 1)])
+def test_workers_die_with_a_launcher_that_is_killed(name, start_method, nproc, tmp_path):
     with start_program(
-        tmp_path / "program.py", start_method=start_method, name=name, nproc=2, unguarded=False
+        tmp_path / "program.py", start_method=start_method, name=name, nproc=nproc, unguarded=False
     ) as program:
         assert program.stdout is not None
         try:
-            pids = {int(pid) for _ in range(2) for pid in program.stdout.readline().split()} - {program.pid}
-            gone = [os.pidfd_open(pid) for pid in pids]  # with a fork server, that too
+            workers, parents = zip(*(map(int, program.stdout.readline().split()) for _ in range(nproc)), strict=True)
+            watched = [*workers, *({*parents} - {program.pid})]  # with a fork server, that too
+            gone = [os.pidfd_open(pid) for pid in watched]
         finally:
             program.kill()
-    assert len(gone) == (3 if start_method == "forkserver" else 2)
-    deadline = time.monotonic() + 2.0
-    for fd in gone:
-        assert select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]
+    assert len(gone) == {"forkserver": nproc + 1, "spawn": nproc}[start_method]
+    for fd, limit_s in zip(gone, [2.0] * nproc + [DEADLINE_S], strict=False):  # the fork server ends as programs do
+        assert select.select([fd], [], [], limit_s)[0]
         os.close(fd)
+
+
+def test_workers_die_with_the_fork_server_and_the_next_launch_has_a_new_one(name, tmp_path):
+    # in a program of its own: the fork server of this process has other workers too
+    with start_program(tmp_path / "program.py", KILL_THE_FORK_SERVER, name=name) as program:
+        try:
+            output, errors = program.communicate(timeout=DEADLINE_S)
+        finally:
+            program.kill()
+    assert output == "['0', '1']\n", errors
 
 
 def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):

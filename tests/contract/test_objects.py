@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import struct
 import sys
+import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 
 import parallel_state as ps
 from device_communicators import settings
+from device_communicators.base import GroupContext
+from device_communicators.routing import Handle, Route, Traffic
 from parallel_state import codec, wire
+from parallel_state.codec_values import to_msgpack
 from parallel_state.coordinator import GroupCoordinator, create_group
 from tests.workers import WorkerPool
 
@@ -26,7 +31,7 @@ Pools = Callable[[int], WorkerPool]
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
 DEADLINE_S = 30.0
 AT_ONCE_S = 2.0  # what must not wait for a peer; the machine may be busy
-FRAME_TAG = 1
+FRAME_TAG, BODY_TAG = 1, 2
 
 
 class Custom:
@@ -191,26 +196,698 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 def broadcast_sizes() -> set[int]:
     """Broadcasts over the frame's boundary, byte by byte; returns how many transfers the messages took."""
     group = ps.get_world_group()
-    header_bytes = wire.FRAME_BYTES - len(codec.encode("x" * 4000).metadata) + 4000 - 32
+    fits = wire._INLINE_BYTES - (len(codec.encode("x" * 4000).metadata) - 4000)
     flags = [torch.tensor(i) for i in range(5)]  # one byte each, at the end of the body: some on either side
     transfers = set()
     for src in range(group.world_size):
-        for size in [*range(header_bytes - 3, header_bytes + 4), 1 << 20]:
-            before = group.traffic()["ibroadcast_"].calls if "ibroadcast_" in group.traffic() else 0
-            assert group.broadcast_object("x" * size, src) == "x" * size
-            transfers.add(group.traffic()["ibroadcast_"].calls - before)
-        for size in range(header_bytes - 250, header_bytes + 10, 3):
+        is_src = group.rank_in_group == src
+        for size in [*range(fits - 3, fits + 4), 1 << 20]:
+            before = calls(group, "ibroadcast_")
+            assert group.broadcast_object("x" * size if is_src else None, src) == "x" * size
+            transfers.add((size > fits, calls(group, "ibroadcast_") - before))
+        for size in range(fits - 110, fits + 10, 4):
             value = ["y" * size, *flags]
-            assert same(group.broadcast_object(value if group.rank_in_group == src else None, src), value)
-        bulk = os.urandom(1 << 20) if group.rank_in_group == src else None
-        assert len(group.broadcast_object(bulk, src)) == 1 << 20
-        assert group.all_gather_object(group.broadcast_object(bulk, src)) == [group.broadcast_object(bulk, src)] * (
-            group.world_size
-        )
+            assert same(group.broadcast_object(value if is_src else None, src), value)
     return transfers
+
+
+def calls(group: GroupCoordinator, operation: str) -> int:
+    return group.traffic().get(operation, Traffic()).calls
 
 
 @WORLD_SIZES
 def test_broadcast_object_around_the_frame_size(pools: Pools, world_size: int) -> None:
     results = pools(world_size).run(broadcast_sizes, tp=1, timeout_s=DEADLINE_S)
-    assert results == [{1, 2}] * world_size, "the sizes must lie on both sides of the frame's boundary"
+    assert results == [{(False, 1), (True, 2)}] * world_size
+
+
+def broadcast_in_pipeline_groups() -> None:
+    group = ps.get_pp_group()
+    assert group.ranks in ([0, 2], [1, 3])
+    for src in range(2):
+        assert group.broadcast_object(("from", group.rank), src) == ("from", group.ranks[src])
+    with pytest.raises(ps.InvalidArgumentError, match=r"must be a rank in the group, 0 … 1, but is 2"):
+        group.broadcast_object("x", 2)
+    with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
+        group.send_object("x", group.rank_in_group)
+    check_usable(group)
+
+
+def test_source_is_a_rank_in_the_group(pools: Pools) -> None:
+    pools(4).run(broadcast_in_pipeline_groups, tp=2, pp=2, timeout_s=DEADLINE_S)
+
+
+def alone() -> None:
+    group = ps.get_tp_group()
+    value = [Custom(1)]
+    assert group.world_size == 1
+    assert group.broadcast_object(value) is value
+    assert group.broadcast_object_list(value) is value
+    assert group.all_gather_object(value)[0] is value
+    assert group.broadcast_flag(True) is True
+    assert group.all_sum(3) == 3
+    for call in (group.send_object, group.isend_object):
+        with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
+            call(1)
+    with pytest.raises(ps.InvalidArgumentError, match="must be a rank in the group"):
+        group.broadcast_object(1, src=1)
+
+
+def test_a_group_of_one_rank_sends_nothing(pools: Pools) -> None:
+    pools(2).run(alone, tp=1, timeout_s=DEADLINE_S)
+
+
+def broadcast_lists() -> None:
+    group = ps.get_world_group()
+    rank, size = group.rank_in_group, group.world_size
+    for src in range(size):
+        mine: list[Any] = [src, torch.full((3,), src), {"k": [src]}] if rank == src else [None, None, None]
+        items = list(mine)
+        assert group.broadcast_object_list(mine, src) is mine
+        assert same(mine, [src, torch.full((3,), src), {"k": [src]}])
+        if rank == src:
+            assert all(map(lambda x, y: x is y, mine, items))
+    short: list[Any] = [0] * (3 if rank == 0 else 2)
+    if rank == 0:
+        group.broadcast_object_list(short, 0)
+    else:
+        with pytest.raises(ps.InvalidArgumentError, match="must be as long as rank 0's, 3, but has 2"):
+            group.broadcast_object_list(short, 0)
+    check_usable(group)
+    no_list: Any = (1, 2)
+    if rank == 0:
+        with pytest.raises(ps.InvalidArgumentError, match="an object list must be a list, but is a tuple"):
+            group.broadcast_object_list(no_list, 0)
+    else:
+        with pytest.raises(ps.RemoteError, match=r"rank 0 .* an object list must be a list, but is a tuple"):
+            group.broadcast_object_list([0, 0], 0)
+    check_usable(group)
+
+
+@WORLD_SIZES
+def test_broadcast_object_list(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(broadcast_lists, tp=1, timeout_s=DEADLINE_S)
+
+
+def flags_and_sums() -> None:
+    group = ps.get_world_group()
+    rank, size = group.rank_in_group, group.world_size
+    for src in range(size):
+        for flag in (True, False):
+            assert group.broadcast_flag(flag if rank == src else not flag, src) is flag
+    total = group.all_sum(2**60 + rank)
+    assert total == size * 2**60 + sum(range(size))
+    assert type(total) is int
+    numbers = [0.1, 1e16, -1e16, 0.3][:size]  # the sum depends on the order
+    assert group.all_sum(numbers[rank]) == sum(numbers)
+    assert type(group.all_sum(0.5)) is float
+    assert group.all_sum(rank == 0) == 1
+
+
+@WORLD_SIZES
+def test_broadcast_flag_and_all_sum(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(flags_and_sums, tp=1, timeout_s=DEADLINE_S)
+
+
+# All-gather.
+
+
+def all_gather_everything() -> None:
+    group = ps.get_world_group()
+    rank, size = group.rank_in_group, group.world_size
+    rounds: list[Callable[[int], Any]] = [
+        lambda r: r,
+        lambda r: [None, "x" * 5000, {"t": torch.full((r + 1, 2), r)}, list(range(3000))][r],
+        lambda r: tensor_zoo(r) if r % 2 else plain_zoo(r),
+        lambda r: torch.empty(0) if r else torch.ones(2, dtype=torch.bfloat16),
+        lambda r: "y" * (1 << 20) if r == size - 1 else b"",
+    ]
+    for shift in range(size):  # every rank is once the one with the long one
+        for make in rounds:
+            mine = make((rank + shift) % size)
+            got = group.all_gather_object(mine)
+            assert got[rank] is mine
+            for src in range(size):
+                of = (src + shift) % size
+                arrived = arrived_zoo(of) if make is rounds[2] and of % 2 else make(of)
+                assert src == rank or same(got[src], arrived)
+
+
+@WORLD_SIZES
+def test_all_gather_object_of_different_kinds(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(all_gather_everything, tp=1, timeout_s=DEADLINE_S)
+
+
+# Point to point.
+
+
+def ring() -> None:
+    group = ps.get_world_group()
+    rank, size = group.rank_in_group, group.world_size
+    before = (rank - 1) % size
+    incoming = group.irecv_object()  # by default from the previous
+    group.send_object(tensor_zoo(rank))  # to the next
+    got = incoming.wait()
+    assert same(got, arrived_zoo(before))
+    assert incoming.wait() is got
+    assert incoming.is_completed()
+    for src in range(size):
+        for dst in range(size):
+            if rank == src != dst:
+                group.send_object([src, dst, "x" * 4100], dst)
+            elif rank == dst != src:
+                assert group.recv_object(src) == [src, dst, "x" * 4100]
+
+
+@WORLD_SIZES
+def test_send_and_recv_object(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(ring, tp=1, timeout_s=DEADLINE_S)
+
+
+def many_in_flight() -> None:
+    """Long metadata makes a second transfer, which no receive that was posted for another frame may take in."""
+    group = ps.get_world_group()
+    values = [["x" * size, torch.full((size,), size)] for size in (1, 5000, 0, 9000, 4100, 3)]
+    if group.rank_in_group == 0:
+        sends = [group.isend_object(value, 1) for value in values]
+        for send in reversed(sends):
+            send.wait()
+    else:
+        receives = [group.irecv_object(0) for _ in values]
+        for index in (3, 5, 0, 1, 4, 2):
+            assert same(receives[index].wait(), values[index])
+        for receive, value in zip(receives, values, strict=True):
+            assert receive.is_completed()
+            assert same(receive.wait(), value)
+
+
+def test_several_objects_in_flight_are_waited_out_of_order(pools: Pools) -> None:
+    pools(2).run(many_in_flight, tp=1, timeout_s=DEADLINE_S)
+
+
+def mixed_sender(group: GroupCoordinator, peer: int) -> None:
+    first = group.isend_object("x" * 6000, peer)
+    second = group.isend_tensor_dict(tensor_zoo(1), peer)
+    group.send(torch.arange(5), peer)
+    third = group.isend_object([torch.ones(3)], peer)
+    group.send(torch.zeros(2, 2, dtype=torch.bool), peer)
+    for send in (third, first, second):
+        send.wait()
+    group.send_tensor_dict({"last": torch.ones(1)}, peer)
+
+
+def mixed_receiver(group: GroupCoordinator, peer: int) -> None:
+    first = group.irecv_object(peer)
+    tensor = group.recv([5], torch.int64, peer)  # sent after two messages, taken before them
+    second = group.irecv_tensor_dict(peer)
+    third = group.irecv_object(peer)
+    assert third.is_completed() in (True, False)  # a thread takes all three in from here on
+    assert same(tensor, torch.arange(5))
+    assert same(group.recv([2, 2], torch.bool, peer), torch.zeros(2, 2, dtype=torch.bool))
+    assert same(third.wait(), [torch.ones(3)])
+    assert same(second.wait(), arrived_zoo(1))
+    assert first.wait() == "x" * 6000
+    assert same(group.recv_tensor_dict(peer), {"last": torch.ones(1)})
+
+
+def mixed() -> None:
+    group = ps.get_world_group()
+    peer = group.rank_in_group ^ 1
+    for turn in range(2):
+        (mixed_sender if group.rank_in_group % 2 == turn else mixed_receiver)(group, peer)
+    check_usable(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_objects_tensors_and_dicts_between_the_same_ranks(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(mixed, tp=1, timeout_s=DEADLINE_S)
+
+
+def receive_leaves_nothing_behind() -> None:
+    group = ps.get_world_group()
+    if group.rank_in_group == 0:
+        for _ in range(2):
+            group.send_object([torch.ones(100)], 1)
+        return
+    received = group.recv_object(0)
+    handle = group.irecv_object(0)
+    received_later = handle.wait()
+    watched = [weakref.ref(received[0]), weakref.ref(received_later[0])]
+    del received, received_later, handle
+    gc.collect()
+    assert [tensor() for tensor in watched] == [None, None]
+
+
+def test_a_received_object_lives_as_long_as_its_receiver_keeps_it(pools: Pools) -> None:
+    pools(2).run(receive_leaves_nothing_behind, tp=1, timeout_s=DEADLINE_S)
+
+
+# What can't travel.
+
+
+def calls_of_every_kind(group: GroupCoordinator, src: int) -> list[Callable[[Any], Any]]:
+    """Each way to bring `src`'s object to the others; a call takes it there and returns it."""
+    rank, size = group.rank_in_group, group.world_size
+
+    def to_each(obj: Any) -> Any:
+        if rank != src:
+            return group.recv_object(src)
+        errors: list[Exception] = []
+        for dst in range(size):
+            if dst != src:
+                try:
+                    group.send_object(obj, dst)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            assert len(errors) == size - 1
+            raise errors[0]
+        return obj
+
+    def in_a_list(obj: Any) -> Any:
+        return group.broadcast_object_list([obj], src)[0]
+
+    def in_all_gather(obj: Any) -> Any:
+        return group.all_gather_object(obj if rank == src else ("short", "x" * 5000)[src % 2])[src]
+
+    def in_a_dict(obj: Any) -> Any:
+        return group.broadcast_tensor_dict({"value": obj}, src)["value"]
+
+    return [lambda obj: group.broadcast_object(obj, src), to_each, in_a_list, in_all_gather, in_a_dict]
+
+
+def refused_everywhere(obj: Any, error: type[Exception], match: str) -> None:
+    """Each call with `obj` raises `error` on its source and RemoteError on the readers; then all goes on."""
+    group = ps.get_world_group()
+    for src in range(group.world_size):
+        for call in calls_of_every_kind(group, src):
+            is_src = group.rank_in_group == src
+            with pytest.raises(error if is_src else ps.RemoteError, match=match) as raised:
+                call(obj if is_src else None)
+            if not is_src:
+                assert f"rank {src} of group" in str(raised.value)
+                assert isinstance(raised.value, ps.RemoteError)
+                assert raised.value.rank == src
+            assert same(call([src, torch.ones(2)]), [src, torch.ones(2)])
+    check_usable(group)
+
+
+def refuse_types() -> None:
+    deep = {"requests": [1, {"callback": note_load}]}
+    refused_everywhere(deep, ps.MessageEncodeError, r"value at .*\['requests'\]\[1\]\['callback'\] is a function")
+    refused_everywhere(
+        [Custom(1)], ps.MessageEncodeError, r"value at .*\[0\] is a tests\.contract\.test_objects\.Custom"
+    )
+    refused_everywhere(torch.ones(2).to_sparse(), ps.MessageEncodeError, "only dense strided tensors travel")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_type_that_does_not_travel_raises_on_every_rank(pools: Pools, world_size: int) -> None:
+    pools(world_size).run(refuse_types, tp=1, timeout_s=DEADLINE_S)
+
+
+def refuse_for_lack_of_memory() -> None:
+    unreal = torch.zeros(1).expand(1 << 45)  # 128 TiB as soon as it is made contiguous
+    refused_everywhere({"unreal": unreal}, RuntimeError, "memory")
+
+
+def test_whatever_fails_while_encoding_is_told_to_the_readers(pools: Pools) -> None:
+    pools(2).run(refuse_for_lack_of_memory, tp=1, timeout_s=DEADLINE_S)
+
+
+def refuse_long_metadata() -> None:
+    group = ps.get_world_group()
+    with metadata_limit(10_000):
+        assert group.broadcast_object("x" * 9_900) == "x" * 9_900
+        bulk = torch.ones(20_000)  # what is in tensors doesn't count
+        assert same(group.broadcast_object(bulk), bulk)
+        refused_everywhere("x" * 10_000, ps.UsageError, "at most 10000 bytes")
+        # One byte per tensor counts as well.
+        room = 10_000 - len(codec.encode(["x" * 9_000, *map(torch.tensor, range(20))]).metadata) + 9_000
+        fits, too_long = (["x" * size, *map(torch.tensor, range(20))] for size in (room - 20, room - 19))
+        assert same(group.broadcast_object(fits), fits)
+        refused_everywhere(too_long, ps.UsageError, "at most 10000 bytes")
+    with metadata_limit(64):  # shorter than the error's own text
+        with pytest.raises(ps.UsageError if group.is_first_rank else ps.RemoteError, match="at most 64 bytes"):
+            group.broadcast_object("x" * 100)
+        check_usable(group)
+
+
+def test_metadata_over_the_limit_is_refused_by_the_sender(pools: Pools) -> None:
+    pools(2).run(refuse_long_metadata, tp=1, timeout_s=DEADLINE_S)
+
+
+def refuse_between_others() -> None:
+    group = ps.get_world_group()
+    if group.rank_in_group == 0:
+        before = group.isend_object("x" * 5000, 1)
+        with pytest.raises(ps.MessageEncodeError, match="is a function"):
+            group.isend_object(note_load, 1)
+        after = group.isend_object("y" * 5000, 1)
+        after.wait()
+        before.wait()
+    else:
+        before, wrong, after = (group.irecv_object(0) for _ in range(3))
+        assert after.wait() == "y" * 5000
+        for _ in range(2):
+            with pytest.raises(ps.RemoteError, match="rank 0 of group .* is a function"):
+                wrong.wait()
+        assert before.wait() == "x" * 5000
+    check_usable(group)
+
+
+def test_an_object_that_fails_between_others_fails_alone(pools: Pools) -> None:
+    pools(2).run(refuse_between_others, tp=1, timeout_s=DEADLINE_S)
+
+
+def refuse_on_several() -> None:
+    """Ranks 1 and 2 can't encode theirs: each raises its own error, the others that of the first."""
+    group = ps.get_world_group()
+    bad = group.rank_in_group in (1, 2)
+    expected = ps.MessageEncodeError if bad else ps.RemoteError
+    with pytest.raises(expected, match="is a function" if bad else "rank 1 of group"):
+        group.all_gather_object([note_load, torch.ones(3)] if bad else [torch.ones(2), "x" * 5000])
+    check_usable(group)
+
+
+def test_all_gather_object_where_two_ranks_fail(pools: Pools) -> None:
+    pools(4).run(refuse_on_several, tp=1, timeout_s=DEADLINE_S)
+
+
+# Pickle, where the caller allowed it.
+
+
+def pickled_values_travel(group: GroupCoordinator) -> None:
+    value = {"custom": [Custom({"a": 1})], "type": Custom, "tensor": torch.ones(2)}
+    for src in range(group.world_size):
+        for call in calls_of_every_kind(group, src):
+            assert same(call(value), value)
+
+
+def pickle_where_all_allow_it() -> None:
+    ps.destroy_model_parallel()
+    try:
+        ps.initialize_model_parallel(2, allow_pickle=True)
+        pickled_values_travel(ps.get_tp_group())
+        with pytest.raises(
+            ps.MessageEncodeError if ps.get_tp_group().is_first_rank else ps.RemoteError, match="can't be pickled"
+        ):
+            ps.get_tp_group().broadcast_object(lambda: 1)
+        pickled_values_travel(ps.get_tp_group())
+    finally:
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(2)
+    with pytest.raises(ps.MessageEncodeError if ps.get_tp_group().is_first_rank else ps.RemoteError):
+        ps.get_tp_group().broadcast_object(Custom(1))
+
+
+def test_initialize_model_parallel_allows_pickle(pools: Pools) -> None:
+    pools(2).run(pickle_where_all_allow_it, tp=2, timeout_s=DEADLINE_S)
+
+
+def pickle_where_the_reader_does_not() -> None:
+    sender = ps.get_world_group().rank_in_group == 0
+    for way in range(3):
+        with own_group(allow_pickle=sender) as group:
+            call = [
+                lambda obj: group.broadcast_object(obj, 0),
+                lambda obj: group.send_object(obj, 1) if sender else group.recv_object(0),
+                lambda obj: group.all_gather_object(obj if sender else 1),
+            ][way]  # fmt: skip
+            if sender:
+                call(Bomb())
+            else:
+                with pytest.raises(ps.MessageDecodeError, match=r"rank 0 .*pickled value") as raised:
+                    call(None)
+                assert raised.value.suspect_ranks == (0,)
+                with pytest.raises(ps.GroupFailedError):
+                    group.barrier()
+    assert LOADED == [], "it was unpickled"
+
+
+def test_a_pickled_value_is_not_loaded_where_the_reader_did_not_allow_it(pools: Pools) -> None:
+    pools(2).run(pickle_where_the_reader_does_not, tp=1, timeout_s=DEADLINE_S)
+
+
+# What no peer of ours would send.
+
+
+def check_failed(group: GroupCoordinator, first: BaseException) -> None:
+    """Each call fails at once, and tells what failed first."""
+    x = torch.ones(2)
+    for call in (
+        lambda: group.all_reduce(x),
+        lambda: group.send(x),
+        lambda: group.recv([2], torch.float32),
+        lambda: group.broadcast_object(1),
+        lambda: group.all_gather_object(1),
+        lambda: group.isend_object(1),
+        lambda: group.irecv_object(),
+        lambda: group.recv_tensor_dict(),
+        lambda: group.broadcast_flag(True),
+        lambda: group.barrier(),
+    ):
+        started = time.monotonic()
+        with pytest.raises(ps.GroupFailedError, match="failed earlier") as raised:
+            call()
+        assert raised.value.__cause__ is first
+        assert time.monotonic() - started < AT_ONCE_S
+
+
+def check_decode_error(error: BaseException, group: GroupCoordinator, src: int) -> None:
+    assert isinstance(error, ps.MessageDecodeError)
+    assert f"rank {src} of group {group.unique_name!r}" in str(error)
+    assert error.group == group.unique_name
+    assert error.rank == group.rank_in_group
+    assert error.suspect_ranks == (group.ranks[src],)
+
+
+def garbage() -> dict[str, Tensor]:
+    """Frames that are none, by what is wrong with them."""
+    noise = torch.randint(0, 256, (wire.FRAME_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    frame = wire.encode(["value", torch.ones(3)], allow_pickle=False).frame
+    changed = {"noise": noise, "zeros": torch.zeros_like(noise)}
+    for what, offset, value in (
+        ("kind", 4, 9),
+        ("tensors", 8, 2),
+        ("body bytes", 23, 0x7F),
+        ("tensor bytes", 24, 13),
+        ("format version", 32, 0x80),
+        ("table", 37, 0xC1),
+    ):
+        changed[what] = frame.clone()
+        changed[what][offset] = value
+    return changed
+
+
+def hostile_frame(what: str, way: str) -> None:
+    with own_group() as group:
+        frame = garbage()[what]
+        if group.rank_in_group == 0:
+            if way == "send":
+                group.route.start("isend", frame, 1, FRAME_TAG).wait()
+            elif way == "broadcast":
+                group.route.start("ibroadcast_", frame, 0).wait()
+            else:  # and as many bytes after it as it tells of
+                tensors = [torch.zeros(13 if what == "tensor bytes" else 12, dtype=torch.uint8)]
+                with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ps.MessageDecodeError):
+                    patch.setattr(wire, "encode", lambda *_, **__: wire.Outgoing(frame, None, tensors))
+                    group.all_gather_object(1)
+            return
+        if way == "send":
+            if group.rank_in_group > 1:
+                return
+            incoming, next_one = group.irecv_object(0), group.irecv_object(0)
+            receive: Callable[[], Any] = incoming.wait
+        elif way == "broadcast":
+            receive = lambda: group.broadcast_object(None, 0)  # noqa: E731
+        else:
+            receive = lambda: group.all_gather_object(1)  # noqa: E731
+        with pytest.raises(ps.MessageDecodeError) as raised:
+            receive()
+        check_decode_error(raised.value, group, 0)
+        check_failed(group, raised.value)
+        if way == "send":
+            with pytest.raises(ps.MessageDecodeError):
+                incoming.wait()
+            started = time.monotonic()
+            with pytest.raises(ps.GroupFailedError):
+                next_one.wait()  # it was posted before the group failed, and nothing will ever come
+            assert next_one.is_completed()
+            assert time.monotonic() - started < AT_ONCE_S
+
+
+@pytest.mark.parametrize("way", ["send", "broadcast", "all_gather"])
+def test_a_frame_that_is_none_poisons_the_group(pools: Pools, way: str) -> None:
+    pool = pools(4)
+    for what in garbage():
+        pool.run(hostile_frame, what, way, tp=1, timeout_s=DEADLINE_S)
+    pool.run(usable_world, tp=1, timeout_s=DEADLINE_S)
+
+
+def usable_world() -> None:
+    check_usable(ps.get_world_group())
+
+
+def false_reference(way: str) -> None:
+    """A message that turns out malformed only when all of its tensors have arrived."""
+    group = ps.get_world_group()
+    with own_group() as group:
+        if group.rank_in_group == 0:
+            outgoing = wire.encode(torch.ones(3), allow_pickle=False)
+            last = wire._HEADER.size + wire.parse_header(outgoing.frame, group.context, 0).body_bytes
+            outgoing.frame[last - 5] = 7  # the body ends with the tensor's index, four bytes, and its cut flag
+            pieces = [outgoing.frame, *outgoing.tensors]
+            if way == "send":
+                tags = [FRAME_TAG, BODY_TAG]
+                parts = [group.route.start("isend", x, 1, tag) for x, tag in zip(pieces, tags, strict=True)]
+            else:
+                parts = [group.route.start("ibroadcast_", piece, 0) for piece in pieces]
+            for part in parts:
+                part.wait()
+            return
+        incoming = group.irecv_object(0) if way == "send" else None
+        for _ in range(2 if way == "send" else 1):
+            with pytest.raises(ps.MessageDecodeError, match="refers to tensor 7 of 1") as raised:
+                incoming.wait() if incoming is not None else group.broadcast_object(None, 0)
+        check_decode_error(raised.value, group, 0)
+        check_failed(group, raised.value)
+
+
+@pytest.mark.parametrize("way", ["send", "broadcast"])
+def test_a_message_that_can_not_be_built_poisons_the_group(pools: Pools, way: str) -> None:
+    pools(2).run(false_reference, way, tp=1, timeout_s=DEADLINE_S)
+
+
+def no_room() -> None:
+    """128 TiB are told of; nothing of it comes."""
+    shape = (1 << 45,)
+    with own_group() as group:
+        if group.rank_in_group == 0:
+            table = to_msgpack([["float32", shape, "cpu"]])
+            body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
+            frame, _ = wire._frame(wire.Header(0, 0, 1, len(body), 4 << 45), body)
+            group.route.start("isend", frame, 1, FRAME_TAG).wait()
+            return
+        with pytest.raises(
+            ps.CommunicationError, match=rf"rank 0 of group .* no room on cpu for .*{shape[0]}"
+        ) as raised:
+            group.recv_object(0)
+        assert raised.value.suspect_ranks == (0,)
+        check_failed(group, raised.value)
+
+
+def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
+    pools(2).run(no_room, tp=1, timeout_s=DEADLINE_S)
+
+
+# Many, and none.
+
+
+def a_thousand_in_flight() -> None:
+    """More than the interpreter's recursion limit, and than a sender keeps without waiting."""
+    group = ps.get_world_group()
+    count = sys.getrecursionlimit() + 200
+    if group.rank_in_group == 0:
+        sends = [group.isend_object(("number", i), 1) for i in range(count)]
+        for send in sends:
+            send.wait()
+            send.wait()
+            assert send.is_completed()
+    else:
+        receives = [group.irecv_object(0) for _ in range(count)]
+        assert receives[-1].wait() == ("number", count - 1)
+        assert all(receive.is_completed() for receive in receives)
+        assert [receive.wait() for receive in receives] == [("number", i) for i in range(count)]
+
+
+def test_a_thousand_objects_in_flight(pools: Pools) -> None:
+    pools(2).run(a_thousand_in_flight, tp=1, timeout_s=DEADLINE_S)
+
+
+def wait_after_destroy() -> None:
+    with own_group() as group:
+        incoming = group.irecv_object()
+        kept = group
+    started = time.monotonic()
+    with pytest.raises(ps.GroupDestroyedError):
+        incoming.wait()
+    with pytest.raises(ps.GroupDestroyedError):
+        kept.send_object(1)
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_waiting_after_the_group_was_destroyed(pools: Pools) -> None:
+    pools(2).run(wait_after_destroy, tp=1, timeout_s=DEADLINE_S)
+
+
+# The handle itself, without any process.
+
+
+class FakeWork:
+    """A transfer that ends when it is told to; notes which thread waited for it."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.waited_by: list[threading.Thread] = []
+        self.error: Exception | None = None
+
+    def is_completed(self) -> bool:
+        return False  # as gloo's point-to-point works
+
+    def wait(self) -> None:
+        self.waited_by.append(threading.current_thread())
+        assert self.done.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+
+
+def handle_of(work: FakeWork, device: str) -> Handle:
+    context = GroupContext("fake:0", (0, 1), 0, torch.device("cpu"), timeout_s=DEADLINE_S)
+    return Handle(Route(context, (), {}), "irecv_", work, torch.empty(1, device=device))
+
+
+def until_completed(handle: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not handle.is_completed():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_handle_of_cpu_tensors_completes_without_wait() -> None:
+    work = FakeWork()
+    handle = handle_of(work, "cpu")
+    assert not handle.is_completed()
+    work.done.set()
+    until_completed(handle)
+    handle.wait()
+    handle.wait()
+    assert len(work.waited_by) == 1
+    assert work.waited_by[0] is not threading.main_thread()
+
+
+def test_a_handle_of_device_tensors_is_waited_for_by_its_caller() -> None:
+    """Waiting for NCCL makes the *calling thread's* stream wait: another thread must not do it instead."""
+    work = FakeWork()
+    handle = handle_of(work, "meta")
+    assert not handle.is_completed()
+    work.done.set()
+    assert not handle.is_completed()
+    assert work.waited_by == []
+    handle.wait()
+    assert work.waited_by == [threading.main_thread()]
+    assert handle.is_completed()
+
+
+def test_a_handle_keeps_its_error() -> None:
+    work = FakeWork()
+    work.error = RuntimeError("Connection closed by peer")
+    work.done.set()
+    handle = handle_of(work, "cpu")
+    until_completed(handle)
+    for _ in range(2):
+        with pytest.raises(ps.PeerDiedError) as raised:
+            handle.wait()
+        assert raised.value.__cause__ is work.error
+    assert handle.is_completed()
+    assert len(work.waited_by) == 1

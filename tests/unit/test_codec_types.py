@@ -172,7 +172,6 @@ def test_what_is_no_plain_dataclass_is_not_registered():
         (np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), r"a numpy value of dtype \[\('a'"),
         (np.bytes_(b"x\0"), "a bytes_ that ends in NUL"),
         (torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
-        (torch.eye(2).to_sparse_csr(), "a tensor of layout torch.sparse_csr"),
         (torch.eye(2, device="meta"), "a meta tensor"),
         (torch.nn.Parameter(torch.eye(2, device="meta")), "a meta tensor"),
         (torch.ones(1).as_subclass(MyTensor), r"a .*MyTensor, which is not sent as its base Tensor"),
@@ -204,6 +203,7 @@ def test_refused_key_names_its_path(key):
         codec.encode({"a": {key}})
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_nested_and_quantized_tensors_are_refused():
     with pytest.warns(UserWarning, match="nested"):
         nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])

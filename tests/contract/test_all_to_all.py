@@ -1,0 +1,122 @@
+"""all_to_all: equal slices along any dims, and rows with split sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.contract.carriers import Carrier, Member
+from tests.contract.cases import (
+    MOVABLE,
+    Form,
+    Unchanged,
+    any_bytes,
+    check_moved,
+    forms,
+    joined,
+    multiplied,
+    sliced,
+)
+
+SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
+COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)
+EVERY_DTYPE = [(dtype, form) for dtype in COPIED_BY_TORCH for form in (Form((5, 3)), Form((1,), "strided"))]
+EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms(SLICES)]
+
+
+def _body(member: Member) -> None:
+    for dtype, part in EVERY_DTYPE + EVERY_FORM:
+        for scatter_dim in part.dims:
+            form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
+            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
+            x = xs[member.rank]
+            if not member.carries("all_to_all", x, None, True):
+                continue
+            for gather_dim in part.dims:
+                with member.case(f"{dtype} {form} scattered along {scatter_dim}, gathered along {gather_dim}"):
+                    unchanged = Unchanged(x)
+                    found = member.group.all_to_all(x, scatter_dim, gather_dim)
+                    unchanged.check()
+                    slices = [sliced(each, scatter_dim, member.size, member.rank) for each in xs]
+                    check_moved(found, joined(slices, gather_dim), x, alone=member.size == 1)
+
+
+def test_all_to_all(carrier: Carrier) -> None:
+    carrier.run(_body)
+
+
+def _rows_body(member: Member, pattern: str) -> None:
+    table = _table(pattern)
+    ranks = member.of_ranks(lambda rank: rank)
+    inputs = [table[member.rank][to] for to in range(member.size)]
+    # In a simulated group every rank sends as this one does, so it receives its own block from each.
+    outputs = [table[sender][member.rank] for sender in ranks]
+    for dtype in MOVABLE if pattern == "uneven" else (torch.float32, torch.bool):
+        for columns in ((), (3,), (2, 0), (2, 3)):
+            for layout in ("contiguous", "strided"):
+                xs = member.of_ranks(
+                    lambda rank, dtype=dtype, columns=columns, layout=layout: _rows(
+                        sum(table[rank][: member.size]), columns, dtype, layout, rank
+                    )
+                )
+                x = xs[member.rank]
+                if not member.carries("all_to_all", x, None, True):
+                    continue
+                with member.case(f"{dtype}, {inputs} rows of {columns} {layout}, for {outputs}"):
+                    expected = joined(
+                        [
+                            each.split(table[sender][: member.size])[member.rank]
+                            for sender, each in zip(ranks, xs, strict=True)
+                        ],
+                        0,
+                    )
+                    unchanged = Unchanged(x)
+                    found = member.group.all_to_all(x, output_split_sizes=outputs, input_split_sizes=inputs)
+                    unchanged.check()
+                    check_moved(found, expected, x, alone=member.size == 1)
+
+
+def _table(pattern: str) -> list[list[int]]:
+    """`[a][b]`: how many rows rank a sends to rank b."""
+    if pattern == "uneven":
+        return [[(2 * a + b) % 4 for b in range(4)] for a in range(4)]
+    if pattern == "one sender":
+        return [[b + 1 if a == 1 else 0 for b in range(4)] for a in range(4)]
+    if pattern == "one receiver":
+        return [[a + 1 if b == 0 else 0 for b in range(4)] for a in range(4)]
+    return [[0] * 4 for _ in range(4)]
+
+
+def _rows(count: int, columns: tuple[int, ...], dtype: torch.dtype, layout: str, rank: int) -> Tensor:
+    shape = (count, *columns)
+    return any_bytes(Form(shape, "contiguous" if 0 in shape else layout), dtype, rank)
+
+
+def test_all_to_all_of_uneven_rows(carrier: Carrier) -> None:
+    carrier.run(_rows_body, "uneven")
+
+
+def test_all_to_all_where_one_rank_sends_all(carrier: Carrier) -> None:
+    carrier.run(_rows_body, "one sender")
+
+
+def test_all_to_all_where_one_rank_receives_all(carrier: Carrier) -> None:
+    carrier.run(_rows_body, "one receiver")
+
+
+def test_all_to_all_of_nothing(carrier: Carrier) -> None:
+    carrier.run(_rows_body, "nothing")
+
+
+def _one_side_body(member: Member) -> None:
+    """Where one of the two lists is left out, slices are equal on that side."""
+    xs = member.of_ranks(lambda rank: any_bytes(Form((2 * member.size, 3)), torch.int32, rank))
+    expected = torch.cat([x.chunk(member.size)[member.rank] for x in xs])
+    equal = [2] * member.size
+    for given in ({}, {"output_split_sizes": equal}, {"input_split_sizes": equal}):
+        with member.case(f"given {given}"):
+            check_moved(member.group.all_to_all(xs[member.rank], **given), expected, alone=member.size == 1)
+
+
+def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
+    carrier.run(_one_side_body)

@@ -1,0 +1,49 @@
+"""gather."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.contract.carriers import Carrier, Member
+from tests.contract.cases import MOVABLE, Form, Unchanged, any_bytes, check_moved, forms, joined
+
+EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "transposed"), Form((1,), "strided"))]
+EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms()]
+
+
+def _body(member: Member) -> None:
+    for dst in range(member.size):
+        for dtype, form in EVERY_DTYPE + EVERY_FORM:
+            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
+            x = xs[member.rank]
+            if not member.carries("gather", x, None, True):
+                continue
+            for dim in form.dims:
+                with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
+                    unchanged = Unchanged(x)
+                    found = member.group.gather(x, dst, dim)
+                    unchanged.check()
+                    if member.rank != dst:
+                        assert found is None, "only dst gets something"
+                        continue
+                    assert found is not None
+                    check_moved(found, joined(xs, dim), x, alone=member.size == 1)
+
+
+def test_gather(carrier: Carrier) -> None:
+    carrier.run(_body)
+
+
+def _defaults_body(member: Member) -> None:
+    with member.case("the default is along the last dim, to rank 0"):
+        xs = member.of_ranks(lambda rank: any_bytes(Form((2, 3, 5)), torch.int32, rank))
+        found = member.group.gather(xs[member.rank])
+        if member.rank == 0:
+            assert found is not None
+            check_moved(found, torch.cat(xs, -1), alone=member.size == 1)
+        else:
+            assert found is None
+
+
+def test_the_defaults(carrier: Carrier) -> None:
+    carrier.run(_defaults_body)

@@ -1,0 +1,106 @@
+"""send and recv."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.contract.carriers import Carrier, Member
+from tests.contract.cases import MOVABLE, Form, Unchanged, any_bytes, check_moved, forms
+
+EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "transposed"), Form((1,), "strided"))]
+EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms()]
+
+
+def _body(member: Member) -> None:
+    """Every rank to every other; those that are neither do nothing."""
+    for src in range(member.size):
+        for dst in range(member.size):
+            if src == dst or member.rank not in (src, dst):
+                continue
+            for dtype, form in EVERY_DTYPE + EVERY_FORM:
+                x = any_bytes(form, dtype, src, salt=dst)
+                if not member.carries("send", x, None, True):
+                    continue
+                with member.case(f"{dtype} {form} from rank {src} to rank {dst}"):
+                    if member.rank == src:
+                        unchanged = Unchanged(x)
+                        assert member.group.send(x, dst) is None
+                        unchanged.check()
+                    elif member.can_hear(src):
+                        check_moved(member.group.recv(form.shape, dtype, src), x)
+                    else:
+                        member.refuses(
+                            "nobody sends",
+                            lambda form=form, dtype=dtype, src=src: member.group.recv(form.shape, dtype, src),
+                        )
+    if member.size == 1:
+        member.carried += 1  # there is nobody to send to: see test_usage_errors
+
+
+def test_every_rank_to_every_other(carrier: Carrier) -> None:
+    carrier.run(_body)
+
+
+def _ring_body(member: Member) -> None:
+    """By default to the next and from the previous, round the end."""
+    group, previous = member.group, (member.rank - 1) % member.size
+    with member.case("a ring"):
+        x = torch.full((3,), member.rank)
+        if member.size == 1:
+            return
+        if member.simulated:
+            group.send(x)
+            return
+        if member.rank == 0:
+            group.send(x)
+        found = group.recv([3], torch.int64)
+        if member.rank != 0:
+            group.send(x)
+        assert found.tolist() == [previous] * 3
+
+
+def test_the_defaults_are_the_next_and_the_previous(carrier: Carrier) -> None:
+    carrier.run(_ring_body)
+
+
+def _order_body(member: Member) -> None:
+    """Messages of one size between two ranks don't overtake each other, and `x` may be reused after send."""
+    if member.simulated or member.size == 1:
+        member.carried += 1
+        return
+    count, first, last = 50, 0, member.size - 1
+    with member.case("fifty in a row"):
+        if member.rank == first:
+            x = torch.empty(1000)
+            for number in range(count):
+                member.group.send(x.fill_(number), last)
+                x.fill_(-1)
+        elif member.rank == last:
+            for number in range(count):
+                found = member.group.recv([1000], torch.float32, first)
+                assert torch.equal(found, torch.full((1000,), float(number))), number
+
+
+def test_messages_arrive_in_order_as_they_were_when_sent(carrier: Carrier) -> None:
+    carrier.run(_order_body)
+
+
+def _shapes_body(member: Member) -> None:
+    """A size in any form of sequence; nothing travels for an empty tensor, and both sides know."""
+    if member.simulated or member.size == 1 or member.rank > 1:
+        member.carried += 1
+        return
+    for size in ([2, 3], (2, 3), torch.Size([2, 3]), [0, 5], []):
+        with member.case(f"size {size!r}"):
+            x = any_bytes(Form(tuple(size)), torch.int32, 0)
+            if member.rank == 0:
+                member.group.send(x, 1)
+            else:
+                check_moved(member.group.recv(size, torch.int32, 0), x)
+                before = member.group.traffic()["recv"].bytes
+    if member.rank == 1:
+        assert before == (3 * 6 + 1) * 4
+
+
+def test_sizes_may_be_any_sequence(carrier: Carrier) -> None:
+    carrier.run(_shapes_body)

@@ -1,0 +1,145 @@
+"""`import parallel_state` in a fresh process: nothing starts, nothing changes, nothing heavy comes along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60
+
+# torch first: what it does by itself is not ours to answer for.
+LOOK_AROUND = """
+import json, os, socket, sys, threading
+import torch, torch.distributed as dist
+def look():
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:  # the descriptor of the listing itself
+            pass
+    return {
+        "environment": dict(os.environ),
+        "threads": len(os.listdir("/proc/self/task")),
+        "sockets": sorted(link for link in links if link.startswith("socket:")),
+        "files": len(links),
+        "segments": sorted(name for name in os.listdir("/dev/shm") if "parallel_state" in name),
+        "modules": sorted(sys.modules),
+        "default_dtype": str(torch.get_default_dtype()),
+        "torch_threads": torch.get_num_threads(),
+        "excepthook": sys.excepthook is sys.__excepthook__,
+    }
+before = look()
+import parallel_state
+after = look()
+print(json.dumps({"before": before, "after": after, "initialized": dist.is_initialized()}))
+"""
+
+BLOCK = """
+import sys
+class Block:
+    blocked = set({blocked!r})
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.blocked:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked by the test)", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run(code: str) -> str:
+    """Runs `code` outside of any launcher's environment."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def looks() -> dict[str, Any]:
+    return json.loads(run(LOOK_AROUND).splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["environment", "threads", "sockets", "files", "segments", "default_dtype", "torch_threads", "excepthook"],
+)
+def test_import_leaves_alone(looks: dict[str, Any], what: str) -> None:
+    assert looks["after"][what] == looks["before"][what]
+
+
+def test_import_does_not_initialise_torch_distributed(looks: dict[str, Any]) -> None:
+    assert not looks["initialized"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "torch._dynamo",
+        "torch._inductor",
+        "torch.distributed.tensor",
+        "torch.distributed.device_mesh",
+        "numpy",
+        "pynvml",
+    ],
+)
+def test_import_does_not_bring(looks: dict[str, Any], module: str) -> None:
+    """Each costs everybody's start-up; numpy and torch's own parts may have come with torch itself."""
+    new = set(looks["after"]["modules"]) - set(looks["before"]["modules"])
+    assert "parallel_state.state" in new
+    assert not [name for name in new if name == module or name.startswith(f"{module}.")]
+
+
+def test_import_brings_nothing_of_torch_but_what_it_uses(looks: dict[str, Any]) -> None:
+    new = set(looks["after"]["modules"]) - set(looks["before"]["modules"])
+    tops = {name.split(".")[0] for name in new if name.split(".")[0] not in sys.stdlib_module_names}
+    assert tops == {"parallel_state", "device_communicators", "msgspec"}
+
+
+def test_works_without_numpy_and_pynvml() -> None:
+    """Import, a simulated group, the codec and a world of one."""
+    code = BLOCK.format(blocked=["numpy", "pynvml"]) + textwrap.dedent(
+        """
+        import warnings
+        warnings.simplefilter("ignore")  # torch says that it found no numpy
+        import torch
+        import parallel_state as ps
+        for name in ("numpy", "pynvml"):
+            try:
+                __import__(name)
+            except ModuleNotFoundError:
+                pass
+            else:
+                raise SystemExit(f"{name} was not blocked")
+        ps.init_distributed_environment(1, 0)
+        ps.initialize_model_parallel()
+        print(ps.get_tp_group().all_reduce(torch.ones(2)).tolist())
+        ps.destroy_distributed_environment()
+        with ps.simulate(1, 4, 2).use():
+            print(ps.get_tp_group().all_reduce(torch.ones(2)).tolist())
+        from parallel_state import codec
+        ps.set_random_seed(3)
+        print("numpy" in __import__("sys").modules)
+        """
+    )
+    assert run(code).splitlines() == ["[1.0, 1.0]", "[2.0, 2.0]", "False"]
+
+
+def test_the_packages_do_not_need_each_others_order() -> None:
+    """`device_communicators` alone comes without the upper package."""
+    code = "import sys, device_communicators; print([n for n in sys.modules if n.startswith('parallel_state')])"
+    assert run(code).strip() == "[]"
