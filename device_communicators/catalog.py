@@ -25,31 +25,21 @@ class Row:
     name: str
     module: str
     class_name: str
-    unfit: Callable[[GroupContext], str | None]
+    unfit: Callable[[GroupContext], str | None] = lambda context: None
     local: bool = False
+    """Whether `unfit` looks at something that may differ between ranks."""
+    simulated: bool = False
+    """For groups whose ranks are imagined; the other rows are for groups of processes."""
     custom_all_reduce: bool = False
     """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
-    carries: str = ""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
 
 
 CATALOG: tuple[Row, ...] = (
-    Row(
-        "simulated",
-        "device_communicators.simulated",
-        "SimulatedCommunicator",
-        unfit=lambda context: None if context.simulated else "the group's ranks are processes",
-        carries="every tensor of a simulated group",
-    ),
-    Row(
-        "process_group",
-        "device_communicators.process_group",
-        "ProcessGroupCommunicator",
-        unfit=lambda context: "the group is simulated" if context.simulated else None,
-        carries="every tensor, by torch.distributed",
-    ),
+    Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
+    Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
 )
 
 
@@ -59,7 +49,8 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     A group of one rank has no communicators: its operations end in the coordinator.
     """
     if context.size == 1:
-        return Route(context, (), {row.name: "a group of one rank needs no communicator" for row in rows})
+        return Route(context, (), {})
+    rows = [row for row in rows if row.simulated == context.simulated]
     reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
     reasons = _vote(context, rows, reasons)
     communicators = [row.load()(context) for row, reason in zip(rows, reasons, strict=True) if reason is None]

@@ -33,7 +33,7 @@ from device_communicators.errors import (
 
 @dataclass
 class Traffic:
-    """What went through one operation of a route: `bytes` are those of the calling rank's tensor."""
+    """What went through one operation of a route: `bytes` are those of the calling rank's tensors."""
 
     calls: int = 0
     bytes: int = 0
@@ -102,21 +102,31 @@ class Route:
         self.first_failure: CommunicationError | None = None
         self.closed = False
 
-    def run(self, operation: str, tensor: Tensor | None, *args: Any, reduce_op: str | None = None) -> Any:
+    def run(
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        *args: Any,
+        reduce_op: str | None = None,
+        part_of: str | None = None,
+    ) -> Any:
         """Calls `operation` of the first communicator that carries it; `args` are that method's.
 
         Raises GroupDestroyedError, GroupFailedError, UnsupportedError, or the CommunicationError that happened.
         """
-        communicator = self._begin(operation, tensor, reduce_op)
+        communicator = self._begin(operation, tensor, reduce_op, part_of)
         started = time.monotonic()
         try:
             return getattr(communicator, operation)(*args)
         except Exception as error:
             raise self.failure_of(error, operation, started) from error
 
-    def start(self, operation: str, tensor: Tensor, *args: Any) -> Handle:
-        """As `run` for isend, irecv_ and ibroadcast_ of a contiguous `tensor`: returns without waiting."""
-        communicator = self._begin(operation, tensor, None)
+    def start(self, operation: str, tensor: Tensor, *args: Any, part_of: str | None = None) -> Handle:
+        """As `run` for isend, irecv_ and ibroadcast_ of a contiguous `tensor`: returns without waiting.
+
+        Its bytes are counted as those of `part_of`, whose calls the caller counts.
+        """
+        communicator = self._begin(operation, tensor, None, part_of)
         started = time.monotonic()
         try:
             work = getattr(communicator, operation)(tensor, *args)
@@ -124,7 +134,9 @@ class Route:
             raise self.failure_of(error, operation, started) from error
         return Handle(self, operation, work, tensor)
 
-    def _begin(self, operation: str, tensor: Tensor | None, reduce_op: str | None) -> Communicator:
+    def _begin(
+        self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None = None
+    ) -> Communicator:
         self.check_usable()
         if tensor is None:
             request = Request(operation, None, "cpu", 0)
@@ -132,12 +144,16 @@ class Route:
             request = Request(operation, tensor.dtype, tensor.device.type, tensor.numel(), reduce_op)
         communicator = self.pick(request)
         self.sequence += 1
-        traffic = self.traffic.get(operation)
-        if traffic is None:
-            traffic = self.traffic[operation] = Traffic()
-        traffic.calls += 1
-        traffic.bytes += 0 if tensor is None else tensor.nbytes
+        self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
         return communicator
+
+    def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
+        """Adds to the traffic of `name`."""
+        traffic = self.traffic.get(name)
+        if traffic is None:
+            traffic = self.traffic[name] = Traffic()
+        traffic.calls += calls
+        traffic.bytes += size_bytes
 
     def pick(self, request: Request) -> Communicator:
         """The first communicator that carries `request`; UnsupportedError with every reason if none does."""

@@ -80,7 +80,8 @@ def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) ->
     dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
         raise InvalidArgumentError(
-            f"dim of {operation} on {context} must be in {-dims} … {dims - 1} for a tensor of {dims} dims, but is {dim!r}"
+            f"dim of {operation} on {context} must be in {-dims} … {dims - 1}, as the tensor has {dims} dims, "
+            f"but is {dim!r}"
         )
     return dim + dims if dim < 0 else dim
 

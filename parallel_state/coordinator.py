@@ -17,7 +17,8 @@ from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
 from device_communicators.routing import Traffic, register_route, unique_name
-from parallel_state import checks, tensor_dict
+from parallel_state import checks
+from parallel_state import tensor_dict as by_spec
 from parallel_state.collectives import TensorCollectives
 from parallel_state.groups import Acquired, ProcessGroupPool
 from parallel_state.layout import position_in
@@ -160,7 +161,7 @@ class GroupCoordinator(TensorCollectives):
         return self._messenger.recv(self._source("recv_object", src))
 
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """As send_object without waiting: the object is encoded now, tensors in it must stay unchanged until `wait()`."""
+        """As send_object without waiting: the object is encoded now, its tensors must stay unchanged until `wait()`."""
         return self._messenger.isend(obj, self._destination("isend_object", dst))
 
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
@@ -170,7 +171,7 @@ class GroupCoordinator(TensorCollectives):
     # Tensor dicts.
 
     def broadcast_tensor_dict(
-        self, tensors: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
+        self, tensor_dict: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
     ) -> dict[Any, Any]:
         """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
 
@@ -179,18 +180,18 @@ class GroupCoordinator(TensorCollectives):
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         if spec is not None:
-            return tensor_dict.broadcast(self, tensors, src, spec)
+            return by_spec.broadcast(self, tensor_dict, src, spec)
         if self.world_size == 1:
-            return _own(tensors)
-        return self._messenger.broadcast(tensors, src, must_be=dict)
+            return _own(tensor_dict)
+        return self._messenger.broadcast(tensor_dict, src, must_be=dict)
 
     def send_tensor_dict(
         self,
-        tensors: dict[Any, Any],
+        tensor_dict: dict[Any, Any],
         dst: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
-        *,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
         spec: TensorDictSpec | None = None,
     ) -> None:
         """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
@@ -202,40 +203,45 @@ class GroupCoordinator(TensorCollectives):
         """
         if spec is not None:
             dst = self._destination("send_tensor_dict", dst)
-            return tensor_dict.send(self, tensors, dst, all_gather_group, all_gather_tensors, spec)
-        return self.isend_tensor_dict(tensors, dst, all_gather_group, all_gather_tensors=all_gather_tensors).wait()
+            return by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
+        return self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
 
     def recv_tensor_dict(
         self,
         src: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
-        *,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any]:
         """The dict that rank `src` (default: the previous) sends. Without `spec`, what is cut into slices is told
         by the sender, and `all_gather_tensors` is not needed."""
         src = self._source("recv_tensor_dict", src)
         if spec is not None:
-            return tensor_dict.recv(self, src, all_gather_group, all_gather_tensors, spec)
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
         return self._messenger.recv(src, all_gather_group)
 
     def isend_tensor_dict(
         self,
-        tensors: dict[Any, Any],
+        tensor_dict: dict[Any, Any],
         dst: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
-        *,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
         """As send_tensor_dict without waiting. The tensors are kept alive; change them after `wait()` only."""
         dst = self._destination("isend_tensor_dict", dst)
-        return self._messenger.isend(tensors, dst, all_gather_group, all_gather_tensors, must_be=dict)
+        return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
 
     def irecv_tensor_dict(
-        self, src: int | None = None, all_gather_group: AllGatherGroup | None = None
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> ReceiveHandle:
-        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`."""
+        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
+
+        What is cut into slices is told by the sender; `all_gather_tensors` is taken for vLLM's callers only.
+        """
         return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group)
 
     def _destination(self, operation: str, dst: int | None) -> int:
@@ -304,10 +310,10 @@ class GroupCoordinator(TensorCollectives):
         return f"GroupCoordinator({self.context}, device {self.device})"
 
 
-def _own(tensors: dict[Any, Any] | None) -> dict[Any, Any]:
-    if not isinstance(tensors, dict):
-        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensors).__name__}")
-    return tensors
+def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
+    if not isinstance(tensor_dict, dict):
+        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensor_dict).__name__}")
+    return tensor_dict
 
 
 def create_group(

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.base import format_ranks
-from device_communicators.errors import CommunicationError, ConfigMismatchError, InvalidArgumentError, LayoutError
+from device_communicators.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+    LayoutError,
+)
 from parallel_state.layout import position_in
 
 _Key = tuple[tuple[int, ...], str, float]
@@ -45,6 +51,7 @@ class ProcessGroupPool:
         self._users: dict[_Key, int] = {default_key: 1}  # the default group is not the pool's to destroy
         self._alone: dict[str, Any] = {}
         self._made = 0
+        self._closed = False
 
     def acquire(self, rank_lists: Sequence[Sequence[int]], backend: str, timeout_s: float) -> Acquired:
         """This rank's group among `rank_lists`, which divide the world. Every rank calls it, with the same arguments.
@@ -52,6 +59,7 @@ class ProcessGroupPool:
         Before a group is made, raises LayoutError or InvalidArgumentError for lists that don't, and ConfigMismatchError
         on every rank where ranks ask for different groups.
         """
+        self._check_open()
         self._check(rank_lists)
         mine = position_in(rank_lists, self.rank)
         keys = [(tuple(ranks), backend, timeout_s) for ranks in rank_lists if len(ranks) > 1]
@@ -77,7 +85,8 @@ class ProcessGroupPool:
                     dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Destroys what `alone` made; what was acquired is its users' to release. Twice is fine."""
+        """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
+        self._closed = True
         alone, self._alone = self._alone, {}
         for group in alone.values():
             if dist.is_initialized():
@@ -85,6 +94,7 @@ class ProcessGroupPool:
 
     def alone(self, backend: str, timeout_s: float) -> Any:
         """A process group of this rank only, made at its first use and without the other ranks."""
+        self._check_open()
         if self.world_size == 1 and backend == self.default_backend:
             return dist.group.WORLD
         if backend not in self._alone:
@@ -92,6 +102,10 @@ class ProcessGroupPool:
                 [self.rank], timedelta(seconds=timeout_s), backend, use_local_synchronization=True
             )
         return self._alone[backend]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
 
     def _check(self, rank_lists: Sequence[Sequence[int]]) -> None:
         listed = Counter(rank for ranks in rank_lists for rank in ranks)

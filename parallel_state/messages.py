@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
 # Tag 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one may be posted
 # before the body of this one arrives, and would take it in.
 _FRAME_TAG, _BODY_TAG = 1, 2
+_SENT, _RECEIVED, _BROADCAST, _GATHERED = "send_message", "recv_message", "broadcast_message", "all_gather_message"
+"""Under which names messages are counted: one call each, however many transfers it takes."""
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 
@@ -50,6 +52,10 @@ class SendHandle:
     def waited(self) -> bool:
         return not self._parts
 
+    def __iter__(self) -> Iterator[SendHandle]:
+        """For code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
+        return iter((self,))
+
 
 class ReceiveHandle:
     """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
@@ -59,13 +65,14 @@ class ReceiveHandle:
         self._src = src
         self._all_gather_group = all_gather_group
         self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        self._frame_handle = messenger.route.start("irecv_", self._frame, src, _FRAME_TAG)
+        self._frame_handle = messenger.route.start("irecv_", self._frame, src, _FRAME_TAG, part_of=_RECEIVED)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
         self._built = False
         self._error: Exception | None = None
         self._value: Any = None
+        self._to_fill: dict[Any, Any] | None = None
         self._message: codec.Message | None = None
         self._tensors: list[Tensor] = []
         self._parts: list[Handle] = []
@@ -97,7 +104,15 @@ class ReceiveHandle:
                 self._error = self._messenger.noted(error)
                 raise self._error  # noqa: B904  (the same error, noted by the route)
             self._built = True
+        if self._to_fill is not None:
+            self._to_fill.update(self._value)
         return self._value
+
+    def __iter__(self) -> Iterator[Any]:
+        """vLLM's form: `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
+        the dict."""
+        self._to_fill = {} if self._to_fill is None else self._to_fill
+        return iter((self._to_fill, [self], []))
 
     def _take_in(self) -> None:
         """Receives everything that was sent point to point; earlier messages of the same sender first."""
@@ -115,17 +130,20 @@ class ReceiveHandle:
         messenger, src = self._messenger, self._src
         messenger.route.check_usable()  # after a failure, or the end, of the group nothing more comes
         self._frame_handle.wait()
+        messenger.route.count(_RECEIVED)
         header = messenger.read_header(self._frame, src)
         rest = wire.rest_buffer(header)
         if rest is not None:
-            messenger.route.start("irecv_", rest, src, _BODY_TAG).wait()
+            messenger.route.start("irecv_", rest, src, _BODY_TAG, part_of=_RECEIVED).wait()
         self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
         self._check_slices(header)
         self._tensors = [
             messenger.allocate(metadata, src, header.slices if sliced else 1)
             for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
         ]
-        self._parts = [messenger.route.start("irecv_", tensor, src, _BODY_TAG) for tensor in self._tensors]
+        self._parts = [
+            messenger.route.start("irecv_", tensor, src, _BODY_TAG, part_of=_RECEIVED) for tensor in self._tensors
+        ]
         for part, tensor in zip(self._parts, self._tensors, strict=True):
             if tensor.device.type == "cpu":  # others in wait(): on the caller's stream, not on this thread's
                 part.wait()
@@ -175,7 +193,8 @@ class Messenger:
         if outgoing.rest is not None:
             pieces.append((outgoing.rest, _BODY_TAG))
         pieces += [(tensor, _BODY_TAG) for tensor in outgoing.tensors]
-        handle = SendHandle(self, [self.route.start("isend", piece, dst, tag) for piece, tag in pieces])
+        handle = SendHandle(self, [self.route.start("isend", piece, dst, tag, part_of=_SENT) for piece, tag in pieces])
+        self.route.count(_SENT)
         self._keep(handle)
         if outgoing.error is not None:
             raise outgoing.error
@@ -228,8 +247,9 @@ class Messenger:
             return self._broadcast_in(src)
         outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
         pieces = [outgoing.frame] + ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
-        for part in [route.start("ibroadcast_", piece, src) for piece in pieces]:
+        for part in [route.start("ibroadcast_", piece, src, part_of=_BROADCAST) for piece in pieces]:
             part.wait()
+        route.count(_BROADCAST)
         if outgoing.error is not None:
             raise outgoing.error
         return obj
@@ -237,14 +257,15 @@ class Messenger:
     def _broadcast_in(self, src: int) -> Any:
         try:
             frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-            self.route.start("ibroadcast_", frame, src).wait()
+            self.route.start("ibroadcast_", frame, src, part_of=_BROADCAST).wait()
+            self.route.count(_BROADCAST)
             header = self.read_header(frame, src)
             rest = wire.rest_buffer(header)
             if rest is not None:
-                self.route.start("ibroadcast_", rest, src).wait()
+                self.route.start("ibroadcast_", rest, src, part_of=_BROADCAST).wait()
             message, _ = self.read_body(header, frame, rest, src)
             tensors = [self.allocate(metadata, src) for metadata in message.tensors]
-            for part in [self.route.start("ibroadcast_", tensor, src) for tensor in tensors]:
+            for part in [self.route.start("ibroadcast_", tensor, src, part_of=_BROADCAST) for tensor in tensors]:
                 part.wait()
             return self.build(message, tensors, src)
         except Exception as error:
@@ -257,11 +278,13 @@ class Messenger:
         parts = [] if outgoing.rest is None else [outgoing.rest]
         parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        frames = self.route.run("all_gather", outgoing.frame, outgoing.frame, 0).view(-1, FRAME_BYTES)
+        frame = outgoing.frame
+        frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED).view(-1, FRAME_BYTES)
+        self.route.count(_GATHERED)
         try:
             headers = [wire.parse_header(frame, context, src) for src, frame in enumerate(frames)]
             sizes = [header.rest_bytes + header.tensor_bytes for header in headers]
-            rests = self.route.run("all_gatherv", mine, mine, 0, sizes) if any(sizes) else mine
+            rests = self.route.run("all_gatherv", mine, mine, 0, sizes, part_of=_GATHERED) if any(sizes) else mine
             if outgoing.error is not None:
                 raise outgoing.error
             each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)

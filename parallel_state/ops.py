@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.library import Library
+from torch.utils._python_dispatch import _disable_current_modes
 
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing import find_route
@@ -34,7 +37,7 @@ def ordering_token(device: torch.device) -> Tensor:
     """The one-byte tensor through which the compiler sees the order of all ops on `device`."""
     token = _TOKENS.get(device)
     if token is None:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _disable_current_modes():  # it outlives a FakeTensorMode of the caller's
             token = _TOKENS[device] = torch.zeros(1, dtype=torch.uint8, device=device)
     return token
 
@@ -180,6 +183,17 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
+def _in_fake_mode(
+    mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Under a FakeTensorMode of the caller's own the token is the one real tensor of a call; the mode wants a fake."""
+    tokens = _TOKENS.values()
+    fakes = [
+        mode.from_tensor(arg, static_shapes=True) if any(arg is token for token in tokens) else arg for arg in args
+    ]
+    return mode.__torch_dispatch__(op, types, tuple(fakes), kwargs or {})
+
+
 # Gradients. A formula takes the gradient of the op's output and the op's arguments after `x`; it gives that of `x`.
 
 _OPS = torch.ops.parallel_state
@@ -243,10 +257,15 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | None, *args: Any) -> Any:
+        if x is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise InvalidArgumentError(
+                f"{name} on group {args[-1]!r} has no forward-mode gradient, but its input has a tangent; "
+                "use reverse mode, or pass the primal alone"
+            )
         if x is None or not (x.requires_grad and torch.is_grad_enabled()):
             with torch._C._AutoDispatchBelowAutograd():
                 result = op(x, *args)
-            if in_place:  # transports write past torch; a formula that saved `x` must notice
+            if in_place and x is not None:  # transports write past torch; a formula that saved `x` must notice
                 torch.autograd.graph.increment_version(x)
             return result
         # The reduce op of those that have one stands before the group's name.
@@ -305,6 +324,7 @@ def _register() -> None:
         for key in _KEYS:
             _LIBRARY.impl(name, kernel, key)
         torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
+        torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
         if name not in ("recv", "barrier"):  # these take no tensor that could require a gradient
             _LIBRARY.impl(name, _autograd_kernel(name, formula, advice), "Autograd")
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators.errors import InvalidArgumentError
 from parallel_state.coordinator import GroupCoordinator
 
 _DIRECTORY = "/dev/shm"
@@ -23,9 +24,12 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
 
     Every rank of the group calls it. The source writes a secret into a new segment and tells its name; a rank that
     reads the secret back is on the same host. Where the source can't make a segment, only itself counts.
+    Raises InvalidArgumentError for a source that is no rank of the group.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
     rank, size = group.rank(), group.size()
+    if not 0 <= source_rank < size:
+        raise InvalidArgumentError(f"source_rank must be a rank in the group, 0 … {size - 1}, but is {source_rank}")
     path = None
     told = torch.zeros(_NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
     try:

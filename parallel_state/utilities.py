@@ -25,18 +25,18 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     """The file's content, read by rank 0 only and broadcast. Every rank calls it.
 
-    Raises the OSError on rank 0 and RemoteError on the others where it can't be read.
+    Raises the OSError (or what else is wrong with the path) on rank 0, RemoteError on the others.
     """
     world = try_get_world_group()
-    if world is None or world.world_size == 1:
+    if world is None or _is_one_process(world):
         return io.BytesIO(Path(path).read_bytes())
     content: object = None
-    failure: OSError | None = None
+    failure: Exception | None = None
     if world.is_first_rank:
         try:
             data = bytearray(Path(path).read_bytes())
             content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        except OSError as error:
+        except Exception as error:  # also a path that is none: the others wait
             failure, content = error, f"{type(error).__name__}: {error}"
     content = world.broadcast_object(content, 0)
     if failure is not None:
@@ -44,6 +44,10 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     if not isinstance(content, Tensor):
         raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.first_rank)
     return io.BytesIO(content.numpy().tobytes()) if "numpy" in sys.modules else io.BytesIO(bytes(content.tolist()))
+
+
+def _is_one_process(world: GroupCoordinator) -> bool:
+    return world.world_size == 1 or world.context.simulated
 
 
 def unwrap_dist(model: nn.Module) -> nn.Module:
@@ -57,10 +61,11 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 def master_first() -> Iterator[None]:
     """The body runs on rank 0 of the world, then on all others. Every rank enters it.
 
+    The body calls nothing that other ranks must call too, as they are not in it at the same time.
     All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
     """
     world = try_get_world_group()
-    if world is None or world.world_size == 1:
+    if world is None or _is_one_process(world):
         yield
     else:
         with _leader_first(world, list(range(world.world_size))):
@@ -74,7 +79,7 @@ def local_master_first() -> Iterator[None]:
     Exceptions as in master_first, among the ranks of one host.
     """
     world = try_get_world_group()
-    if world is None or world.world_size == 1:
+    if world is None or _is_one_process(world):
         yield
     else:
         with _leader_first(world, next(ranks for ranks in get_nodes() if world.rank_in_group in ranks)):

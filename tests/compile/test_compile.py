@@ -110,7 +110,18 @@ def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     collected = tp.gather(x, 1, 0)
     dealt = tp.scatter(gathered if rank == 0 else None, 0, 1, size=[x.shape[0], x.shape[1]], dtype=torch.float32)
     tp.all_reduce(x, "min")  # the last one, and nobody uses it
-    return reduced, gathered, scattered, vector, share, other, swapped, told, dealt, x if collected is None else collected
+    return (
+        reduced,
+        gathered,
+        scattered,
+        vector,
+        share,
+        other,
+        swapped,
+        told,
+        dealt,
+        x if collected is None else collected,
+    )
 
 
 def _every_op_body(backend: str) -> list[tuple[str, str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,6 +20,14 @@ def row(request: pytest.FixtureRequest) -> Row:
 @pytest.fixture(params=SIZES, ids=str)
 def size(request: pytest.FixtureRequest) -> Size:
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _without_beta_warnings() -> Iterator[None]:
+    """complex32 is "experimental", says torch; that it travels is all that we want of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+        yield
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.contract.cases import (
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)
 EVERY_DTYPE = [(dtype, form) for dtype in COPIED_BY_TORCH for form in (Form((5, 3)), Form((1,), "strided"))]
-EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms(SLICES)]
+EVERY_FORM = [(torch.float32, form) for form in forms(SLICES)]
 
 
 def _body(member: Member) -> None:

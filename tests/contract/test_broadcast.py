@@ -8,7 +8,7 @@ from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import MOVABLE, Form, InPlace, Unchanged, any_bytes, check_moved, forms
 
 EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "transposed"), Form((1,), "strided"))]
-EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms()]
+EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:

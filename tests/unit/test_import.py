@@ -132,14 +132,20 @@ def test_works_without_numpy_and_pynvml() -> None:
         with ps.simulate(1, 4, 2).use():
             print(ps.get_tp_group().all_reduce(torch.ones(2)).tolist())
         from parallel_state import codec
+        encoded = codec.encode({"x": torch.ones(2), "y": (1, b"z")})
+        print(codec.read(encoded.metadata).build(encoded.tensors))
         ps.set_random_seed(3)
         print("numpy" in __import__("sys").modules)
         """
     )
-    assert run(code).splitlines() == ["[1.0, 1.0]", "[2.0, 2.0]", "False"]
+    assert run(code).splitlines() == [
+        "[1.0, 1.0]",
+        "[2.0, 2.0]",
+        "{'x': tensor([1., 1.]), 'y': (1, b'z')}",
+        "False",
+    ]
 
 
-def test_the_packages_do_not_need_each_others_order() -> None:
-    """`device_communicators` alone comes without the upper package."""
+def test_the_lower_package_comes_alone() -> None:
     code = "import sys, device_communicators; print([n for n in sys.modules if n.startswith('parallel_state')])"
     assert run(code).strip() == "[]"

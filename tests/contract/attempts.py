@@ -1,0 +1,57 @@
+"""For the bodies that ranks run: calls that may fail, told as values that travel to the test; and an environment."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+# torch's TCPStore looks the name of each peer up, and waits for 5 s where a DNS server loses the question. Set before
+# the fork server starts, as glibc reads it once.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+LAUNCHER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
+)  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """How a call ended: the error's class name, or `ok`."""
+
+    kind: str
+    text: str
+    seconds: float
+    suspect_ranks: tuple[int, ...] = ()
+
+
+def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome:
+    """Calls it; an exception becomes its class name and message, with everything that the error chains."""
+    started = time.monotonic()
+    try:
+        result = call(*args, **kwargs)
+    except Exception as error:
+        suspects = getattr(error, "suspect_ranks", ())
+        return Outcome(type(error).__name__, str(error), time.monotonic() - started, tuple(suspects))
+    return Outcome("ok", repr(result), time.monotonic() - started)
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """Sets these (None: unsets), and puts back everything as it was."""
+    before = dict(os.environ)
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def no_launcher(**variables: str | None) -> Any:
+    """The environment of a process that nobody launched."""
+    return environment(**{**dict.fromkeys(LAUNCHER), **variables})

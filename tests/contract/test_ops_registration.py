@@ -1,0 +1,276 @@
+"""The registered ops: schema, fake kernel, autograd and tracing of each, by torch's own opcheck; and where they stand.
+
+An op that is added needs a row in CASES; without one, `test_every_op_has_a_case` fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import parallel_state as ps
+from device_communicators import Route, register_route
+from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.simulated import SimulatedCommunicator
+from parallel_state import ops
+from tests.workers import WorkerPool
+
+Group = ps.GroupCoordinator
+Arguments = tuple[Any, ...]
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """Arguments of an op between `x` and the group's name, and the shape of its result on rank 0 of two."""
+
+    op: str
+    shape: tuple[int, ...] | None
+    """Of `x`; None where the op takes none."""
+    arguments: Arguments
+    result: tuple[int, ...] | None
+    differentiable: bool = False
+    rank: int | None = None
+    """The only rank of two processes that makes this call; None for both."""
+
+    def of(self, group: Group, x: Tensor | None) -> Arguments:
+        """All arguments of the call."""
+        first = () if self.op in ("recv", "barrier") else (x,)
+        return (*first, group._token, *self.arguments, group.unique_name)
+
+    def __str__(self) -> str:
+        return f"{self.op}{list(self.arguments)}"
+
+
+CASES = (
+    Case("all_reduce", (4, 3), ("sum",), (4, 3), differentiable=True),
+    Case("all_reduce", (4, 3), ("avg",), (4, 3), differentiable=True),
+    Case("all_reduce", (), ("max",), ()),
+    Case("all_reduce_", (4, 3), ("sum",), None),
+    Case("all_gather", (4, 3), (0,), (8, 3), differentiable=True),
+    Case("all_gather", (4, 3), (1,), (4, 6), differentiable=True),
+    Case("all_gather", (), (0,), (2,), differentiable=True),
+    Case("all_gatherv", (4, 3), (0, [4, 4]), (8, 3), differentiable=True),
+    Case("reduce_scatter", (4, 3), (0, "sum"), (2, 3), differentiable=True),
+    Case("reduce_scatter", (3, 4), (1, "min"), (3, 2)),
+    Case("reduce_scatterv", (4, 3), (0, [2, 2], "avg"), (2, 3), differentiable=True),
+    Case("gather", (4, 3), (1, 0), (4, 6)),
+    Case("gather", (4, 3), (0, 1), (0,)),
+    Case("scatter", (4, 3), ([2, 3], torch.float32, CPU, 0, 0), (2, 3)),
+    Case("all_to_all", (4, 3), ([2, 2], [2, 2]), (4, 3), differentiable=True),
+    Case("broadcast", (4, 3), (0,), (4, 3), differentiable=True),
+    Case("broadcast_", (4, 3), (0,), None),
+    Case("send", (4, 3), (1,), None, rank=0),
+    Case("recv", None, ([4, 3], torch.float32, CPU, 0), (4, 3), rank=1),
+    Case("barrier", None, (), None),
+)
+
+
+def _x(case: Case, rank: int = 0, requires_grad: bool = False) -> Tensor | None:
+    if case.shape is None:
+        return None
+    return (torch.arange(12.0)[: torch.Size(case.shape).numel()].view(case.shape) + rank).requires_grad_(requires_grad)
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.parallel_state, name).default
+
+
+def test_every_op_has_a_case() -> None:
+    assert {case.op for case in CASES} == set(ops.OP_NAMES)
+    registered = {name.removeprefix("parallel_state::") for name in torch._C._dispatch_get_all_op_names()
+                  if name.startswith("parallel_state::")}  # fmt: skip
+    assert registered == set(ops.OP_NAMES), "an op is registered past the table"
+
+
+class Answering(SimulatedCommunicator):
+    """As the simulated one, and each other rank sends whatever is received from it."""
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Any:
+        out.fill_(src)
+        return self.isend(out, src, tag)
+
+
+def _answering_group() -> Group:
+    group = ps.simulated_group([0, 1], 0)
+    group.route = Route(group.context, [Answering(group.context)], {})
+    register_route(group.route)
+    return group
+
+
+def _local_peer(case: Case) -> Case:
+    """The same call by rank 0 of two."""
+    return case._replace(arguments=(*case.arguments[:-1], 1)) if case.op == "recv" else case
+
+
+RECORDED = [(case, False) for case in CASES] + [(case, True) for case in CASES if case.differentiable]
+
+
+@pytest.mark.parametrize(("case", "requires_grad"), RECORDED, ids=str)
+def test_opcheck_in_one_process(case: Case, requires_grad: bool) -> None:
+    group = _answering_group()
+    torch.library.opcheck(_op(case.op), _local_peer(case).of(group, _x(case, 0, requires_grad)))
+    assert group.traffic()[case.op].calls > 1, "opcheck runs it"
+
+
+def _opcheck_body() -> list[str]:
+    """Both ranks check the same op at the same time: opcheck runs it as often on one as on the other."""
+    group = ps.get_tp_group()
+    checked = []
+    for case in CASES:
+        for requires_grad in (False, True) if case.differentiable else (False,):
+            x = _x(case, group.rank_in_group, requires_grad)
+            if case.op == "scatter" and group.rank_in_group != 0:
+                x = None
+            if case.rank in (None, group.rank_in_group):
+                torch.library.opcheck(_op(case.op), case.of(group, x))
+                checked.append(case.op)
+            else:
+                _answer(group, case)
+    group.barrier()
+    return checked
+
+
+def _answer(group: Group, case: Case) -> None:
+    """The other end of a send or recv that the peer checks, as often as opcheck runs it."""
+    alone = _answering_group()
+    torch.library.opcheck(_op(case.op), _local_peer(case).of(alone, _x(case)))
+    for _ in range(alone.traffic()[case.op].calls):
+        if case.op == "send":
+            group.recv([4, 3], torch.float32, 0)
+        else:
+            group.send(torch.ones(4, 3), 1)
+
+
+def test_opcheck_on_two_ranks(pools: Callable[[int], WorkerPool]) -> None:
+    first, second = pools(2).run(_opcheck_body, tp=2)
+    assert set(first) == set(ops.OP_NAMES) - {"recv"}
+    assert set(second) == set(ops.OP_NAMES) - {"send"}
+
+
+@pytest.mark.parametrize("name", ops.OP_NAMES)
+def test_kernels_for_cpu_cuda_meta_and_autograd(name: str) -> None:
+    for key in ("CPU", "CUDA", "Meta"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"parallel_state::{name}", key), key
+    takes_input = name not in ("recv", "barrier")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"parallel_state::{name}", "Autograd") == takes_input
+
+
+@pytest.mark.parametrize("name", ops.OP_NAMES)
+def test_every_op_writes_the_token(name: str) -> None:
+    """What keeps its place in compiled code; and no result is an alias of anything."""
+    schema = _op(name)._schema
+    (token,) = (argument for argument in schema.arguments if argument.name == "token")
+    assert token.alias_info is not None
+    assert token.alias_info.is_write
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    assert written == (["x", "token"] if name.endswith("_") else ["token"])
+    assert all(result.alias_info is None for result in schema.returns)
+    assert torch.Tag.pt2_compliant_tag in _op(name).tags
+
+
+# Names of groups that are not there.
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_unknown_group_raises(case: Case) -> None:
+    group = ps.simulated_group([0, 1], 0)
+    arguments = case.of(group, _x(case))
+    with pytest.raises(GroupNotInitializedError, match="there is no group 'nobody:0'; this process has"):
+        _op(case.op)(*arguments[:-1], "nobody:0")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_destroyed_group_raises(case: Case) -> None:
+    group = ps.simulated_group([0, 1], 0)
+    arguments = case.of(group, _x(case))
+    group.destroy()
+    with pytest.raises(GroupDestroyedError, match=f"{group.unique_name}.* was destroyed; take the group anew"):
+        _op(case.op)(*arguments)
+    del group
+    with pytest.raises(GroupDestroyedError, match="was destroyed"):
+        _op(case.op)(*arguments)  # and after nobody holds it any more
+
+
+def test_unknown_and_destroyed_groups_raise_when_a_model_is_traced() -> None:
+    group = ps.simulated_group([0, 1], 0)
+    x, token = torch.ones(2, device="meta"), group._token
+    with pytest.raises(GroupNotInitializedError):
+        torch.ops.parallel_state.all_gather(x, token, 0, "nobody:0")
+
+
+# Shapes without data.
+
+
+def _check_shape(found: object, case: Case, device: str, kind: type[Tensor]) -> None:
+    if case.result is None:
+        assert found is None
+        return
+    assert isinstance(found, kind)
+    assert found.shape == case.result
+    assert found.dtype == torch.float32
+    assert found.device.type == device
+    assert found.is_contiguous()
+
+
+# An op that takes no tensor runs where its group's token is.
+ON_META = [(case, device) for case in CASES for device in ("cpu", "meta") if device == "meta" or case.shape is not None]
+
+
+@pytest.mark.parametrize(("case", "group_device"), ON_META, ids=str)
+def test_meta_tensors(case: Case, group_device: str) -> None:
+    group = ps.simulated_group([0, 1], 0, device=group_device)
+    x = _x(case)
+    arguments = [
+        torch.device("meta") if each is CPU else each for each in case.of(group, None if x is None else x.to("meta"))
+    ]
+    before = group.traffic()
+    _check_shape(_op(case.op)(*arguments), case, "meta", Tensor)
+    assert group.traffic() == before, "a shape is worked out without a communicator"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fake_tensors(case: Case) -> None:
+    """The group's token is a real tensor; a FakeTensorMode of the caller's own takes it all the same."""
+    group = ps.simulated_group([0, 1], 0)
+    with FakeTensorMode():
+        found = _op(case.op)(*case.of(group, _x(case)))
+    _check_shape(found, case, "cpu", FakeTensor)
+    assert type(group._token) is Tensor
+    assert not group.traffic()
+
+
+def test_the_calls_of_a_group_take_fake_tensors() -> None:
+    group = ps.simulated_group([0, 1], 0)
+    with FakeTensorMode():
+        x = torch.ones(4, 3, requires_grad=True)
+        found = group.all_gather(group.all_reduce(x), 0)
+        group.barrier()
+        assert group.recv([5], torch.int8, 1).shape == (5,)
+        found.sum().backward()
+    assert isinstance(found, FakeTensor)
+    assert x.grad is not None
+    assert x.grad.shape == (4, 3)
+    again = group.all_reduce(x)  # a fake tensor is one outside of its mode as well
+    assert isinstance(again, FakeTensor)
+
+
+def test_a_group_made_in_a_fake_mode_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_TOKENS", {})  # as in a process that has no group yet
+    with FakeTensorMode():
+        group = ps.simulated_group([0, 1], 0)
+        assert isinstance(group.all_reduce(torch.ones(2)), FakeTensor)
+    found = group.all_reduce(torch.ones(2))
+    assert type(found) is Tensor
+    assert found.tolist() == [2.0, 2.0]
+
+
+def test_a_real_input_in_a_fake_mode_is_still_an_error() -> None:
+    group = ps.simulated_group([0, 1], 0)
+    x = torch.ones(2)
+    with FakeTensorMode(), pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
+        group.all_reduce(x)

@@ -1,0 +1,257 @@
+"""Which communicator carries what: chosen by size and dtype, alike on every rank, with a reason for each that isn't."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from device_communicators import CATALOG, Communicator, GroupContext, Request, Route, Row, build_route, register_route
+from device_communicators.errors import GroupDestroyedError, UnsupportedError
+from device_communicators.process_group import ProcessGroupCommunicator
+from tests.contract.carriers import NEEDS_A_DEVICE, PARTIAL, twin_of
+from tests.workers import WorkerPool
+
+LIMIT = 16
+Pools = Callable[[int], WorkerPool]
+
+
+class SmallFloats(ProcessGroupCommunicator):
+    """Carries all-reduces of at most LIMIT float32 numbers, and tells how many it had."""
+
+    name = "small_floats"
+
+    def __init__(self, context: GroupContext) -> None:
+        super().__init__(context)
+        self.carried = 0
+        self.events: list[str] = []
+
+    def refusal(self, request: Request) -> str | None:
+        if not request.operation.startswith("all_reduce"):
+            return f"it has no {request.operation}"
+        if request.dtype != torch.float32:
+            return f"{request.dtype} is not float32"
+        if request.numel > LIMIT:
+            return f"{request.numel} numbers are more than {LIMIT}"
+        return None
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        self.carried += 1
+        super().flat_all_reduce_(x, reduce_op)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.events.append("capture")
+        yield
+        self.events.append("end of capture")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+def _fits(context: GroupContext) -> str | None:
+    return None
+
+
+def _fits_large_groups(context: GroupContext) -> str | None:
+    return None if context.size > 8 else f"it needs more than 8 ranks, the group has {context.size}"
+
+
+def _fails_on_rank_one(context: GroupContext) -> str | None:
+    return "its library is not here" if context.rank == 1 else None
+
+
+SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
+
+
+def _member(*rows: Row) -> ps.GroupCoordinator:
+    """This rank's tp group with `rows` before those of the catalog."""
+    group = twin_of(ps.get_tp_group())
+    group.route = build_route(group.context, (*rows, *CATALOG))
+    register_route(group.route)
+    return group
+
+
+def _pick_body() -> list[int]:
+    group = _member(SMALL)
+    small, general = group.route.communicators
+    assert isinstance(small, SmallFloats)
+    assert isinstance(general, ProcessGroupCommunicator)
+    counts = []
+    for x in (
+        torch.ones(LIMIT),
+        torch.ones(LIMIT + 1),
+        torch.ones(LIMIT, dtype=torch.float64),
+        torch.ones(0),
+        torch.ones(1),
+    ):
+        assert torch.equal(group.all_reduce(x), x * group.world_size)
+        counts.append(small.carried)
+    assert torch.equal(group.all_reduce_(torch.ones(2)), torch.full((2,), float(group.world_size)))
+    assert group.all_gather(torch.ones(2), 0).shape == (2 * group.world_size,)
+    group.barrier()
+    return [*counts, small.carried]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_communicator_is_picked_by_size_and_dtype(pools: Pools, world_size: int) -> None:
+    results = pools(world_size).run(_pick_body, tp=world_size)
+    assert results == [[1, 1, 1, 2, 3, 4]] * world_size
+
+
+def _request_body() -> None:
+    route = _member(SMALL).route
+    names = {
+        Request("all_reduce", torch.float32, "cpu", LIMIT, "sum"): "small_floats",
+        Request("all_reduce", torch.float32, "cpu", LIMIT + 1, "sum"): "process_group",
+        Request("all_reduce", torch.bool, "cpu", 1, "max"): "process_group",
+        Request("all_gather", torch.float32, "cpu", 1): "process_group",
+        Request("barrier", None, "cpu", 0): "process_group",
+    }
+    for request, name in names.items():
+        assert route.pick(request).name == name, request
+    with pytest.raises(UnsupportedError) as caught:
+        route.pick(Request("all_reduce", torch.int64, "cpu", 20, "avg"))
+    for text in (
+        "no communicator of group 'contract:",
+        "carries all_reduce(avg) of 20 × torch.int64 on cpu: ",
+        "small_floats: torch.int64 is not float32; ",
+        "process_group: avg needs a floating-point dtype, not torch.int64",
+    ):
+        assert text in str(caught.value), f"{text!r} is not in: {caught.value}"
+
+
+def test_a_request_that_nobody_carries_gets_every_reason(pools: Pools) -> None:
+    pools(2).run(_request_body, tp=2)
+
+
+def _explain_body() -> str:
+    return _member(SMALL, Row("crowd", __name__, "SmallFloats", unfit=_fits_large_groups)).explain()
+
+
+def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
+    for rank, text in enumerate(pools(2).run(_explain_body, tp=2)):
+        lines = text.splitlines()
+        assert lines[0].endswith(f"rank {rank} of 2 (global ranks [0, 1])")
+        assert lines[1].startswith("  1. small_floats: ")
+        assert lines[2] == "  2. process_group: torch.distributed over gloo, every tensor"
+        assert lines[3:] == ["  -  crowd: not used, it needs more than 8 ranks, the group has 2"]
+
+
+def test_explain_of_other_groups() -> None:
+    simulated = ps.simulated_group([0, 1], 0).explain().splitlines()
+    assert simulated[1:] == ["  1. simulated: one process stands for all ranks"]
+    alone = ps.simulated_group([3], 3).explain().splitlines()
+    assert alone[1:] == ["  (one rank: nothing to carry)"]
+
+
+def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
+    probed = Row("probed", __name__, "SmallFloats", unfit=_fails_on_rank_one if local else _fits, local=local)
+    group = _member(probed, SMALL)
+    assert group.all_reduce(torch.ones(3)).tolist() == [group.world_size] * 3
+    refusals = group.route.refusals
+    return [c.name for c in group.route.communicators], refusals.get("probed"), refusals.get("small_floats")
+
+
+def test_what_one_rank_turns_down_no_rank_has(pools: Pools) -> None:
+    results = pools(4).run(_vote_body, True, tp=4)
+    assert [names for names, _, _ in results] == [["small_floats", "process_group"]] * 4
+    other = "another rank of the group turned it down"
+    assert [reason for _, reason, _ in results] == [other, "its library is not here", other, other]
+    assert [reason for _, _, reason in results] == [None] * 4
+
+
+def test_the_vote_is_the_groups_own(pools: Pools) -> None:
+    """In two groups of two, rank 1 of each refuses; its one neighbour hears of it."""
+    results = pools(4).run(_vote_body, True, tp=2)
+    other = "another rank of the group turned it down"
+    assert [reason for _, reason, _ in results] == [other, "its library is not here"] * 2
+
+
+def test_without_a_refusal_all_have_it(pools: Pools) -> None:
+    results = pools(4).run(_vote_body, False, tp=4)
+    assert [names for names, _, _ in results] == [["small_floats", "small_floats", "process_group"]] * 4
+
+
+def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | None]:
+    ps.init_distributed_environment(backend="gloo")
+    try:
+        ps.set_custom_all_reduce(enable)
+        ps.initialize_model_parallel(2, 2)
+        row = dataclasses.replace(SMALL, custom_all_reduce=True)
+        tp, pp = (build_route(group.context, (row, *CATALOG)) for group in (ps.get_tp_group(), ps.get_pp_group()))
+        return (
+            [c.name for c in tp.communicators], [c.name for c in pp.communicators],
+            tp.refusals.get("small_floats"), pp.refusals.get("small_floats"),
+        )  # fmt: skip
+    finally:
+        ps.set_custom_all_reduce(True)
+        ps.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_kernels_of_our_own_can_be_turned_off(pools: Pools, enable: bool) -> None:
+    """`set_custom_all_reduce` decides for tensor-parallel groups; pipeline groups never have such kernels."""
+    off = "custom all-reduce is off for this group (set_custom_all_reduce)"
+    for tp_names, pp_names, tp_reason, pp_reason in pools(4).run(_custom_body, enable):
+        assert tp_names == (["small_floats", "process_group"] if enable else ["process_group"])
+        assert tp_reason == (None if enable else off)
+        assert (pp_names, pp_reason) == (["process_group"], off)
+
+
+def _count_body() -> None:
+    group = _member(SMALL)
+    size = group.world_size
+    group.all_reduce(torch.ones(4))
+    group.all_reduce(torch.ones(100))
+    group.all_gather(torch.ones(3, dtype=torch.int8))
+    with pytest.raises(UnsupportedError):
+        group.all_reduce(torch.ones(4, dtype=torch.int8), "avg")
+    group.barrier()
+    traffic = {name: (one.calls, one.bytes) for name, one in group.traffic().items()}
+    assert traffic == {"all_reduce": (2, 416), "all_gather": (1, 3), "barrier": (1, 0)}
+    assert group.route.sequence == 4
+    assert size == 2
+
+
+def test_what_is_carried_is_counted_whoever_carries_it(pools: Pools) -> None:
+    pools(2).run(_count_body, tp=2)
+
+
+def _life_body() -> None:
+    group = _member(SMALL)
+    small = group.route.communicators[0]
+    assert isinstance(small, SmallFloats)
+    with group.route.capture():
+        assert small.events == ["capture"]
+    group.route.close()
+    group.route.close()
+    assert small.events == ["capture", "end of capture", "close"]
+    with pytest.raises(GroupDestroyedError, match=r"was destroyed; take the group anew"):
+        group.all_reduce(torch.ones(1))
+
+
+def test_communicators_are_captured_and_closed_with_the_route(pools: Pools) -> None:
+    pools(2).run(_life_body, tp=2)
+
+
+def test_the_catalog_is_a_table_of_communicators() -> None:
+    names = [row.name for row in CATALOG]
+    assert len(set(names)) == len(names)
+    assert names[-1] == "process_group", "what carries everything comes last"
+    assert set(names) >= NEEDS_A_DEVICE | PARTIAL
+    for row in CATALOG:
+        assert issubclass(row.load(), Communicator)
+        assert row.load().name == row.name
+        assert row.carries
+
+
+def test_a_route_without_communicators_says_so() -> None:
+    context = ps.simulated_group([0, 1], 0).context
+    with pytest.raises(UnsupportedError, match="no communicator of group 'simulated:"):
+        Route(context, (), {}).run("all_reduce", torch.ones(1), torch.ones(1), "sum", reduce_op="sum")
