@@ -43,7 +43,7 @@ class WorkerPool:
     def run(
         self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
-        """Each rank's result. With `tp` the ranks have model-parallel groups; without, the function does its own init."""
+        """Each rank's result. With `tp` the ranks have model-parallel groups; else the function does its own init."""
         if not self._processes:
             self._start()
         task = pickle.dumps((function, args, None if tp is None else (tp, pp)))
@@ -52,7 +52,7 @@ class WorkerPool:
         results, errors = self._collect(timeout_s)
         if errors:
             missing = [rank for rank in range(self.world_size) if rank not in results and rank not in errors]
-            errors.update({rank: f"no answer within {timeout_s} s" for rank in missing})
+            errors.update(dict.fromkeys(missing, f"no answer within {timeout_s} s"))
             self.kill()
             raise WorkersFailedError(errors)
         return [results[rank] for rank in range(self.world_size)]
@@ -75,7 +75,7 @@ class WorkerPool:
             if errors:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         if pending and not errors:
-            errors = {rank: f"no answer within {timeout_s} s" for rank in pending}
+            errors = dict.fromkeys(pending, f"no answer within {timeout_s} s")
         return results, errors
 
     def _start(self) -> None:

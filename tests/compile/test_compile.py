@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import parallel_state as ps
 from tests.workers import WorkerPool
@@ -58,9 +58,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.shape[0]
         q, k, v = self.qkv(x).view(tokens, 3, self.heads, -1).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(tokens, -1)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(tokens, -1)
         x = x + ps.get_tp_group().all_reduce(self.out(attended))
-        return x + ps.tensor_model_parallel_all_reduce(self.down(F.gelu(self.up(x))))
+        return x + ps.tensor_model_parallel_all_reduce(self.down(functional.gelu(self.up(x))))
 
 
 def _block_body(backend: str) -> None:
@@ -199,8 +199,8 @@ class Trained(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = ps.copy_to_tensor_model_parallel_region(x)
-        x = F.gelu(F.linear(x, self.up))
-        return ps.reduce_from_tensor_model_parallel_region(F.linear(x, self.down))
+        x = functional.gelu(functional.linear(x, self.up))
+        return ps.reduce_from_tensor_model_parallel_region(functional.linear(x, self.down))
 
 
 def _training_body(backend: str) -> None:

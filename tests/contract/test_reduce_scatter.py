@@ -30,7 +30,7 @@ def _body(member: Member) -> None:
     for dtype, part in EVERY_DTYPE + EVERY_FORM:
         for dim in part.dims:
             form = Form(multiplied(part.shape, dim, member.size), part.layout)
-            for op in REDUCE_OPS if dim == 0 or part in (Form((5, 3)), Form((3, 0))) else ("sum",):
+            for op in REDUCE_OPS if part.shape == (5, 3) and dim >= 0 else ("sum",):
                 xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
                 x = xs[member.rank]
                 name = f"{op} of {dtype} {form} along dim {dim}"

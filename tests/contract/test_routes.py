@@ -248,7 +248,6 @@ def test_the_catalog_is_a_table_of_communicators() -> None:
     for row in CATALOG:
         assert issubclass(row.load(), Communicator)
         assert row.load().name == row.name
-        assert row.carries
 
 
 def test_a_route_without_communicators_says_so() -> None:
