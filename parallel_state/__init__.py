@@ -64,6 +64,10 @@ from parallel_state.aliases import (
     tensor_model_parallel_gather,
     tensor_model_parallel_reduce_scatter,
 )
+from parallel_state.capture import (
+    GraphCaptureContext,
+    graph_capture,
+)
 from parallel_state.codec_types import (
     register_type,
 )
@@ -107,7 +111,6 @@ from parallel_state.simulated import (
     simulated_group,
 )
 from parallel_state.state import (
-    GraphCaptureContext,
     destroy_distributed_environment,
     destroy_model_parallel,
     ensure_model_parallel_initialized,
@@ -118,7 +121,6 @@ from parallel_state.state import (
     get_pp_group,
     get_tp_group,
     get_world_group,
-    graph_capture,
     init_distributed_environment,
     init_model_parallel_group,
     init_world_group,

@@ -18,14 +18,16 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
 from device_communicators.errors import InvalidArgumentError, LaunchError
-from parallel_state.launch_processes import Rank, Ranks, signals_raise
 from parallel_state.launch_store import AGENT_STORE, meeting_point
 from parallel_state.launch_worker import Call, Report, run_inline
+
+if TYPE_CHECKING:
+    from parallel_state.launch_processes import Rank
 
 R = TypeVar("R")
 
@@ -154,6 +156,8 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _run_ranks(content: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float) -> list[Any]:
+    from parallel_state.launch_processes import Ranks, signals_raise  # brings elastic, which most programs don't need
+
     inherited = dict(os.environ)
     if len(environs) > 1:
         inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with all cores each slow all down

@@ -222,7 +222,8 @@ class Ranks(MultiprocessContext):
         """Cut the leash, and close all files: whatever became of the processes, they end now."""
         if self._pc is None:  # the start was broken off: who holds the other end is known to the kernel alone
             self._leash_end.close()
-            self._leash.write(b"\0")
+            with suppress(BrokenPipeError):  # nobody
+                self._leash.write(b"\0")
             other_end = select.poll()
             other_end.register(self._leash, 0)  # an error, which needs no asking, is: nobody holds it
             other_end.poll(_CUT_S * 1000)
@@ -277,7 +278,7 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 def start_fork_server() -> None:
     """Let a fork server import torch and us once, instead of each worker, unless the program has its own list."""
-    ours = ["__main__", "torch", "parallel_state.launch_preload"]
+    ours = ["__main__", "torch.distributed.elastic.multiprocessing.api", "parallel_state.launch_preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)
     here, nearer = os.path.dirname(__file__), os.path.join(os.getcwd(), "parallel_state")
     found = not os.path.exists(nearer) or os.path.samefile(here, nearer)  # it looks into the working directory first

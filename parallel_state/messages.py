@@ -224,8 +224,11 @@ class Messenger:
     def receive_meanwhile(self) -> None:
         """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
 
-        Else two ranks that each call irecv, then send, would wait for each other.
+        Else two ranks that each call irecv, then send, would wait for each other. Not for a device's group: there
+        sends don't keep the host waiting, and a thread would start operations in between those of the caller.
         """
+        if self.route.context.device.type != "cpu":
+            return
         with self._pending_lock:
             last = [pending[-1] for pending in self._pending.values() if pending]
         for handle in last:

@@ -8,9 +8,8 @@ torch's own `env://` and `tcp://` rendezvous does the same for one world per pro
 - comes back where it met a server that was just being closed, and waits for a port that is just being given back.
 
 How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
-that world with its rank and world size, and waits there for rank 0's verdict. Then rank 0 takes the name away again; a
-rank that still finds the name of a world whose rank 0 was killed gets no verdict there, and watches the key for the
-next one.
+that world with its rank and world size, and waits there for rank 0's verdict. Then rank 0 takes the name away again. A
+rank that gets no verdict, as that world's rank 0 was killed, or that of a smaller world, watches the key for the next.
 """
 
 from __future__ import annotations
@@ -99,13 +98,14 @@ class _Meeting:
         store.set(_NAME, name)
         verdict, others = self._judge(world)
         world.set(_VERDICT, verdict)
-        if verdict != _COMPLETE:
+        complete = verdict.startswith(_COMPLETE)
+        if not complete:
             farewell = time.monotonic() + _FAREWELL_S
             for _ in _looks(farewell):
                 if world.add(_HEARD, 0) >= others:
                     break
         store.set(_NAME, "")
-        if verdict != _COMPLETE:
+        if not complete:
             raise self._failure(verdict)
         return world
 
@@ -128,7 +128,7 @@ class _Meeting:
             theirs = int(world.get(key).split()[0])
             if theirs != size:
                 return f"{_SIZES} {size} {rank} {theirs}", max(size, theirs) - 1
-        return _COMPLETE, size - 1
+        return f"{_COMPLETE} {size}", size - 1
 
     def _missing(self, world: dist.Store) -> list[int]:
         return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
@@ -152,9 +152,13 @@ class _Meeting:
                 if world is not None and entered and world.check([_VERDICT]):
                     verdict = world.get(_VERDICT).decode()
                     world.add(_HEARD, 1)
-                    if verdict != _COMPLETE:
+                    if verdict == f"{_COMPLETE} {self.place.world_size}":
+                        return world
+                    if not verdict.startswith(_COMPLETE):
                         raise self._failure(verdict)
-                    return world
+                    # A smaller world, of some of the ranks, that comes first.
+                    entered = False
+                    self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
             except (OSError, dist.DistNetworkError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None

@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +25,13 @@ import torch.distributed as dist
 from device_communicators import settings
 from device_communicators.errors import (
     AlreadyInitializedError,
-    CommunicationError,
     ConfigMismatchError,
     GroupNotInitializedError,
-    InvalidArgumentError,
-    RendezvousError,
 )
-from parallel_state import environment
+from parallel_state import environment, startup
 from parallel_state.coordinator import GroupCoordinator, create_group
-from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
 from parallel_state.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
-from parallel_state.rendezvous import make_store
 from parallel_state.same_node import nodes_of
 
 logger = logging.getLogger("parallel_state")
@@ -101,122 +96,25 @@ def init_distributed_environment(
         )
     for name in settings.unknown_names():
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
-    joins = dist.is_initialized()
+    timeout_s = startup.seconds(timeout)
     try:
-        place = _joined_place(world_size, rank, local_rank) if joins else _place(
-            world_size, rank, local_rank, distributed_init_method
-        )  # fmt: skip
-        timeout_s = _seconds(timeout)
-        device = _choose_device(backend, place) if not joins else _device_of(str(dist.get_backend()), place)
-        if not joins:
-            backend = backend or settings.BACKEND.get() or ("nccl" if device.type == "cuda" else "gloo")
-            _init_default_group(place, distributed_init_method, backend, timeout_s)
-        elif backend is not None and backend != dist.get_backend():
-            raise ConfigMismatchError(
-                f"torch.distributed is initialised with backend {dist.get_backend()!r}, but {backend!r} was asked for; "
-                "leave backend out to join it"
-            )
-        _OWNS_DEFAULT_GROUP = not joins
+        if dist.is_initialized():
+            place, device = startup.join_default_group(world_size, rank, local_rank, backend)
+        else:
+            place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
+            if distributed_init_method == "env://":
+                _EXPORTED.update(environment.export(place))
+            device = startup.make_default_group(place, distributed_init_method, backend, timeout_s)
+            _OWNS_DEFAULT_GROUP = True
         pool = ProcessGroupPool(timeout_s)
-        init_world_group(
-            list(range(place.world_size)), place.local_rank, pool.default_backend, pool=pool, device=device
-        )
-        _prove(get_world_group())
-        _NODES = nodes_of(get_world_group())
+        everyone = list(range(place.world_size))
+        world = init_world_group(everyone, place.local_rank, pool.default_backend, pool=pool, device=device)
+        startup.prove(world)
+        _NODES = nodes_of(world)
     except BaseException:
         destroy_distributed_environment()
         raise
-    logger.info("%s is ready on %s over %s", get_world_group().context, device, get_world_group().backend)
-
-
-def _place(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Where this process stands: from the arguments, or from what started it."""
-    if (world_size < 0) != (rank < 0):
-        raise InvalidArgumentError(
-            f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
-        )
-    by_env = init_method == "env://"
-    if rank < 0:
-        place = environment.detect(rendezvous=by_env)
-        place = place if local_rank < 0 else replace(place, local_rank=local_rank)
-    else:
-        if rank >= world_size:
-            raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
-        place = _explicit_place(rank, world_size, local_rank, rendezvous=by_env)
-    if by_env:
-        _EXPORTED.update(environment.export(place))
-    return place
-
-
-def _explicit_place(rank: int, world_size: int, local_rank: int, rendezvous: bool) -> ProcessEnvironment:
-    """Rank and world size are given; the local rank, where it isn't, is the launcher's, else the rank."""
-    if local_rank < 0:
-        told = os.environ.get("LOCAL_RANK", "")
-        local_rank = int(told) if told.isdecimal() else rank
-    told_env = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
-    return environment.detect({**os.environ, **told_env, "LOCAL_WORLD_SIZE": ""}, rendezvous=rendezvous)
-
-
-def _joined_place(world_size: int, rank: int, local_rank: int) -> ProcessEnvironment:
-    found_size, found_rank = dist.get_world_size(), dist.get_rank()
-    if world_size not in (-1, found_size) or rank not in (-1, found_rank):
-        raise ConfigMismatchError(
-            f"torch.distributed is initialised with rank {found_rank} of {found_size}, but rank {rank} of "
-            f"{world_size} was asked for; leave both out to join it, or destroy it first"
-        )
-    return _explicit_place(found_rank, found_size, local_rank, rendezvous=False)
-
-
-def _choose_device(backend: str | None, place: ProcessEnvironment) -> torch.device:
-    backend = backend or settings.BACKEND.get()
-    if backend is None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return _device_of(backend, place)
-
-
-def _device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
-    # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
-    if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
-    count = torch.cuda.device_count()
-    index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
-    if index >= count:
-        raise InvalidArgumentError(
-            f"local rank {place.local_rank} needs {place.local_rank + 1} visible GPUs, but there are {count}; "
-            "start fewer ranks per node or pass local_rank"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _init_default_group(place: ProcessEnvironment, init_method: str, backend: str, timeout_s: float) -> None:
-    start_timeout_s = settings.START_TIMEOUT_S.get()
-    if backend not in dist.Backend.backend_list and ":" not in backend:
-        raise InvalidArgumentError(
-            f"backend (the argument, or {settings.BACKEND.name}) must be one of "
-            f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
-        )
-    store = make_store(init_method, place, start_timeout_s)
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
-    except RuntimeError as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} reached the store, but making the default {backend} group "
-            f"failed: {str(error).splitlines()[0]}. Look for a rank that never came or ended early",
-            rank=place.rank,
-            timeout_s=start_timeout_s,
-        ) from error
+    logger.info("%s is ready on %s over %s", world.context, device, world.backend)
 
 
 def init_world_group(
@@ -233,22 +131,13 @@ def init_world_group(
         raise AlreadyInitializedError("the world group exists already; destroy it first")
     if pool is None:
         _need_default_group("init_world_group")
-        pool = ProcessGroupPool(_seconds(None))
+        pool = ProcessGroupPool(startup.seconds(None))
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     _WORLD = create_group(
         pool, [ranks], "world", device=device, local_rank=local_rank, backend=backend, timeout_s=pool.timeout_s
     )
     return _WORLD
-
-
-def _prove(world: GroupCoordinator) -> None:
-    """A first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
-    if world.world_size > 1:
-        total = int(world.all_reduce(torch.ones(1, device=world.device)).item())
-        if total != world.world_size:
-            raise CommunicationError(f"the first all-reduce of {world.context} gave {total}, not {world.world_size}")
-        logger.debug("the first all-reduce of %s gave the right sum", world.context)
 
 
 def destroy_distributed_environment() -> None:
@@ -309,36 +198,17 @@ def initialize_model_parallel(
         order,
         backend=backend,
         axis_backends=axis_backends,
-        timeout_s=None if timeout is None else _seconds(timeout),
+        timeout_s=None if timeout is None else startup.seconds(timeout),
         allow_pickle=allow_pickle,
         custom_all_reduce=_CUSTOM_ALL_REDUCE,
     )
     try:
-        _closing_barrier(_WORLD)
+        startup.closing_barrier(_WORLD)
     except BaseException:
         groups.close()
         raise
     _install(groups)
     logger.info("layout %s; rank %d is in %s, %s, %s", groups.layout, _WORLD.rank, groups.tp, groups.pp, groups.dp)
-
-
-def _closing_barrier(world: GroupCoordinator) -> None:
-    if world.world_size == 1:
-        return
-    limit_s = settings.BARRIER_TIMEOUT_S.get()
-    try:
-        world.cpu_group.barrier(timedelta(seconds=limit_s)).wait()
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
-            f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
-            f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
-            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({str(error).splitlines()[0]})",
-            group=world.unique_name,
-            operation="barrier",
-            rank=world.rank,
-            timeout_s=limit_s,
-        ) from error
 
 
 def _install(groups: ParallelGroups | None) -> None:
@@ -441,32 +311,6 @@ def set_custom_all_reduce(enable: bool) -> None:
     _CUSTOM_ALL_REDUCE = enable
 
 
-@dataclass
-class GraphCaptureContext:
-    """The stream on which a CUDA graph is captured; None on the CPU."""
-
-    stream: Any
-
-
-@contextmanager
-def graph_capture(device: torch.device | None = None) -> Iterator[GraphCaptureContext]:
-    """Capture CUDA graphs within it: a side stream that waits for the current one, tp and pp prepared, in this order.
-
-    On the CPU there is nothing to capture and the body simply runs. Not run on a GPU yet.
-    """
-    tp, pp = get_tp_group(), get_pp_group()
-    device = tp.device if device is None else torch.device(device)
-    with ExitStack() as stack:
-        stream = None
-        if device.type == "cuda":
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            stack.enter_context(torch.cuda.stream(stream))
-        for group in (tp, pp):
-            stack.enter_context(group.route.capture())
-        yield GraphCaptureContext(stream)
-
-
 # Getters.
 
 
@@ -477,17 +321,17 @@ def get_world_group() -> GroupCoordinator:
 
 def get_tp_group() -> GroupCoordinator:
     """The tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
-    return _or_raise(try_get_tp_group(), "tensor-parallel", "initialize_model_parallel")
+    return _or_raise(try_get_tp_group(), "tp")
 
 
 def get_pp_group() -> GroupCoordinator:
     """The pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
-    return _or_raise(try_get_pp_group(), "pipeline-parallel", "initialize_model_parallel")
+    return _or_raise(try_get_pp_group(), "pp")
 
 
 def get_dp_group() -> GroupCoordinator:
     """The data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
-    return _or_raise(try_get_dp_group(), "data-parallel", "initialize_model_parallel")
+    return _or_raise(try_get_dp_group(), "dp")
 
 
 def try_get_world_group() -> GroupCoordinator | None:
@@ -522,9 +366,12 @@ def get_parallel_groups() -> ParallelGroups:
     return groups
 
 
-def _or_raise(group: GroupCoordinator | None, what: str, made_by: str) -> GroupCoordinator:
+def _or_raise(
+    group: GroupCoordinator | None, name: str, made_by: str = "initialize_model_parallel"
+) -> GroupCoordinator:
     if group is None:
-        raise GroupNotInitializedError(f"the {what} group is not there; call {made_by}() first")
+        long_name = next((axis.long_name for axis in AXES if axis.name == name), name)
+        raise GroupNotInitializedError(f"the {long_name} group is not there; call {made_by}() first")
     return group
 
 
@@ -555,12 +402,3 @@ def is_local_first_rank() -> bool:
 def _need_default_group(caller: str) -> None:
     if not dist.is_initialized():
         raise GroupNotInitializedError(f"{caller} needs an initialised torch.distributed default group")
-
-
-def _seconds(timeout: timedelta | float | None) -> float:
-    if timeout is None:
-        return settings.TIMEOUT_S.get()
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < 10 * 365 * 86400:
-        raise InvalidArgumentError(f"timeout must be a positive number of seconds, but is {timeout!r}")
-    return seconds

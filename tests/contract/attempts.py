@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
+import parallel_state as ps
+
 # torch's TCPStore looks the name of each peer up, and waits for 5 s where a DNS server loses the question. Set before
 # the fork server starts, as glibc reads it once.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -55,3 +59,20 @@ def environment(**variables: str | None) -> Iterator[None]:
 def no_launcher(**variables: str | None) -> Any:
     """The environment of a process that nobody launched."""
     return environment(**{**dict.fromkeys(LAUNCHER), **variables})
+
+
+def whose(group: ps.GroupCoordinator) -> list[int]:
+    """The global ranks that take part in an all-gather of `group`."""
+    return [int(rank) for rank in group.all_gather(torch.tensor([group.rank])).tolist()]
+
+
+@contextmanager
+def world(*sizes: int, **options: Any) -> Iterator[ps.GroupCoordinator]:
+    """A world by the launcher's environment, divided if sizes are given, until the end."""
+    ps.init_distributed_environment()
+    try:
+        if sizes:
+            ps.initialize_model_parallel(*sizes, **options)
+        yield ps.get_world_group()
+    finally:
+        ps.destroy_distributed_environment()

@@ -1,0 +1,151 @@
+"""The steps of start-up that need no state: where this process stands, its device, the default group, its proof.
+
+`state` calls them in order and keeps what comes of it; nothing here is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    InvalidArgumentError,
+    RendezvousError,
+)
+from parallel_state import environment
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.environment import ProcessEnvironment
+from parallel_state.rendezvous import make_store
+
+logger = logging.getLogger("parallel_state")
+
+
+def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
+    """Where this process stands: from the arguments, or from what started it."""
+    if (world_size < 0) != (rank < 0):
+        raise InvalidArgumentError(
+            f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
+        )
+    by_env = init_method == "env://"
+    if rank < 0:
+        place = environment.detect(rendezvous=by_env)
+        place = place if local_rank < 0 else replace(place, local_rank=local_rank)
+    else:
+        if rank >= world_size:
+            raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
+        place = environment.explicit(rank, world_size, local_rank, rendezvous=by_env)
+    return place
+
+
+def join_default_group(
+    world_size: int, rank: int, local_rank: int, backend: str | None
+) -> tuple[ProcessEnvironment, torch.device]:
+    """Place and device in a default group that is there already; ConfigMismatchError where it isn't as asked for."""
+    found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
+    if world_size not in (-1, found_size) or rank not in (-1, found_rank):
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with rank {found_rank} of {found_size}, but rank {rank} of "
+            f"{world_size} was asked for; leave both out to join it, or destroy it first"
+        )
+    if backend not in (None, found_backend):
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with backend {found_backend!r}, but {backend!r} was asked for; "
+            "leave backend out to join it"
+        )
+    place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
+    return place, device_of(found_backend, place)
+
+
+def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
+    """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
+    # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
+    if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
+    if index >= count:
+        raise InvalidArgumentError(
+            f"local rank {place.local_rank} needs {place.local_rank + 1} visible GPUs, but there are {count}; "
+            "start fewer ranks per node or pass local_rank"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def make_default_group(
+    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float
+) -> torch.device:
+    """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
+    backend = backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend not in dist.Backend.backend_list and ":" not in backend:
+        raise InvalidArgumentError(
+            f"backend (the argument, or {settings.BACKEND.name}) must be one of "
+            f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
+        )
+    device = device_of(backend, place)
+    start_timeout_s = settings.START_TIMEOUT_S.get()
+    store = make_store(init_method, place, start_timeout_s)
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise RendezvousError(
+            f"rank {place.rank} of {place.world_size} reached the store, but making the default {backend} group "
+            f"failed: {str(error).splitlines()[0]}. Look for a rank that never came or ended early",
+            rank=place.rank,
+            timeout_s=start_timeout_s,
+        ) from error
+    return device
+
+
+def prove(world: GroupCoordinator) -> None:
+    """A first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
+    if world.world_size > 1:
+        total = int(world.all_reduce(torch.ones(1, device=world.device)).item())
+        if total != world.world_size:
+            raise CommunicationError(f"the first all-reduce of {world.context} gave {total}, not {world.world_size}")
+        logger.debug("the first all-reduce of %s gave the right sum", world.context)
+
+
+def closing_barrier(world: GroupCoordinator) -> None:
+    if world.world_size == 1:
+        return
+    limit_s = settings.BARRIER_TIMEOUT_S.get()
+    try:
+        world.cpu_group.barrier(timedelta(seconds=limit_s)).wait()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
+            f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
+            f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
+            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({str(error).splitlines()[0]})",
+            group=world.unique_name,
+            operation="barrier",
+            rank=world.rank,
+            timeout_s=limit_s,
+        ) from error
+
+
+def seconds(timeout: timedelta | float | None) -> float:
+    if timeout is None:
+        return settings.TIMEOUT_S.get()
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if not 0 < seconds < 10 * 365 * 86400:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds, but is {timeout!r}")
+    return seconds

@@ -1,0 +1,285 @@
+"""Which rank is in which group, under every name; and groups beside the process-wide ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from parallel_state import Layout, ParallelGroups, simulate, simulated_group
+from tests.contract.attempts import attempt, whose, world
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 60.0
+SOON_S = 10.0
+AXES = ("tp", "pp", "dp")
+
+
+# The process-wide groups.
+
+
+def _divided(tp: int, pp: int, order: str) -> dict[str, Any]:
+    with world(tp, pp, order=order):
+        groups = ps.get_parallel_groups()
+        facts: dict[str, Any] = {}
+        for axis in AXES:
+            group = getattr(groups, axis)
+            total = group.all_reduce(torch.tensor([2.0**group.rank])).item()
+            facts[axis] = (group.ranks, whose(group), total, group.rank_in_group, group.world_size)
+        facts["layout"] = str(groups.layout)
+        facts["coordinator"] = groups.is_coordinator
+        facts["root"] = groups.root is groups.world is ps.get_world_group()
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("order", "pipeline", "data"),
+    [
+        ("tp-dp-pp", [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("tp-pp-dp", [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    ],
+)
+def test_eight_ranks_in_both_orders(pools: Pools, order: str, pipeline: list[list[int]], data: list[list[int]]) -> None:
+    expected = {"tp": [[0, 1], [2, 3], [4, 5], [6, 7]], "pp": pipeline, "dp": data}
+    for rank, facts in enumerate(pools(8).run(_divided, 2, 2, order, timeout_s=DEADLINE_S)):
+        for axis, lists in expected.items():
+            (mine,) = [ranks for ranks in lists if rank in ranks]
+            assert facts[axis] == (mine, mine, sum(2.0**peer for peer in mine), mine.index(rank), 2), axis
+        assert facts["layout"] == " × ".join(f"{axis}=2" for axis in order.split("-"))
+        assert facts["coordinator"] == (rank == 0)
+        assert facts["root"]
+
+
+GETTERS = {
+    "get_tensor_model_parallel_group": lambda g: g.tp,
+    "get_tensor_model_parallel_world_size": lambda g: g.tp.world_size,
+    "get_tensor_model_parallel_rank": lambda g: g.tp.rank_in_group,
+    "get_tensor_model_parallel_src_rank": lambda g: g.tp.ranks[0],
+    "get_tensor_model_parallel_global_ranks": lambda g: g.tp.ranks,
+    "get_pipeline_model_parallel_group": lambda g: g.pp,
+    "get_pipeline_model_parallel_world_size": lambda g: g.pp.world_size,
+    "get_pipeline_model_parallel_rank": lambda g: g.pp.rank_in_group,
+    "get_pipeline_model_parallel_global_ranks": lambda g: g.pp.ranks,
+    "get_pipeline_model_parallel_first_rank": lambda g: g.pp.ranks[0],
+    "get_pipeline_model_parallel_last_rank": lambda g: g.pp.ranks[-1],
+    "get_pipeline_model_parallel_next_rank": lambda g: g.pp.ranks[(g.pp.rank_in_group + 1) % g.pp.world_size],
+    "get_pipeline_model_parallel_prev_rank": lambda g: g.pp.ranks[g.pp.rank_in_group - 1],
+    "is_pipeline_first_stage": lambda g: g.pp.rank_in_group == 0,
+    "is_pipeline_last_stage": lambda g: g.pp.rank_in_group == g.pp.world_size - 1,
+    "get_data_parallel_group": lambda g: g.dp,
+    "get_data_parallel_world_size": lambda g: g.dp.world_size,
+    "get_data_parallel_rank": lambda g: g.dp.rank_in_group,
+    "get_data_parallel_src_rank": lambda g: g.dp.ranks[0],
+    "get_data_parallel_global_ranks": lambda g: g.dp.ranks,
+    "get_world_size": lambda g: g.world.world_size,
+    "get_rank": lambda g: g.world.rank,
+    "is_initialized": lambda g: True,
+    "model_parallel_is_initialized": lambda g: True,
+    "get_world_group": lambda g: g.world,
+    "get_tp_group": lambda g: g.tp,
+    "get_pp_group": lambda g: g.pp,
+    "get_dp_group": lambda g: g.dp,
+    "try_get_world_group": lambda g: g.world,
+    "try_get_tp_group": lambda g: g.tp,
+    "try_get_pp_group": lambda g: g.pp,
+    "try_get_dp_group": lambda g: g.dp,
+    "get_parallel_groups": lambda g: g,
+    "is_global_first_rank": lambda g: g.world.rank == 0,
+}
+"""Every getter: what it says, told by the groups that the layout gives."""
+
+
+def test_the_table_names_every_getter() -> None:
+    others = {"get_node_count", "get_nodes", "is_local_first_rank", "is_rank_zero", "try_get_current_groups"}
+    getters = {name for name in ps.__all__ if name.startswith(("get_", "try_get_", "is_", "model_parallel_is"))}
+    assert getters == GETTERS.keys() | others
+
+
+@pytest.mark.parametrize("rank", range(12))
+def test_every_getter_says_what_the_group_says(rank: int) -> None:
+    """Of any rank of a layout in which all groups differ."""
+    groups = simulate(rank, 12, 2, 3)
+    assert [getattr(groups, axis).world_size for axis in AXES] == [2, 3, 2]
+    assert groups.tp.ranks == groups.layout.group_of(rank, "tp")
+    assert groups.pp.ranks == [rank % 4, rank % 4 + 4, rank % 4 + 8]
+    with groups.use():
+        for name, told in GETTERS.items():
+            found, expected = getattr(ps, name)(), told(groups)
+            same = (
+                found is expected if isinstance(expected, (ps.GroupCoordinator, ParallelGroups)) else found == expected
+            )
+            assert same, (name, found, expected)
+        assert ps.is_local_first_rank()
+        assert ps.get_tp_group().first_rank == groups.tp.ranks[0]
+        assert ps.get_pp_group().last_rank == groups.pp.ranks[-1]
+
+
+def test_getters_give_lists_of_their_own() -> None:
+    with simulate(0, 4, 2, 2).use():
+        for name in GETTERS:
+            if name.endswith("global_ranks"):
+                getattr(ps, name)().append(99)
+                assert 99 not in getattr(ps, name)()
+
+
+def test_nothing_is_there_before_init() -> None:
+    for name in GETTERS:
+        if name.startswith("try_get_"):
+            assert getattr(ps, name)() is None
+        elif name in ("is_initialized", "model_parallel_is_initialized"):
+            assert getattr(ps, name)() is False
+        elif name != "is_global_first_rank":
+            with pytest.raises(ps.GroupNotInitializedError, match="first"):
+                getattr(ps, name)()
+    assert ps.try_get_current_groups() is None
+    with pytest.raises(ps.GroupNotInitializedError, match=r"enter `with groups.use\(\):` first"):
+        ps.current_groups()
+
+
+def _aliases_of_operations() -> list[bool]:
+    with world(4):
+        tp, rank = ps.get_tp_group(), ps.get_rank()
+        x = torch.arange(8.0).view(2, 4) * (rank + 1)
+        batch = {"x": x, "n": rank} if rank == 0 else None
+        gathered, expected = ps.tensor_model_parallel_gather(x), tp.gather(x, 0, -1)
+        wide = ps.tensor_model_parallel_all_gather(x)
+        return [
+            torch.equal(ps.tensor_model_parallel_all_reduce(x), torch.arange(8.0).view(2, 4) * 10),
+            torch.equal(wide, torch.cat([torch.arange(8.0).view(2, 4) * (r + 1) for r in range(4)], -1)),
+            torch.equal(ps.tensor_model_parallel_all_gather(x, 0), tp.all_gather(x, 0)),
+            torch.equal(ps.tensor_model_parallel_reduce_scatter(wide), tp.reduce_scatter(wide, -1)),
+            torch.equal(ps.tensor_model_parallel_reduce_scatter(wide.T.contiguous(), 0), tp.reduce_scatter(wide.T, 0)),
+            (gathered is None) == (expected is None) == (rank != 0),
+            gathered is None or torch.equal(gathered, wide),
+            (ps.tensor_model_parallel_gather(x, 2, 0) is not None) == (rank == 2),
+            ps.broadcast_tensor_dict(batch)["n"] == 0,
+            ps.broadcast_tensor_dict({"n": rank}, 3)["n"] == 3,
+        ]
+
+
+def test_aliases_of_operations(pools: Pools) -> None:
+    assert pools(4).run(_aliases_of_operations, timeout_s=DEADLINE_S) == [[True] * 10] * 4
+
+
+def test_a_tensor_dict_before_init_is_returned() -> None:
+    tensors = {"x": torch.ones(1)}
+    assert ps.broadcast_tensor_dict(tensors) is tensors
+
+
+# Groups of a thread, and patches.
+
+
+def test_groups_in_use_are_those_of_the_thread() -> None:
+    first, second = simulate(0, 4, 2), simulate(3, 8, 4, 2)
+    seen: dict[str, Any] = {}
+    inside, checked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen["before"] = ps.try_get_tp_group()
+        with second.use():
+            inside.set()
+            checked.wait(SOON_S)
+            seen["within"] = ps.get_tp_group()
+        seen["after"] = ps.try_get_tp_group()
+
+    thread = threading.Thread(target=other)
+    with first.use() as used:
+        assert used is first
+        thread.start()
+        assert inside.wait(SOON_S)
+        assert ps.get_tp_group() is first.tp
+        assert ps.current_groups() is ps.try_get_current_groups() is ps.get_parallel_groups() is first
+        with second.use():
+            assert ps.get_world_size() == 8
+        assert ps.get_world_size() == 4
+        checked.set()
+        thread.join(SOON_S)
+        with pytest.raises(ZeroDivisionError), second.use():
+            raise ZeroDivisionError
+        assert ps.get_tp_group() is first.tp
+    assert seen == {"before": None, "within": second.tp, "after": None}
+    assert ps.try_get_current_groups() is None
+
+
+def test_what_groups_must_be() -> None:
+    """Rank 0 of the world speaks for all of its groups, so it must be rank 0 of each."""
+    groups = simulate(0, 4, 2)
+    for axis in AXES:
+        with pytest.raises(ps.LayoutError, match="rank 0 of every group"):
+            dataclasses.replace(groups, **{axis: simulated_group([1, 0], 0)})
+    for rank, axis in itertools.product(range(1, 4), AXES):
+        assert not dataclasses.replace(simulate(rank, 4, 2), **{axis: simulated_group([0, rank], rank)}).is_coordinator
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        groups.tp = groups.pp  # type: ignore[misc]
+    assert groups.root is groups.world
+    assert groups.layout == Layout((("tp", 2), ("dp", 2), ("pp", 1)))
+    groups.close()
+    groups.close()
+    with pytest.raises(ps.GroupDestroyedError):
+        groups.tp.all_reduce(torch.ones(1))
+    assert groups.world.all_reduce(torch.ones(1)).item() == 4.0
+
+
+def test_a_simulated_world_makes_no_process_groups() -> None:
+    groups = simulate(0, 4, 2)
+    with pytest.raises(ps.GroupNotInitializedError, match="simulate"):
+        ps.create_parallel_groups(groups.world, {"tp": 2, "pp": 1, "dp": None}, "tp-dp-pp")
+    with groups.use(), pytest.raises(ps.GroupNotInitializedError, match="simulated"):
+        ps.init_model_parallel_group([[0, 1], [2, 3]], 0, "gloo")
+    with pytest.raises(ps.GroupNotInitializedError, match="simulated"):
+        _ = groups.tp.device_group
+
+
+def _patched() -> dict[str, Any]:
+    with world(4) as everyone:
+        own, rank = ps.get_tp_group(), ps.get_rank()
+        draft = ps.init_model_parallel_group([[0, 1], [2, 3]], rank, "gloo")
+        with ps.patch_tensor_parallel_group(draft):
+            facts: dict[str, Any] = {
+                "patched": (
+                    ps.get_tp_group() is draft,
+                    ps.get_tensor_model_parallel_world_size(),
+                    whose(ps.get_tp_group()),
+                ),
+                "nested": attempt(ps.patch_tensor_parallel_group(own).__enter__).kind,
+                "others": ps.get_pp_group().world_size,
+            }
+        facts["restored"] = ps.get_tp_group() is own
+        with pytest.raises(ZeroDivisionError), ps.patch_tensor_parallel_group(draft):
+            raise ZeroDivisionError
+        with ps.patch_tensor_parallel_group(draft):
+            facts["again"] = ps.get_tp_group() is draft
+        other = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp")
+        with other.use():
+            with ps.patch_tensor_parallel_group(draft):
+                facts["in a thread's groups"] = (ps.get_tp_group() is draft, ps.get_pp_group() is other.pp)
+            facts["thread's restored"] = ps.get_tp_group() is other.tp
+        facts["process-wide untouched"] = ps.get_tp_group() is own
+        with ps.patch_tensor_parallel_group(draft):
+            ps.destroy_model_parallel()
+        facts["destroyed within"] = ps.try_get_tp_group()
+    facts["without groups"] = attempt(ps.patch_tensor_parallel_group(draft).__enter__).kind
+    return facts
+
+
+def test_patch_tensor_parallel_group(pools: Pools) -> None:
+    for rank, facts in enumerate(pools(4).run(_patched, timeout_s=DEADLINE_S)):
+        assert facts == {
+            "patched": (True, 2, [rank // 2 * 2, rank // 2 * 2 + 1]),
+            "nested": "AlreadyInitializedError",
+            "others": 1,
+            "restored": True,
+            "again": True,
+            "in a thread's groups": (True, True),
+            "thread's restored": True,
+            "process-wide untouched": True,
+            "destroyed within": None,
+            "without groups": "GroupNotInitializedError",
+        }

@@ -1,0 +1,244 @@
+"""Process groups: made once, shared and counted; by layouts, by lists of ranks, and as sub-groups."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt, whose, world
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 60.0
+SOON_S = 10.0
+AXES = ("tp", "pp", "dp")
+
+
+def _process_groups() -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    with world() as everyone:
+        for tp, pp in ((4, 1), (1, 4), (2, 1), (1, 1)):
+            before = set(dist.distributed_c10d._world.pg_map)
+            ps.initialize_model_parallel(tp, pp)
+            groups = ps.get_parallel_groups()
+            made = len(set(dist.distributed_c10d._world.pg_map) - before)
+            for axis in AXES:
+                group = getattr(groups, axis)
+                facts[f"{tp} {pp} {axis}"] = (
+                    group.world_size,
+                    group.device_group is group.cpu_group is group.as_process_group(),
+                    group.device_group is everyone.device_group is dist.group.WORLD,
+                    dist.get_process_group_ranks(group.device_group) == group.ranks,
+                    group.device_group.rank() == group.rank_in_group,
+                    _sum_by_torch(group.device_group),
+                )
+            facts[f"{tp} {pp} made"] = made
+            ps.destroy_model_parallel()
+        facts["default stays"] = dist.is_initialized() and everyone.all_reduce(torch.ones(1)).item()
+    return facts
+
+
+def _sum_by_torch(process_group: Any) -> float:
+    x = torch.ones(1)
+    dist.all_reduce(x, group=process_group)
+    return x.item()
+
+
+def test_process_groups_are_made_once_and_shared(pools: Pools) -> None:
+    """A group of all ranks is the world's. One of one rank is real, never None, which torch takes for the world."""
+    for rank, facts in enumerate(pools(4).run(_process_groups, timeout_s=DEADLINE_S)):
+        for tp, pp in ((4, 1), (1, 4), (2, 1), (1, 1)):
+            sizes = {"tp": tp, "pp": pp, "dp": 4 // tp // pp}
+            for axis, size in sizes.items():
+                assert facts[f"{tp} {pp} {axis}"] == (size, True, size == 4, True, True, float(size)), (rank, axis)
+        assert facts["4 1 made"] == facts["1 4 made"] == facts["1 1 made"] == 0
+        assert facts["2 1 made"] == 2, "this rank's tp and dp; those of other ranks are no groups here"
+        assert facts["default stays"] == 4.0
+
+
+def _two_layouts() -> dict[str, Any]:
+    with world() as everyone:
+        wide = ps.create_parallel_groups(everyone, {"tp": 4, "pp": 1, "dp": None}, "tp-dp-pp")
+        narrow = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout_s=30)
+        twin = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout_s=30)
+        facts = {
+            "no globals": ps.try_get_tp_group() is None and not ps.model_parallel_is_initialized(),
+            "wide": whose(wide.tp),
+            "narrow": (whose(narrow.tp), whose(narrow.pp)),
+            "names": len({group.unique_name for groups in (wide, narrow, twin) for group in (groups.tp, groups.pp)}),
+            "timeouts": (wide.tp.context.timeout_s, narrow.tp.context.timeout_s),
+            "shared": twin.tp.device_group is narrow.tp.device_group,
+        }
+        narrow.close()
+        narrow.close()
+        facts["closed"] = attempt(narrow.tp.barrier).kind
+        facts["twin stays"] = whose(twin.tp)
+        with wide.use():
+            facts["used"] = whose(ps.get_tp_group())
+        twin.close()
+        facts["frozen"] = attempt(setattr, wide, "tp", None).kind
+    return facts
+
+
+def test_two_layouts_at_once(pools: Pools) -> None:
+    for rank, facts in enumerate(pools(4).run(_two_layouts, timeout_s=DEADLINE_S)):
+        pair, stage = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert facts == {
+            "no globals": True,
+            "wide": [0, 1, 2, 3],
+            "narrow": (pair, stage),
+            "names": 6,
+            "timeouts": (60.0, 30),
+            "shared": True,
+            "closed": "GroupDestroyedError",
+            "twin stays": pair,
+            "used": [0, 1, 2, 3],
+            "frozen": "FrozenInstanceError",
+        }
+
+
+def _backends() -> tuple[str, str, float]:
+    with world(2, 2, axis_backends={"pp": "gloo"}, timeout=20, order="tp-pp-dp"):
+        tp, pp = ps.get_tp_group(), ps.get_pp_group()
+        return tp.backend, pp.backend, tp.context.timeout_s
+
+
+def test_backends_and_timeout_of_the_division(pools: Pools) -> None:
+    assert pools(4).run(_backends, timeout_s=DEADLINE_S) == [("gloo", "gloo", 20.0)] * 4
+
+
+# Single groups.
+
+
+def _lists_of_ranks() -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    make = ps.init_model_parallel_group
+    refused = {
+        "before init": attempt(make, [[0, 1], [2, 3]], 0, "gloo"),
+    }
+    with world():
+        group = make([[0, 3], [1], [2]], rank, "gloo", group_name="ends")
+        facts = {"ranks": whose(group), "name": group.unique_name.partition(":")[0], "local": group.local_rank}
+        refused |= {
+            "one missing": attempt(make, [[0, 1], [2]], 0, "gloo"),
+            "one twice": attempt(make, [[0, 1], [1, 2, 3]], 0, "gloo"),
+            "one too many": attempt(make, [[0, 1], [2, 3, 4]], 0, "gloo"),
+            "not ascending": attempt(make, [[1, 0], [3, 2]], 0, "gloo"),
+            "other lists": attempt(make, [[0, 1], [2, 3]] if rank < 2 else [[0, 2], [1, 3]], 0, "gloo"),
+        }
+        facts["then"] = whose(make([[0, 2], [1, 3]], rank, "gloo"))
+    return {**facts, "refused": refused}
+
+
+def test_groups_by_lists_of_ranks(pools: Pools) -> None:
+    """Lists that don't divide the world are refused on every rank, not only on the one that is left out."""
+    for rank, facts in enumerate(pools(4).run(_lists_of_ranks, timeout_s=DEADLINE_S)):
+        expected = {
+            "before init": ("GroupNotInitializedError", "first"),
+            "one missing": ("LayoutError", "rank 3 is in none" if rank == 3 else "miss [3]"),
+            "one twice": ("LayoutError", "rank 1 is in 2 of them" if rank == 1 else "repeat [1]"),
+            "one too many": ("LayoutError", "unknown [4]"),
+            "not ascending": ("InvalidArgumentError", "ascending order, but are [1, 0]"),
+            "other lists": ("ConfigMismatchError", "ranks [2, 3] ask for others than rank 0"),
+        }
+        for name, outcome in facts.pop("refused").items():
+            assert outcome.kind == expected[name][0], (name, outcome)
+            assert expected[name][1] in outcome.text
+            assert outcome.seconds < SOON_S
+        assert facts == {
+            "ranks": [0, 3] if rank in (0, 3) else [rank],
+            "name": "ends",
+            "local": rank,
+            "then": [rank % 2, rank % 2 + 2],
+        }
+
+
+def _sub_groups() -> dict[str, Any]:
+    with world(4) as everyone:
+        tp, rank = ps.get_tp_group(), ps.get_rank()
+        ends, one = tp.make_sub_group([0, 3], name="ends"), tp.make_sub_group([2])
+        facts: dict[str, Any] = {
+            "ends": None
+            if ends is None
+            else (whose(ends), ends.rank_in_group, ends.broadcast(tp_rank(ends), 1).item()),
+            "one": None if one is None else (one.ranks, one.device_group.size()),
+            "refused": [attempt(everyone.make_sub_group, ranks) for ranks in ([], [0, 0], [0, 4], [-1, 0], [1, 0])],
+            "different": attempt(everyone.make_sub_group, [0, 1] if rank < 2 else [2, 3]),
+            "all": whose(everyone.make_sub_group([0, 1, 2, 3])),
+        }
+        if ends is not None:
+            ends.close()
+            facts["closed"] = attempt(ends.barrier).kind
+        facts["parent"] = whose(tp)
+    return facts
+
+
+def tp_rank(group: ps.GroupCoordinator) -> torch.Tensor:
+    return torch.tensor([float(group.rank)])
+
+
+def test_sub_groups(pools: Pools) -> None:
+    """Distinct ranks of the group; None for who isn't in it. Ranks that ask for different ones are told."""
+    for rank, facts in enumerate(pools(4).run(_sub_groups, timeout_s=DEADLINE_S)):
+        assert facts["ends"] == (([0, 3], rank // 3, 3.0) if rank in (0, 3) else None)
+        assert facts.get("closed") == ("GroupDestroyedError" if rank in (0, 3) else None)
+        assert facts["one"] == (([2], 1) if rank == 2 else None)
+        assert [outcome.kind for outcome in facts["refused"]] == ["InvalidArgumentError"] * 5
+        for outcome, part in zip(facts["refused"], ("distinct", "distinct", "4", "-1", "ascending"), strict=True):
+            assert part in outcome.text, outcome
+        assert facts["different"].kind == "ConfigMismatchError"
+        assert facts["different"].seconds < SOON_S
+        assert facts["all"] == facts["parent"] == [0, 1, 2, 3]
+
+
+def _sub_groups_of_two_groups() -> Outcome:
+    with world(4):
+        return attempt(ps.get_tp_group().make_sub_group, [0, 1])
+
+
+def test_sub_groups_of_different_groups_at_once(pools: Pools) -> None:
+    """c10d would connect global ranks 0 and 5: all are told instead, before a group is made."""
+    for outcome in pools(8).run(_sub_groups_of_two_groups, timeout_s=DEADLINE_S):
+        assert outcome.kind == "ConfigMismatchError", outcome
+        assert "ranks [4, 5, 6, 7] ask for others" in outcome.text
+
+
+def _world_group_by_hand(name: str) -> dict[str, Any]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, agent), rank=rank, world_size=size)
+    try:
+        refused = attempt(ps.init_world_group, [0, 1], rank, "gloo")
+        everyone = ps.init_world_group(list(range(size)), rank, "gloo")
+        facts = {
+            "refused": refused.kind,
+            "same": everyone is ps.get_world_group(),
+            "ranks": whose(everyone),
+            "local": everyone.local_rank,
+            "nodes": attempt(ps.get_node_count).kind,
+        }
+        ps.initialize_model_parallel(2)
+        facts["tp"] = whose(ps.get_tp_group())
+        ps.destroy_distributed_environment()
+        return {**facts, "stays": dist.is_initialized()}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_group_by_hand(pools: Pools) -> None:
+    for rank, facts in enumerate(pools(4).run(_world_group_by_hand, f"by hand/{uuid.uuid4()}", timeout_s=DEADLINE_S)):
+        assert facts == {
+            "refused": "LayoutError",
+            "same": True,
+            "ranks": [0, 1, 2, 3],
+            "local": rank,
+            "nodes": "GroupNotInitializedError",
+            "tp": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "stays": True,
+        }
