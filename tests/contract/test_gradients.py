@@ -120,8 +120,8 @@ def _uneven_body(member: Member) -> None:
         (scatter, [(sum(lengths), 3)] * member.size),
         (average, [(3, sum(lengths))] * member.size),
     ]
-    # Rank a sends (a + b) % 3 rows to rank b; in a simulated group every rank gets what it sends.
-    table = [[1 if member.simulated else (a + b) % 3 for b in range(member.size)] for a in range(member.size)]
+    # Rank a sends (2 * a + b) % 3 rows to rank b; in a simulated group every rank gets what it sends.
+    table = [[1 if member.simulated else (2 * a + b) % 3 for b in range(member.size)] for a in range(member.size)]
     rows = Op(
         "all_to_all of rows",
         lambda n: (),

@@ -396,7 +396,27 @@ def exchange_both_ways() -> None:
         assert same(handle.wait(), {"large": torch.arange(LARGE)})
 
 
-@pytest.mark.parametrize("body", [isend_returns_first, irecv_returns_first, dropped_handles, exchange_both_ways])
+def handles_in_lists() -> None:
+    """As vLLM gives them: a list of handles to wait for, and a dict that is filled by then."""
+    group = ps.get_world_group()
+    values = {"x": torch.arange(5), "n": {"deep": torch.ones(2)}}
+    if group.rank_in_group == 0:
+        for sending in group.isend_tensor_dict(values, 1):
+            sending.wait()
+    else:
+        tensors, handles, postprocess = group.irecv_tensor_dict(0)
+        assert tensors == {}
+        for handle in handles:
+            handle.wait()
+        for step in postprocess:
+            step()
+        assert same(tensors, values)
+
+
+NON_BLOCKING = [isend_returns_first, irecv_returns_first, dropped_handles, exchange_both_ways, handles_in_lists]
+
+
+@pytest.mark.parametrize("body", NON_BLOCKING)
 def test_non_blocking(pools: Pools, body: Callable[[], None]) -> None:
     pools(2).run(body, tp=1, timeout_s=DEADLINE_S)
 
