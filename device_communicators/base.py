@@ -60,6 +60,8 @@ class GroupContext:
     """torch ProcessGroup for tensors of `device`; None in a simulated group."""
     cpu_group: Any = None
     """torch ProcessGroup (gloo) for CPU tensors and messages; the same object where `device` is the CPU."""
+    channel: int = 0
+    """How many groups took these process groups before: their transfers have other tags."""
     simulated: bool = False
     """True where all ranks but this one are imagined."""
     custom_all_reduce: bool = True
@@ -68,6 +70,19 @@ class GroupContext:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def key(self) -> str:
+        """What the ops are called with: the name, and the rank and size that the compiler's cached code depends on.
+
+        Caches of compiled code outlive processes and are shared by ranks; what isn't in an op's arguments isn't in
+        their keys.
+        """
+        return f"{self.name}@{self.rank}/{self.size}"
+
+    def tag(self, kind: int) -> int:
+        """The tag of transfers of a kind (0 … 3), apart from those of other groups over the same process groups."""
+        return 4 * self.channel + kind
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
@@ -174,10 +189,10 @@ class Communicator(ABC):
             self.ibroadcast_(flat, src).wait()
 
     def send(self, x: Tensor, dst: int) -> None:
-        self.isend(x.contiguous(), dst, 0).wait()
+        self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
-        self.irecv_(out, src, 0).wait()
+        self.irecv_(out, src, self.context.tag(0)).wait()
 
     # Flat operations: every tensor is contiguous, the group's dim is 0.
 

@@ -245,8 +245,8 @@ _NEXT_INDEX: dict[str, int] = {}
 
 
 def register_route(route: Route) -> None:
-    """Makes `route` known by its group's name; the caller keeps it alive."""
-    _ROUTES[route.context.name] = route
+    """Makes `route` known by its group's name and by its key; the caller keeps it alive."""
+    _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
     _KNOWN_NAMES.add(route.context.name)
 
 
@@ -257,13 +257,15 @@ def unique_name(stem: str) -> str:
     return f"{stem}:{index}"
 
 
-def find_route(name: str) -> Route:
-    """The route of the group called `name`; GroupDestroyedError or GroupNotInitializedError if there is none."""
-    route = _ROUTES.get(name)
+def find_route(key: str) -> Route:
+    """The route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
+    route = _ROUTES.get(key)
     if route is not None:
         return route
+    name = key.partition("@")[0]
     if name in _KNOWN_NAMES:
         raise GroupDestroyedError(f"group {name!r} was destroyed; take the group anew from its getter")
+    known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
-        f"there is no group {name!r}; this process has {sorted(_ROUTES)}. Call initialize_model_parallel first"
+        f"there is no group {name!r}; this process has {known}. Call initialize_model_parallel first"
     )

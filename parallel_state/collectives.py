@@ -25,7 +25,7 @@ class TensorCollectives:
     """The tensor half of `GroupCoordinator`."""
 
     context: GroupContext
-    unique_name: str
+    _key: str
     world_size: int
     rank_in_group: int
     device: torch.device
@@ -41,7 +41,7 @@ class TensorCollectives:
         checks.check_reduce_op(self.context, "all_reduce", op)
         if self.world_size == 1:
             return x
-        return _OPS.all_reduce(x, self._token, op, self.unique_name)
+        return _OPS.all_reduce(x, self._token, op, self._key)
 
     def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
         """As all_reduce, in place; returns `x`."""
@@ -49,7 +49,7 @@ class TensorCollectives:
         checks.check_writable(self.context, "all_reduce_", x)
         checks.check_reduce_op(self.context, "all_reduce_", op)
         if self.world_size > 1:
-            _OPS.all_reduce_(x, self._token, op, self.unique_name)
+            _OPS.all_reduce_(x, self._token, op, self._key)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -61,7 +61,7 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
         if self.world_size == 1:
             return x if x.dim() else x.reshape(1)
-        return _OPS.all_gather(x, self._token, dim, self.unique_name)
+        return _OPS.all_gather(x, self._token, dim, self._key)
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order, as views of one new tensor."""
@@ -78,7 +78,7 @@ class TensorCollectives:
         checks.check_total(self.context, "all_gatherv", "sizes[this rank]", sizes[self.rank_in_group], x, dim)
         if self.world_size == 1:
             return x
-        return _OPS.all_gatherv(x, self._token, dim, list(sizes), self.unique_name)
+        return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
     def reduce_scatter(self, x: Tensor, dim: int = -1, op: str = "sum") -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
@@ -88,7 +88,7 @@ class TensorCollectives:
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
         if self.world_size == 1:
             return x
-        return _OPS.reduce_scatter(x, self._token, dim, op, self.unique_name)
+        return _OPS.reduce_scatter(x, self._token, dim, op, self._key)
 
     def reduce_scatterv(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: str = "sum") -> Tensor:
         """As reduce_scatter with slices of `sizes`; every rank passes the same `sizes`."""
@@ -101,7 +101,7 @@ class TensorCollectives:
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
         if self.world_size == 1:
             return x
-        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self.unique_name)
+        return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """As all_gather on rank `dst`; None on the others. No gradient."""
@@ -110,7 +110,7 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "gather", x, dim)
         if self.world_size == 1:
             return x if x.dim() else x.reshape(1)
-        gathered = _OPS.gather(x, self._token, dim, dst, self.unique_name)
+        gathered = _OPS.gather(x, self._token, dim, dst, self._key)
         return gathered if self.rank_in_group == dst else None
 
     def scatter(
@@ -146,9 +146,7 @@ class TensorCollectives:
                 )
             if self.world_size == 1:
                 return x
-        return _OPS.scatter(
-            x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self.unique_name
-        )
+        return _OPS.scatter(x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self._key)
 
     def _tell_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
         """Size and dtype of a slice, told by `src`; an `x` that can't be cut raises on every rank."""
@@ -197,11 +195,11 @@ class TensorCollectives:
             return x
         if scatter_dim == 0 and gather_dim == 0:
             splits = [x.shape[0] // size] * size
-            return _OPS.all_to_all(x, self._token, splits, splits, self.unique_name)
+            return _OPS.all_to_all(x, self._token, splits, splits, self._key)
         shape = list(x.shape)
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
-        received = _OPS.all_to_all(blocks, self._token, [1] * size, [1] * size, self.unique_name)
+        received = _OPS.all_to_all(blocks, self._token, [1] * size, [1] * size, self._key)
         # Where the dims are 1 long, flatten gives a view of other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
@@ -223,7 +221,7 @@ class TensorCollectives:
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
         if self.world_size == 1:
             return x
-        return _OPS.all_to_all(x, self._token, list(outputs), list(inputs), self.unique_name)
+        return _OPS.all_to_all(x, self._token, list(outputs), list(inputs), self._key)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
@@ -231,7 +229,7 @@ class TensorCollectives:
         checks.check_rank(self.context, "broadcast", "src", src)
         if self.world_size == 1:
             return x
-        return _OPS.broadcast(x, self._token, src, self.unique_name)
+        return _OPS.broadcast(x, self._token, src, self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """As broadcast, in place; returns `x`."""
@@ -239,7 +237,7 @@ class TensorCollectives:
         checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
         if self.world_size > 1:
-            _OPS.broadcast_(x, self._token, src, self.unique_name)
+            _OPS.broadcast_(x, self._token, src, self._key)
         return x
 
     def send(self, x: Tensor, dst: int | None = None) -> None:
@@ -247,7 +245,7 @@ class TensorCollectives:
         checks.check_tensor(self.context, "send", x)
         dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
         checks.check_peer(self.context, "send", "dst", dst)
-        _OPS.send(x, self._token, dst, self.unique_name)
+        _OPS.send(x, self._token, dst, self._key)
 
     def recv(
         self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
@@ -261,9 +259,9 @@ class TensorCollectives:
         checks.check_lengths(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)
         device = self.device if device is None else device
-        return _OPS.recv(self._token, list(size), dtype, device, src, self.unique_name)
+        return _OPS.recv(self._token, list(size), dtype, device, src, self._key)
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""
         if self.world_size > 1:
-            _OPS.barrier(self._token, self.unique_name)
+            _OPS.barrier(self._token, self._key)

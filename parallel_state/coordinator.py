@@ -47,6 +47,7 @@ class GroupCoordinator(TensorCollectives):
     ) -> None:
         self.context = context
         self.unique_name = context.name
+        self._key = context.key
         self.ranks = list(context.ranks)
         self.rank = context.ranks[context.rank]
         self.rank_in_group = context.rank
@@ -346,6 +347,7 @@ def create_group(
             timeout_s=timeout_s,
             device_group=taken[0].process_group,
             cpu_group=taken[-1].process_group,
+            channel=max(acquired.channel for acquired in taken),
             custom_all_reduce=custom_all_reduce,
         )
         return GroupCoordinator(

@@ -36,6 +36,8 @@ class Acquired:
     process_group: Any
     """This rank's torch ProcessGroup; None where its list has one rank."""
     keys: tuple[_Key, ...]
+    channel: int
+    """How many others took one of these groups before."""
 
 
 class ProcessGroupPool:
@@ -49,6 +51,7 @@ class ProcessGroupPool:
         default_key = (tuple(range(self.world_size)), self.default_backend, timeout_s)
         self._groups: dict[_Key, Any] = {default_key: dist.group.WORLD}
         self._users: dict[_Key, int] = {default_key: 1}  # the default group is not the pool's to destroy
+        self._taken: Counter[_Key] = Counter()
         self._alone: dict[str, Any] = {}
         self._made = 0
         self._closed = False
@@ -70,7 +73,9 @@ class ProcessGroupPool:
                 self._users[key] = 0
                 self._made += 1
             self._users[key] += 1
-        return Acquired(self._groups.get((tuple(rank_lists[mine]), backend, timeout_s)), tuple(keys))
+        channel = max((self._taken[key] for key in keys), default=0)
+        self._taken.update(keys)
+        return Acquired(self._groups.get((tuple(rank_lists[mine]), backend, timeout_s)), tuple(keys), channel)
 
     def release(self, acquired: Acquired) -> None:
         """Destroys the groups that nobody uses any more. Every rank of the world calls it."""

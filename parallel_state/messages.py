@@ -21,9 +21,9 @@ from device_communicators.routing import Handle, Route
 from parallel_state import codec, wire
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
 
-# Tag 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one may be posted
-# before the body of this one arrives, and would take it in.
-_FRAME_TAG, _BODY_TAG = 1, 2
+# Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
+# may be posted before the body of this one arrives, and would take it in.
+_FRAME, _BODY = 1, 2
 _SENT, _RECEIVED, _BROADCAST, _GATHERED = "send_message", "recv_message", "broadcast_message", "all_gather_message"
 """Under which names messages are counted: one call each, however many transfers it takes."""
 _MAX_UNWAITED_SENDS = 256
@@ -65,7 +65,8 @@ class ReceiveHandle:
         self._src = src
         self._all_gather_group = all_gather_group
         self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        self._frame_handle = messenger.route.start("irecv_", self._frame, src, _FRAME_TAG, part_of=_RECEIVED)
+        tag = messenger.route.context.tag(_FRAME)
+        self._frame_handle = messenger.route.start("irecv_", self._frame, src, tag, part_of=_RECEIVED)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -134,16 +135,15 @@ class ReceiveHandle:
         header = messenger.read_header(self._frame, src)
         rest = wire.rest_buffer(header)
         if rest is not None:
-            messenger.route.start("irecv_", rest, src, _BODY_TAG, part_of=_RECEIVED).wait()
+            messenger.route.start("irecv_", rest, src, messenger.route.context.tag(_BODY), part_of=_RECEIVED).wait()
         self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
         self._check_slices(header)
         self._tensors = [
             messenger.allocate(metadata, src, header.slices if sliced else 1)
             for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
         ]
-        self._parts = [
-            messenger.route.start("irecv_", tensor, src, _BODY_TAG, part_of=_RECEIVED) for tensor in self._tensors
-        ]
+        body = messenger.route.context.tag(_BODY)
+        self._parts = [messenger.route.start("irecv_", x, src, body, part_of=_RECEIVED) for x in self._tensors]
         for part, tensor in zip(self._parts, self._tensors, strict=True):
             if tensor.device.type == "cpu":  # others in wait(): on the caller's stream, not on this thread's
                 part.wait()
@@ -189,11 +189,13 @@ class Messenger:
             all_gather_group=all_gather_group,
             all_gather_tensors=all_gather_tensors,
         )
-        pieces = [(outgoing.frame, _FRAME_TAG)]
+        pieces = [(outgoing.frame, _FRAME)]
         if outgoing.rest is not None:
-            pieces.append((outgoing.rest, _BODY_TAG))
-        pieces += [(tensor, _BODY_TAG) for tensor in outgoing.tensors]
-        handle = SendHandle(self, [self.route.start("isend", piece, dst, tag, part_of=_SENT) for piece, tag in pieces])
+            pieces.append((outgoing.rest, _BODY))
+        pieces += [(tensor, _BODY) for tensor in outgoing.tensors]
+        context = self.route.context
+        parts = [self.route.start("isend", piece, dst, context.tag(kind), part_of=_SENT) for piece, kind in pieces]
+        handle = SendHandle(self, parts)
         self.route.count(_SENT)
         self._keep(handle)
         if outgoing.error is not None:

@@ -259,7 +259,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
     def kernel(x: Tensor | None, *args: Any) -> Any:
         if x is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise InvalidArgumentError(
-                f"{name} on group {args[-1]!r} has no forward-mode gradient, but its input has a tangent; "
+                f"{name} on {find_route(args[-1]).context} has no forward-mode gradient, but its input has a tangent; "
                 "use reverse mode, or pass the primal alone"
             )
         if x is None or not (x.requires_grad and torch.is_grad_enabled()):
@@ -271,8 +271,8 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
         # The reduce op of those that have one stands before the group's name.
         if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
             raise InvalidArgumentError(
-                f"{name} on group {args[-1]!r} has no gradient for these arguments, but its input requires one; "
-                f"{advice}, or call it under torch.no_grad()"
+                f"{name} on {find_route(args[-1]).context} has no gradient for these arguments, but its input "
+                f"requires one; {advice}, or call it under torch.no_grad()"
             )
         return _Differentiable.apply(op, formula, x, *args)
 

@@ -11,7 +11,7 @@ from tests.workers import WorkerPool
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], WorkerPool]]:
-    """`pools(4)` is the pool of four ranks; it starts with its first use. At most two pools stay alive."""
+    """`pools(4)` is the pool of four ranks; it starts with its first use."""
     made: dict[int, WorkerPool] = {}
 
     def pool(world_size: int) -> WorkerPool:

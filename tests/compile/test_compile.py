@@ -260,3 +260,26 @@ def _use_body() -> None:
 
 def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], WorkerPool]) -> None:
     pools(2).run(_use_body, tp=2, timeout_s=120)
+
+
+def _cached_body(backend: str) -> None:
+    """Twice, the second time from the cache that all ranks share: each must get its own rank's code."""
+    tp = ps.get_tp_group()
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: tp.broadcast(x * 2, 1).square().sum(), fullgraph=True, backend=backend)
+        x = (torch.arange(6.0) + tp.rank_in_group).requires_grad_()
+        compiled(x).backward()
+        if tp.rank_in_group == 1:
+            assert x.grad is not None
+            torch.testing.assert_close(x.grad, 8 * tp.world_size * x.detach())
+        else:
+            assert x.grad is not None
+            assert not x.grad.any()
+        wide = torch.compile(lambda x: tp.all_gather(x + 1, -1) * 2, fullgraph=True, backend=backend)
+        assert wide(torch.ones(3, 4)).shape == (3, 4 * tp.world_size)
+
+
+def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[int], WorkerPool]) -> None:
+    for world_size in (2, 4):
+        pools(world_size).run(_cached_body, "inductor", tp=world_size, timeout_s=300)

@@ -25,8 +25,6 @@ def _body(member: Member) -> None:
     for dtype, form in EVERY_DTYPE + EVERY_FORM:
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
-        if not member.carries("all_gather", x, None, True):
-            continue
         for dim in form.dims:
             with member.case(f"{dtype} {form} along dim {dim}"):
                 unchanged = Unchanged(x)
@@ -53,8 +51,6 @@ def _list_body(member: Member) -> None:
     for dtype, form in EVERY_DTYPE + EVERY_FORM:
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
-        if not member.carries("all_gather", x, None, True):
-            continue
         with member.case(f"{dtype} {form}"):
             unchanged = Unchanged(x)
             found = member.group.all_gather_to_list(x)
@@ -86,8 +82,6 @@ def _v_body(member: Member) -> None:
                     )
                 )
                 x = xs[member.rank]
-                if not member.carries("all_gatherv", x, None, True):
-                    continue
                 with member.case(f"{dtype} {shape} along dim {dim}, sizes {sizes}"):
                     unchanged = Unchanged(x)
                     found = member.group.all_gatherv(x, dim, sizes)

@@ -30,8 +30,6 @@ def _body(member: Member) -> None:
             form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
             xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
             x = xs[member.rank]
-            if not member.carries("all_to_all", x, None, True):
-                continue
             for gather_dim in part.dims:
                 with member.case(f"{dtype} {form} scattered along {scatter_dim}, gathered along {gather_dim}"):
                     unchanged = Unchanged(x)
@@ -60,8 +58,6 @@ def _rows_body(member: Member, pattern: str) -> None:
                     )
                 )
                 x = xs[member.rank]
-                if not member.carries("all_to_all", x, None, True):
-                    continue
                 with member.case(f"{dtype}, {inputs} rows of {columns} {layout}, for {outputs}"):
                     expected = joined(
                         [

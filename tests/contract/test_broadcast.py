@@ -18,8 +18,6 @@ def _body(member: Member) -> None:
         for dtype, form in EVERY_DTYPE + EVERY_FORM:
             xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
             x = xs[member.rank]
-            if not member.carries("broadcast", x, None, True):
-                continue
             with member.case(f"{dtype} {form} from rank {src}"):
                 unchanged = Unchanged(x)
                 found = member.group.broadcast(x, src)
@@ -38,7 +36,7 @@ def _in_place_body(member: Member) -> None:
         for dtype, form in EVERY_DTYPE + EVERY_FORM:
             xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
             x = xs[member.rank]
-            if form.layout == "expanded" or not member.carries("broadcast_", x, None, True):
+            if form.layout == "expanded":
                 continue
             with member.case(f"in place, {dtype} {form} from rank {src}"):
                 expected = xs[src].clone()

@@ -16,8 +16,6 @@ def _body(member: Member) -> None:
         for dtype, form in EVERY_DTYPE + EVERY_FORM:
             xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
             x = xs[member.rank]
-            if not member.carries("gather", x, None, True):
-                continue
             for dim in form.dims:
                 with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
                     unchanged = Unchanged(x)

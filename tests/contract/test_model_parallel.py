@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt
+from parallel_state import state
+from tests.contract.attempts import Outcome, attempt, environment
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -122,6 +123,39 @@ def test_a_rank_that_never_divides_the_world(pools: Pools) -> None:
         assert outcome.kind in ("CollectiveTimeoutError", "PeerDiedError"), outcome
         assert "world" in outcome.text
         assert outcome.seconds < 2 + SOON_S
+
+
+def _one_rank_fails_at_the_end() -> tuple[Outcome, list[Outcome]]:
+    ps.init_distributed_environment()
+    if ps.get_rank() == 3:
+        state.startup.closing_barrier = _fail  # type: ignore[assignment]
+    try:
+        with environment(PARALLEL_STATE_BARRIER_TIMEOUT_S="1"):
+            made = attempt(ps.initialize_model_parallel, 2)
+    finally:
+        state.startup.closing_barrier = _closing_barrier
+    found = [attempt(getattr(ps, f"get_{axis}_group")) for axis in ("tp", "pp", "dp")]
+    ps.destroy_distributed_environment()
+    return made, found
+
+
+_closing_barrier = state.startup.closing_barrier
+
+
+def _fail(world: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_rank_that_fails_at_the_end_of_the_division(pools: Pools) -> None:
+    """It doesn't come to the closing barrier: the others say what may have happened, and nobody keeps groups."""
+    for rank, (made, found) in enumerate(pools(4).run(_one_rank_fails_at_the_end, timeout_s=DEADLINE_S)):
+        if rank == 3:
+            assert made.kind == "ZeroDivisionError"
+        else:
+            assert made.kind == "CommunicationError", made
+            assert all(part in made.text for part in ("closing barrier within 1 s", f"rank {rank} ", "Likely"))
+            assert made.seconds < 1 + SOON_S
+        assert {outcome.kind for outcome in found} == {"GroupNotInitializedError"}
 
 
 def _ensure() -> dict[str, Outcome]:

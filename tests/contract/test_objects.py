@@ -681,7 +681,7 @@ def hostile_frame(what: str, way: str) -> None:
         frame = garbage()[what]
         if group.rank_in_group == 0:
             if way == "send":
-                group.route.start("isend", frame, 1, FRAME_TAG).wait()
+                group.route.start("isend", frame, 1, group.context.tag(FRAME_TAG)).wait()
             elif way == "broadcast":
                 group.route.start("ibroadcast_", frame, 0).wait()
             else:  # and as many bytes after it as it tells of
@@ -734,7 +734,7 @@ def false_reference(way: str) -> None:
             outgoing.frame[last - 5] = 7  # the body ends with the tensor's index, four bytes, and its cut flag
             pieces = [outgoing.frame, *outgoing.tensors]
             if way == "send":
-                tags = [FRAME_TAG, BODY_TAG]
+                tags = [group.context.tag(FRAME_TAG), group.context.tag(BODY_TAG)]
                 parts = [group.route.start("isend", x, 1, tag) for x, tag in zip(pieces, tags, strict=True)]
             else:
                 parts = [group.route.start("ibroadcast_", piece, 0) for piece in pieces]
@@ -762,7 +762,7 @@ def no_room() -> None:
             table = to_msgpack([["float32", shape, "cpu"]])
             body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
             frame, _ = wire._frame(wire.Header(0, 0, 1, len(body), 4 << 45), body)
-            group.route.start("isend", frame, 1, FRAME_TAG).wait()
+            group.route.start("isend", frame, 1, group.context.tag(FRAME_TAG)).wait()
             return
         with pytest.raises(
             ps.CommunicationError, match=rf"rank 0 of group .* no room on cpu for .*{shape[0]}"
@@ -886,3 +886,18 @@ def test_a_handle_keeps_its_error() -> None:
         assert raised.value.__cause__ is work.error
     assert handle.is_completed()
     assert len(work.waited_by) == 1
+
+
+def on_two_groups_of_the_same_ranks() -> None:
+    world, tp = ps.get_world_group(), ps.get_tp_group()
+    assert tp.device_group is world.device_group, "equal rank sets share a process group"
+    if tp.rank_in_group == 0:
+        for handle in [world.isend_object("world", 1), tp.isend_object("tp", 1)]:
+            handle.wait()
+    else:
+        assert tp.recv_object(0) == "tp"
+        assert world.recv_object(0) == "world"
+
+
+def test_groups_that_share_process_groups_keep_their_messages_apart(pools: Pools) -> None:
+    pools(2).run(on_two_groups_of_the_same_ranks, tp=2, timeout_s=DEADLINE_S)

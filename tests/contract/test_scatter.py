@@ -30,8 +30,6 @@ def _body(member: Member, told: str) -> None:
             for dim in part.dims:
                 form = Form(multiplied(part.shape, dim, member.size), part.layout)
                 x = any_bytes(form, dtype, src)
-                if not member.carries("scatter", x.new_empty(part.shape), None, True):
-                    continue
                 with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):
                     given = x if member.rank == src else None
                     unchanged = Unchanged(x)
