@@ -61,7 +61,7 @@ class GroupContext:
     cpu_group: Any = None
     """torch ProcessGroup (gloo) for CPU tensors and messages; the same object where `device` is the CPU."""
     channel: int = 0
-    """How many groups took these process groups before: their transfers have other tags."""
+    """Tells the users of one process group apart: their transfers have other tags."""
     simulated: bool = False
     """True where all ranks but this one are imagined."""
     custom_all_reduce: bool = True

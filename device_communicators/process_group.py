@@ -180,6 +180,8 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 def _reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
+    if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
+        return x.float(), reduce_op, x
     if x.dtype in _NATIVE:
         return x, reduce_op, None
     if x.dtype == torch.bool:

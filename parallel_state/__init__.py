@@ -59,6 +59,7 @@ from parallel_state.aliases import (
     is_initialized,
     is_pipeline_first_stage,
     is_pipeline_last_stage,
+    is_unitialized,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
     tensor_model_parallel_gather,
@@ -69,6 +70,7 @@ from parallel_state.capture import (
     graph_capture,
 )
 from parallel_state.codec_types import (
+    is_registered,
     register_type,
 )
 from parallel_state.coordinator import (
@@ -87,6 +89,7 @@ from parallel_state.layout import (
 from parallel_state.messages import (
     ReceiveHandle,
     SendHandle,
+    TensorHandle,
 )
 from parallel_state.parallel_groups import (
     ParallelGroups,
@@ -95,10 +98,12 @@ from parallel_state.parallel_groups import (
     try_get_current_groups,
 )
 from parallel_state.regions import (
+    all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
@@ -139,10 +144,13 @@ from parallel_state.tensor_dict import (
     TensorDictSpec,
 )
 from parallel_state.utilities import (
+    divide,
+    get_pp_indices,
     local_master_first,
     master_first,
     read_file_dist,
     set_random_seed,
+    split_tensor_along_last_dim,
     unwrap_dist,
 )
 
@@ -173,8 +181,10 @@ __all__ = [
     "SendHandle",
     "SettingError",
     "TensorDictSpec",
+    "TensorHandle",
     "UnsupportedError",
     "UsageError",
+    "all_gather_last_dim_from_tensor_parallel_region",
     "broadcast_tensor_dict",
     "cleanup_dist_env_and_memory",
     "copy_to_tensor_model_parallel_region",
@@ -182,6 +192,7 @@ __all__ = [
     "current_groups",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "divide",
     "ensure_model_parallel_initialized",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
@@ -203,6 +214,7 @@ __all__ = [
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_world_size",
     "get_pp_group",
+    "get_pp_indices",
     "get_rank",
     "get_tensor_model_parallel_global_ranks",
     "get_tensor_model_parallel_group",
@@ -224,6 +236,8 @@ __all__ = [
     "is_pipeline_first_stage",
     "is_pipeline_last_stage",
     "is_rank_zero",
+    "is_registered",
+    "is_unitialized",
     "launch",
     "local_master_first",
     "master_first",
@@ -231,6 +245,7 @@ __all__ = [
     "patch_tensor_parallel_group",
     "read_file_dist",
     "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
     "register_type",
     "scatter_to_sequence_parallel_region",
@@ -239,6 +254,7 @@ __all__ = [
     "set_random_seed",
     "simulate",
     "simulated_group",
+    "split_tensor_along_last_dim",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
     "tensor_model_parallel_gather",

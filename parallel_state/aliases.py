@@ -6,8 +6,11 @@ Where Megatron's `get_…_group` returns a torch ProcessGroup, these return the 
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallel_state.coordinator import GroupCoordinator
@@ -132,6 +135,11 @@ def get_rank() -> int:
     return get_world_group().rank
 
 
+def is_unitialized() -> bool:
+    """Megatron's name, in its spelling, for "the groups are not there"."""
+    return not model_parallel_is_initialized()
+
+
 def is_initialized() -> bool:
     """Megatron's name for model_parallel_is_initialized."""
     return model_parallel_is_initialized()
@@ -162,7 +170,13 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src) if model_parallel_is_initialized() else tensor_dict
 
 
-def cleanup_dist_env_and_memory() -> None:
-    """Both destroys, as vLLM's tests call them."""
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Both destroys, then frees what memory nobody holds, as vLLM's tests call it. Ray, if it is loaded, on demand."""
     destroy_model_parallel()
     destroy_distributed_environment()
+    ray = sys.modules.get("ray")
+    if shutdown_ray and ray is not None:
+        ray.shutdown()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -182,7 +182,7 @@ class Encoder:
             raise RefusedError(
                 what,
                 "convert it, register its class (dataclass, enum, Struct or named tuple) on every rank with "
-                "parallel_state.register_type(cls), or give the call or its group allow_pickle=True on every rank",
+                "parallel_state.register_type(cls), or give its group allow_pickle=True on every rank",
             )
         try:
             return Ext(_PICKLED, pickle.dumps(value, protocol=5))

@@ -10,12 +10,14 @@ All of it works under torch.compile(fullgraph=True). Gradients: see `ops`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError, RemoteError
+from device_communicators.routing import Route
 from parallel_state import checks, ops  # noqa: F401  (ops registers torch.ops.parallel_state)
 
 _OPS = torch.ops.parallel_state
@@ -30,6 +32,16 @@ class TensorCollectives:
     rank_in_group: int
     device: torch.device
     _token: Tensor
+    _destroyed: bool
+    route: Route
+
+    def _ends_here(self) -> bool:
+        """Whether the call has nobody to go to: in a group of one rank."""
+        if self.world_size > 1:
+            return False
+        if self._destroyed:
+            self.route.check_usable()  # raises
+        return True
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
@@ -39,7 +51,7 @@ class TensorCollectives:
         """
         checks.check_tensor(self.context, "all_reduce", x)
         checks.check_reduce_op(self.context, "all_reduce", op)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.all_reduce(x, self._token, op, self._key)
 
@@ -48,7 +60,7 @@ class TensorCollectives:
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
         checks.check_reduce_op(self.context, "all_reduce_", op)
-        if self.world_size > 1:
+        if not self._ends_here():
             _OPS.all_reduce_(x, self._token, op, self._key)
         return x
 
@@ -59,7 +71,7 @@ class TensorCollectives:
         """
         checks.check_tensor(self.context, "all_gather", x)
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
-        if self.world_size == 1:
+        if self._ends_here():
             return x if x.dim() else x.reshape(1)
         return _OPS.all_gather(x, self._token, dim, self._key)
 
@@ -76,7 +88,7 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "all_gatherv", x, dim)
         checks.check_sizes(self.context, "all_gatherv", "sizes", sizes)
         checks.check_total(self.context, "all_gatherv", "sizes[this rank]", sizes[self.rank_in_group], x, dim)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
@@ -86,7 +98,7 @@ class TensorCollectives:
         checks.check_reduce_op(self.context, "reduce_scatter", op)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.reduce_scatter(x, self._token, dim, op, self._key)
 
@@ -99,7 +111,7 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "reduce_scatterv", x, dim)
         checks.check_sizes(self.context, "reduce_scatterv", "sizes", sizes)
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
 
@@ -108,7 +120,7 @@ class TensorCollectives:
         checks.check_tensor(self.context, "gather", x)
         checks.check_rank(self.context, "gather", "dst", dst)
         dim = checks.normal_dim(self.context, "gather", x, dim)
-        if self.world_size == 1:
+        if self._ends_here():
             return x if x.dim() else x.reshape(1)
         gathered = _OPS.gather(x, self._token, dim, dst, self._key)
         return gathered if self.rank_in_group == dst else None
@@ -129,10 +141,14 @@ class TensorCollectives:
         """
         checks.check_rank(self.context, "scatter", "src", src)
         is_src = self.rank_in_group == src
-        if is_src:
-            checks.check_tensor(self.context, "scatter", x)
+        if (size is None) != (dtype is None):
+            raise InvalidArgumentError(
+                f"scatter on {self.context} takes both size and dtype, or neither, on every rank"
+            )
         if size is None or dtype is None:
             size, dtype = self._tell_slice(x, src, dim)
+        elif is_src:
+            checks.check_tensor(self.context, "scatter", x)
         checks.check_lengths(self.context, "scatter", "size", size)
         checks.check_dtype(self.context, "scatter", dtype)
         dim = checks.normal_dim_of(self.context, "scatter", len(size), dim)
@@ -144,7 +160,7 @@ class TensorCollectives:
                     f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
                     f"but are {list(size)} and {dtype}"
                 )
-            if self.world_size == 1:
+            if self._ends_here():
                 return x
         return _OPS.scatter(x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self._key)
 
@@ -152,11 +168,13 @@ class TensorCollectives:
         """Size and dtype of a slice, told by `src`; an `x` that can't be cut raises on every rank."""
         told: object = None
         wrong: InvalidArgumentError | None = None
-        if x is not None and self.rank_in_group == src:
+        if self.rank_in_group == src:
             try:
-                dim = checks.normal_dim(self.context, "scatter", x, dim)
-                checks.check_divisible(self.context, "scatter", x, dim)
-                told = [n // self.world_size if i == dim else n for i, n in enumerate(x.shape)], x.dtype
+                checks.check_tensor(self.context, "scatter", x)
+                whole = cast(Tensor, x)
+                dim = checks.normal_dim(self.context, "scatter", whole, dim)
+                checks.check_divisible(self.context, "scatter", whole, dim)
+                told = [n // self.world_size if i == dim else n for i, n in enumerate(whole.shape)], whole.dtype
             except InvalidArgumentError as error:
                 told = str(error)
                 wrong = error
@@ -191,7 +209,7 @@ class TensorCollectives:
             return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
         checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
         size = self.world_size
-        if size == 1:
+        if self._ends_here():
             return x
         if scatter_dim == 0 and gather_dim == 0:
             splits = [x.shape[0] // size] * size
@@ -219,7 +237,7 @@ class TensorCollectives:
         checks.check_sizes(self.context, "all_to_all", "input_split_sizes", inputs)
         checks.check_sizes(self.context, "all_to_all", "output_split_sizes", outputs)
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.all_to_all(x, self._token, list(outputs), list(inputs), self._key)
 
@@ -227,7 +245,7 @@ class TensorCollectives:
         """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
         checks.check_tensor(self.context, "broadcast", x)
         checks.check_rank(self.context, "broadcast", "src", src)
-        if self.world_size == 1:
+        if self._ends_here():
             return x
         return _OPS.broadcast(x, self._token, src, self._key)
 
@@ -236,7 +254,7 @@ class TensorCollectives:
         checks.check_tensor(self.context, "broadcast_", x)
         checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
-        if self.world_size > 1:
+        if not self._ends_here():
             _OPS.broadcast_(x, self._token, src, self._key)
         return x
 
@@ -263,5 +281,5 @@ class TensorCollectives:
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""
-        if self.world_size > 1:
+        if not self._ends_here():
             _OPS.barrier(self._token, self._key)

@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
-from device_communicators.routing import Traffic, register_route, unique_name
+from device_communicators.routing import Handle, Traffic, register_route, unique_name
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
 from parallel_state.collectives import TensorCollectives
 from parallel_state.groups import Acquired, ProcessGroupPool
 from parallel_state.layout import position_in
-from parallel_state.messages import Messenger, ReceiveHandle, SendHandle
+from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
 from parallel_state.ops import ordering_token
 from parallel_state.tensor_dict import TensorDictSpec
 from parallel_state.wire import AllGatherGroup
@@ -48,6 +49,7 @@ class GroupCoordinator(TensorCollectives):
         self.context = context
         self.unique_name = context.name
         self._key = context.key
+        self._destroyed = False
         self.ranks = list(context.ranks)
         self.rank = context.ranks[context.rank]
         self.rank_in_group = context.rank
@@ -110,13 +112,30 @@ class GroupCoordinator(TensorCollectives):
         return self.device_group
 
     def _process_group(self, group: Any, backend: str) -> Any:
+        if self._destroyed:
+            self.route.check_usable()  # raises
         if group is not None:
             return group
-        self.route.check_usable()
         if self.pool is None:
             raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
         # Never None for one rank: torch.distributed takes group=None for the whole world.
         return self.pool.alone(backend, self.context.timeout_s)
+
+    # Tensors, without waiting.
+
+    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
+        """As send without waiting. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
+        checks.check_tensor(self.context, "isend", x)
+        dst = self._destination("isend", dst)
+        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
+
+    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
+        """As recv without waiting: `wait()` gives the tensor. Not for compiled code."""
+        checks.check_lengths(self.context, "irecv", "size", size)
+        checks.check_dtype(self.context, "irecv", dtype)
+        src = self._source("irecv", src)
+        out = torch.empty(size, dtype=dtype, device=self.device)
+        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
 
     # Objects.
 
@@ -126,17 +145,18 @@ class GroupCoordinator(TensorCollectives):
         Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
         """
         checks.check_rank(self.context, "broadcast_object", "src", src)
-        return obj if self.world_size == 1 else self._messenger.broadcast(obj, src)
+        return obj if self._ends_here() else self._messenger.broadcast(obj, src)
 
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
-        if self.world_size > 1:
+        if not self._ends_here():
             received = self._messenger.broadcast(obj_list, src, must_be=list)
-            if len(received) != len(obj_list):
+            if not isinstance(obj_list, list) or len(received) != len(obj_list):
+                found = f"has {len(obj_list)}" if isinstance(obj_list, list) else f"is a {type(obj_list).__name__}"
                 raise InvalidArgumentError(
-                    f"obj_list of broadcast_object_list on {self.context} must be as long as rank {src}'s, "
-                    f"{len(received)}, but has {len(obj_list)}"
+                    f"obj_list of broadcast_object_list on {self.context} must be a list as long as rank {src}'s, "
+                    f"{len(received)}, but {found}"
                 )
             obj_list[:] = received
         return obj_list
@@ -151,7 +171,7 @@ class GroupCoordinator(TensorCollectives):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order, on every rank."""
-        return [obj] if self.world_size == 1 else self._messenger.all_gather(obj)
+        return [obj] if self._ends_here() else self._messenger.all_gather(obj)
 
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
@@ -182,7 +202,7 @@ class GroupCoordinator(TensorCollectives):
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         if spec is not None:
             return by_spec.broadcast(self, tensor_dict, src, spec)
-        if self.world_size == 1:
+        if self._ends_here():
             return _own(tensor_dict)
         return self._messenger.broadcast(tensor_dict, src, must_be=dict)
 
@@ -283,6 +303,7 @@ class GroupCoordinator(TensorCollectives):
             local_rank=self.local_rank,
             backend=self.backend,
             timeout_s=self.context.timeout_s,
+            allow_pickle=self._messenger.allow_pickle,
         )
         return group if self.rank in inside else None
 
@@ -296,8 +317,9 @@ class GroupCoordinator(TensorCollectives):
 
     def destroy(self) -> None:
         """Ends the group on this rank; every rank of the world calls it for its group. Twice is fine."""
-        if self.route.closed:
+        if self._destroyed:
             return
+        self._destroyed = True
         self._messenger.close()
         self.route.close()
         if self.pool is not None:

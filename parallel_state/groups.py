@@ -37,7 +37,7 @@ class Acquired:
     """This rank's torch ProcessGroup; None where its list has one rank."""
     keys: tuple[_Key, ...]
     channel: int
-    """How many others took one of these groups before."""
+    """A number that no other user of one of these groups has: their transfers have other tags."""
 
 
 class ProcessGroupPool:
@@ -51,7 +51,7 @@ class ProcessGroupPool:
         default_key = (tuple(range(self.world_size)), self.default_backend, timeout_s)
         self._groups: dict[_Key, Any] = {default_key: dist.group.WORLD}
         self._users: dict[_Key, int] = {default_key: 1}  # the default group is not the pool's to destroy
-        self._taken: Counter[_Key] = Counter()
+        self._channels: dict[_Key, int] = {}  # the next one that no user of the group has had
         self._alone: dict[str, Any] = {}
         self._made = 0
         self._closed = False
@@ -73,8 +73,8 @@ class ProcessGroupPool:
                 self._users[key] = 0
                 self._made += 1
             self._users[key] += 1
-        channel = max((self._taken[key] for key in keys), default=0)
-        self._taken.update(keys)
+        channel = max((self._channels.get(key, 0) for key in keys), default=0)
+        self._channels.update(dict.fromkeys(keys, channel + 1))
         return Acquired(self._groups.get((tuple(rank_lists[mine]), backend, timeout_s)), tuple(keys), channel)
 
     def release(self, acquired: Acquired) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from device_communicators import settings
 from device_communicators.errors import RendezvousError
+from parallel_state.rendezvous import listen_on
 
 if TYPE_CHECKING:
     from parallel_state.launch import LaunchConfig
@@ -82,24 +83,18 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 def _listen(config: LaunchConfig) -> socket.socket:
     address, port = config.master_addr, config.preferred_port or config.master_port
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections in TIME_WAIT don't matter
+    backlog = (config.world_size or 1) + 16
     try:
         try:
-            listener.bind(where)
+            return listen_on(address, port, backlog)
         except OSError as error:
             if not config.preferred_port or error.errno != errno.EADDRINUSE:
                 raise
-            listener.bind((where[0], 0, *where[2:]))
-        listener.listen((config.world_size or 1) + 16)
+            return listen_on(address, 0, backlog)
     except OSError as error:
-        listener.close()
+        if isinstance(error, socket.gaierror):
+            raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
         raise RendezvousError(
-            f"can't listen on {address} ({where[0]}) port {port}: {error.strerror}; rank 0's node needs an address of "
+            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of "
             "its own and a free port: give another one, 0 for any, or preferred_port"
         ) from error
-    return listener

@@ -30,6 +30,22 @@ _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 
 
+class TensorHandle:
+    """A tensor to come."""
+
+    def __init__(self, handle: Handle, tensor: Tensor) -> None:
+        self._handle = handle
+        self._tensor = tensor
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is here; raises what went wrong on the way. May be repeated."""
+        self._handle.wait()
+        return self._tensor
+
+
 class SendHandle:
     """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
 

@@ -7,13 +7,23 @@ thread, so that model code with `get_tp_group()` runs on it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
 
 from device_communicators import settings
-from device_communicators.errors import ConfigMismatchError, GroupNotInitializedError, LayoutError
+from device_communicators.errors import (
+    AlreadyInitializedError,
+    ConfigMismatchError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    LayoutError,
+    UsageError,
+)
+from parallel_state import startup
 from parallel_state.coordinator import GroupCoordinator, create_group
 from parallel_state.layout import Layout
 
@@ -24,16 +34,26 @@ class ParallelGroups:
 
     layout: Layout
     world: GroupCoordinator
-    tp: GroupCoordinator
-    pp: GroupCoordinator
-    dp: GroupCoordinator
+    groups: Mapping[str, GroupCoordinator]
+    """By axis: `tp`, `dp`, `pp`."""
 
     def __post_init__(self) -> None:
         """The coordinating process is rank 0 everywhere: what it says on one group, it may say on the others."""
-        if self.world.rank_in_group == 0:
-            for group in (self.tp, self.pp, self.dp):
-                if group.rank_in_group != 0:
-                    raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
+        for group in self.groups.values():
+            if self.is_coordinator and not group.is_first_rank:
+                raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
+
+    @property
+    def tp(self) -> GroupCoordinator:
+        return self.groups["tp"]
+
+    @property
+    def pp(self) -> GroupCoordinator:
+        return self.groups["pp"]
+
+    @property
+    def dp(self) -> GroupCoordinator:
+        return self.groups["dp"]
 
     @property
     def root(self) -> GroupCoordinator:
@@ -55,14 +75,27 @@ class ParallelGroups:
             _CURRENT.groups = before
 
     def close(self) -> None:
-        """Destroys tp, pp and dp, not the world. Every rank calls it; twice is fine."""
-        for group in (self.tp, self.pp, self.dp):
+        """Destroys the groups of the axes, not the world. Every rank calls it; twice is fine."""
+        for group in self.groups.values():
             group.destroy()
 
 
 _CURRENT = threading.local()
 # Read with getattr and a default: for a default in a subclass of threading.local, torch.compile guards on the class,
 # and code compiled outside of `use()` would keep its groups inside.
+
+
+@contextmanager
+def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinator) -> Iterator[None]:
+    """`groups` with another tp group are this thread's; doesn't nest."""
+    if getattr(_CURRENT, "patched", False):
+        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
+    _CURRENT.patched = True
+    try:
+        with replace(groups, groups={**groups.groups, "tp": tp_group}).use():
+            yield
+    finally:
+        _CURRENT.patched = False
 
 
 def try_get_current_groups() -> ParallelGroups | None:
@@ -85,66 +118,92 @@ def create_parallel_groups(
     *,
     backend: str | None = None,
     axis_backends: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
+    timeout: timedelta | float | None = None,
     allow_pickle: bool = False,
     custom_all_reduce: bool = True,
 ) -> ParallelGroups:
     """The groups of a layout over `world`, without touching the singletons.
 
-    `sizes` of `tp`, `pp`, `dp`; one may be None: the rest. Every rank of the world calls it alike: ranks that differ
-    get ConfigMismatchError, all of them, before any group is made. Raises LayoutError for sizes that don't fit.
+    `sizes` of the axes; one may be None: the rest. Every rank of the world calls it alike: ranks that differ
+    get ConfigMismatchError, all of them, before any group is made. Raises LayoutError for sizes that don't fit and
+    InvalidArgumentError for a backend or timeout that can't be.
     """
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
-    backend = backend or settings.BACKEND.get() or world.backend
-    backends = {**dict.fromkeys(sizes, backend), **(axis_backends or {})}
-    timeout_s = world.context.timeout_s if timeout_s is None else timeout_s
-    alike = {"backends": backends, "timeout_s": timeout_s, "custom_all_reduce": custom_all_reduce}
-    layout = _agreed_layout(world, sizes, order, alike)
+    request = _agreed(world, partial(_resolve, world, sizes, order, backend, axis_backends, timeout, custom_all_reduce))
     made: dict[str, GroupCoordinator] = {}
     try:
-        for axis in ("tp", "pp", "dp"):
+        for axis in sizes:
             made[axis] = create_group(
                 world.pool,
-                layout.groups(axis),
+                request.layout.groups(axis),
                 axis,
                 device=world.device,
                 local_rank=world.local_rank,
-                backend=backends[axis],
-                timeout_s=timeout_s,
+                backend=request.backends[axis],
+                timeout_s=request.timeout_s,
                 allow_pickle=allow_pickle,
                 custom_all_reduce=custom_all_reduce and axis == "tp",
             )
-        return ParallelGroups(layout=layout, world=world, **made)
+        return ParallelGroups(request.layout, world, made)
     except BaseException:
         for group in made.values():
             group.destroy()
         raise
 
 
-def _agreed_layout(
-    world: GroupCoordinator, sizes: Mapping[str, int | None], order: str, rest: dict[str, Any]
-) -> Layout:
-    """The layout, after every rank saw every rank's request: where two differ, or one is wrong, all raise."""
-    wrong: LayoutError | None = None
-    layout: Layout | None = None
+class _Request(NamedTuple):
+    """What a rank asks for, resolved."""
+
+    layout: Layout
+    backends: dict[str, str]
+    timeout_s: float
+    custom_all_reduce: bool
+
+
+def _resolve(
+    world: GroupCoordinator,
+    sizes: Mapping[str, int | None],
+    order: str,
+    backend: str | None,
+    axis_backends: Mapping[str, str] | None,
+    timeout: timedelta | float | None,
+    custom_all_reduce: bool,
+) -> _Request:
+    axis_backends = axis_backends or {}
+    if not isinstance(axis_backends, Mapping) or not axis_backends.keys() <= sizes.keys():
+        raise InvalidArgumentError(
+            f"axis_backends must map axes ({', '.join(sizes)}) to backends, but is {axis_backends!r}"
+        )
+    backend = backend or settings.BACKEND.get() or world.backend
+    backends = {axis: axis_backends.get(axis, backend) for axis in sizes}
+    for each in backends.values():
+        if each != world.backend:
+            startup.check_backend(each)
+    timeout_s = world.context.timeout_s if timeout is None else startup.seconds(timeout)
+    return _Request(Layout.resolve(world.world_size, sizes, order), backends, timeout_s, custom_all_reduce)
+
+
+def _agreed(world: GroupCoordinator, resolve: Callable[[], _Request]) -> _Request:
+    """The request, after every rank saw every rank's: where two differ, or one is wrong, all raise and none waits."""
+    request: _Request | None = None
+    wrong: UsageError | None = None
     try:
-        unknown = sorted(set(rest["backends"]) - set(sizes))
-        if unknown:
-            raise LayoutError(f"axis_backends must name axes ({', '.join(sizes)}), but names {unknown[0]!r}")
-        layout = Layout.resolve(world.world_size, sizes, order)
-    except LayoutError as error:
+        request = resolve()
+        mine = {name: str(value) for name, value in request._asdict().items()}
+    except UsageError as error:
         wrong = error
-    asked = " × ".join(f"{axis}={'the rest' if size in (None, -1) else size}" for axis, size in sizes.items())
-    mine = {"layout": str(layout or f"{asked} in the order {order!r}"), **rest}
-    requests = world.all_gather_object(mine)
-    for rank, request in enumerate(requests):
-        for key in mine:
-            if request[key] != requests[0][key]:
+        mine = dict.fromkeys(_Request._fields, f"wrong ({error})")
+    asked = world.all_gather_object(mine)
+    if all("wrong" in each["layout"] for each in asked) and wrong is not None:
+        raise wrong  # all of them are, most likely alike
+    for rank, each in enumerate(asked):
+        for name in mine:
+            if each[name] != asked[0][name]:
                 raise ConfigMismatchError(
-                    f"all ranks must ask for the same groups, but the {key} is {requests[0][key]} on rank 0 and "
-                    f"{request[key]} on rank {rank} (this is rank {world.rank}); pass the same sizes on every rank"
-                )
-    if layout is None:
-        raise wrong or LayoutError(f"the sizes {asked} give no layout")
-    return layout
+                    f"all ranks must ask for the same groups, but the {name} is {asked[0][name]} on rank 0 and "
+                    f"{each[name]} on rank {rank} (this is rank {world.rank}); pass the same arguments on every rank"
+                ) from wrong
+    if request is None:
+        raise wrong or InvalidArgumentError("the request could not be resolved")
+    return request

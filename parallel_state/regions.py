@@ -8,6 +8,8 @@
     scatter_to_sequence_parallel_region       own slice, dim 0     all-gather, dim 0
     gather_from_sequence_parallel_region      all-gather, dim 0    reduce-scatter, dim 0 (or own slice)
     reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0   all-gather, dim 0
+    all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
+    reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
 They differ from the gradients of the plain ops in one thing: here the ranks compute *one* loss together, so the
 gradient that arrives at a replicated tensor is already whole on every rank, and is not summed again.
@@ -56,7 +58,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | Non
 
 
 def gather_from_sequence_parallel_region(
-    x: Tensor, group: GroupCoordinator | None = None, *, tensor_parallel_output_grad: bool = True
+    x: Tensor, tensor_parallel_output_grad: bool = True, group: GroupCoordinator | None = None
 ) -> Tensor:
     """The ranks' slices joined along dim 0. With `tensor_parallel_output_grad`, the default, a sharded layer follows:
     each rank's gradient is a part, and they are reduced; without, it is whole on every rank, and is only cut."""
@@ -67,7 +69,19 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """This rank's slice of dim 0 of the sum over the group."""
     group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _ReduceScatter.apply(x, group)
+    return x if group.world_size == 1 else _ReduceScatter.apply(x, group, 0)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
+    """The ranks' slices joined along the last dim; the gradient is reduce-scattered."""
+    group = get_tp_group() if group is None else group
+    return x if group.world_size == 1 else _Gather.apply(x, group, x.dim() - 1, True)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
+    """This rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
+    group = get_tp_group() if group is None else group
+    return x if group.world_size == 1 else _ReduceScatter.apply(x, group, x.dim() - 1)
 
 
 def _scatter(x: Tensor, dim: int, group: GroupCoordinator | None) -> Tensor:
@@ -129,10 +143,10 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(x, 0)
+    def forward(ctx: Any, x: Tensor, group: GroupCoordinator, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return group.reduce_scatter(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_gather(grads[0], 0), None
+        return ctx.group.all_gather(grads[0], ctx.dim), None, None

@@ -15,6 +15,7 @@ rank that gets no verdict, as that world's rank 0 was killed, or that of a small
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import secrets
 import socket
@@ -253,9 +254,10 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
     give_up = min(deadline, time.monotonic() + _PORT_RETRY_S)
     while True:
         try:
-            return _within(deadline, partial(_tcp_store, address, place, deadline, is_master=True))
+            listener = listen_on(_interface(address[0]), address[1], place.world_size + 16)
+            return _within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()))
         except (OSError, RuntimeError) as error:
-            in_use = os.strerror(errno.EADDRINUSE).lower() in str(error).lower() or "EADDRINUSE" in str(error)
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             if in_use and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world of this process may be just closing its server
                 continue
@@ -268,16 +270,47 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             ) from error
 
 
+def _interface(host: str) -> str | None:
+    """Where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+
+    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
+    """
+    if host == "localhost":
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((str(ipaddress.ip_address(host)), 0))
+    except (OSError, ValueError):
+        return None
+    return host
+
+
+def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
+    """A listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
+
+    TCPStore would listen on all interfaces whatever host it is given, unless it is handed a socket.
+    """
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    family, _, _, _, where = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=backlog)
+
+
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
     # A look first: while nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
     with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
         pass
-    return _within(deadline, partial(_tcp_store, address, place, deadline, is_master=False))
+    return _within(deadline, partial(_tcp_store, address, place, deadline))
 
 
-def _tcp_store(address: tuple[str, int], place: ProcessEnvironment, deadline: float, is_master: bool) -> dist.Store:
+def _tcp_store(
+    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
+) -> dist.Store:
     timeout = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    return dist.TCPStore(*address, place.world_size, is_master, timeout, wait_for_workers=False)
+    is_server = listen_fd is not None
+    return dist.TCPStore(
+        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+    )
 
 
 def _within(deadline: float, make: Callable[[], T]) -> T:

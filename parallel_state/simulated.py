@@ -4,8 +4,9 @@
         model = Model()            # calls get_tp_group(), is_pipeline_first_stage(), …
         model(torch.empty(4, 512, device="meta"))
 
-The other ranks are imagined to hold this rank's tensors: a sum multiplies by the size, gathers copy; what only a real
-peer could say (its broadcast, its send) raises UnsupportedError. Works before any init and beside a real one.
+The other ranks are imagined to hold this rank's tensors: a sum multiplies by the size, gathers copy; a send
+goes nowhere, so that a first stage runs through; what only a real peer could say (its broadcast, a receive from it)
+raises UnsupportedError. Works before any init and beside a real one.
 """
 
 from __future__ import annotations
@@ -36,16 +37,12 @@ def simulate(
 
     Sizes and order as in initialize_model_parallel, with the same errors.
     """
-    if not 0 <= rank < world_size:
-        raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
     sizes = {"tp": tensor_model_parallel_size, "dp": data_parallel_size, "pp": pipeline_model_parallel_size}
     layout = Layout.resolve(world_size, sizes, order)
-    groups = {
-        axis: simulated_group(layout.group_of(rank, axis), rank, name=axis, device=device)
-        for axis in ("tp", "pp", "dp")
-    }
+    layout.coordinates(rank)  # raises for a rank that isn't in it
+    groups = {axis: simulated_group(layout.group_of(rank, axis), rank, name=axis, device=device) for axis in sizes}
     world = simulated_group(list(range(world_size)), rank, name="world", device=device)
-    return ParallelGroups(layout=layout, world=world, **groups)
+    return ParallelGroups(layout, world, groups)
 
 
 def simulated_group(

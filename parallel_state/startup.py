@@ -28,19 +28,30 @@ logger = logging.getLogger("parallel_state")
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Where this process stands: from the arguments, or from what started it."""
-    if (world_size < 0) != (rank < 0):
+    """Where this process stands: from the arguments, or, where they are -1, from what started it."""
+    for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < -1:
+            raise InvalidArgumentError(f"{name} must be an int, -1 for what the environment says, but is {number!r}")
+    if not isinstance(init_method, str):
+        raise InvalidArgumentError(f"distributed_init_method must be a str such as 'env://', but is {init_method!r}")
+    if (world_size == -1) != (rank == -1):
         raise InvalidArgumentError(
             f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
         )
     by_env = init_method == "env://"
-    if rank < 0:
+    if rank == -1:
         place = environment.detect(rendezvous=by_env)
-        place = place if local_rank < 0 else replace(place, local_rank=local_rank)
+        place = place if local_rank == -1 else replace(place, local_rank=local_rank)
     else:
-        if rank >= world_size:
-            raise InvalidArgumentError(f"rank must be in 0 … {world_size - 1}, but is {rank}")
+        if world_size < 1 or rank >= world_size:
+            raise InvalidArgumentError(
+                f"world_size must be at least 1 and rank below it, but they are {world_size} and {rank}"
+            )
         place = environment.explicit(rank, world_size, local_rank, rendezvous=by_env)
+    if place.local_rank >= place.world_size:
+        raise InvalidArgumentError(
+            f"local_rank must be below the world size, but is {place.local_rank} of {place.world_size}"
+        )
     return place
 
 
@@ -86,11 +97,7 @@ def make_default_group(
 ) -> torch.device:
     """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
     backend = backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
-    if backend not in dist.Backend.backend_list and ":" not in backend:
-        raise InvalidArgumentError(
-            f"backend (the argument, or {settings.BACKEND.name}) must be one of "
-            f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
-        )
+    check_backend(backend)
     device = device_of(backend, place)
     start_timeout_s = settings.START_TIMEOUT_S.get()
     store = make_store(init_method, place, start_timeout_s)
@@ -142,10 +149,28 @@ def closing_barrier(world: GroupCoordinator) -> None:
         ) from error
 
 
-def seconds(timeout: timedelta | float | None) -> float:
+def check_backend(backend: object) -> None:
+    """InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
+    if not isinstance(backend, str):
+        raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
+    for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in dist.Backend.backend_list:
+            raise InvalidArgumentError(
+                f"backend (the argument, or {settings.BACKEND.name}) must be one of "
+                f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
+            )
+        if not dist.is_backend_available(name):
+            raise InvalidArgumentError(
+                f"this build of torch has no backend {name!r}; use one that it has, such as gloo"
+            )
+
+
+def seconds(timeout: object) -> float:
+    """A timeout as seconds; None is the default."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not 0 < seconds < 10 * 365 * 86400:
-        raise InvalidArgumentError(f"timeout must be a positive number of seconds, but is {timeout!r}")
-    return seconds
+    number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < 10 * 365 * 86400:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds or a timedelta, but is {timeout!r}")
+    return float(number)

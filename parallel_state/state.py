@@ -15,7 +15,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from device_communicators.errors import (
     ConfigMismatchError,
     GroupNotInitializedError,
 )
-from parallel_state import environment, startup
+from parallel_state import environment, parallel_groups, startup
 from parallel_state.coordinator import GroupCoordinator, create_group
 from parallel_state.groups import ProcessGroupPool
 from parallel_state.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
@@ -61,7 +60,6 @@ _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _OWNS_DEFAULT_GROUP = False
 _CUSTOM_ALL_REDUCE = True
-_PATCHED = False
 _EXPORTED: dict[str, str] = {}
 """What init wrote into the environment for torch's env://; destroy takes it back."""
 
@@ -76,6 +74,8 @@ def init_distributed_environment(
     local_rank: int = -1,
     backend: str | None = None,
     timeout: timedelta | float | None = None,
+    *,
+    allow_pickle: bool = False,
 ) -> None:
     """Joins this process with the others of its world; every process calls it once.
 
@@ -83,7 +83,7 @@ def init_distributed_environment(
     from an already initialised torch.distributed default group, else it is alone: rank 0 of 1, which needs no address.
     `backend` of device tensors: nccl with CUDA, else gloo (or PARALLEL_STATE_BACKEND). `timeout`, seconds or
     timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
-    PARALLEL_STATE_START_TIMEOUT_S.
+    PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -108,7 +108,9 @@ def init_distributed_environment(
             _OWNS_DEFAULT_GROUP = True
         pool = ProcessGroupPool(timeout_s)
         everyone = list(range(place.world_size))
-        world = init_world_group(everyone, place.local_rank, pool.default_backend, pool=pool, device=device)
+        world = init_world_group(
+            everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
+        )
         startup.prove(world)
         _NODES = nodes_of(world)
     except BaseException:
@@ -124,6 +126,7 @@ def init_world_group(
     *,
     pool: ProcessGroupPool | None = None,
     device: torch.device | None = None,
+    allow_pickle: bool = False,
 ) -> GroupCoordinator:
     """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
     global _WORLD
@@ -135,7 +138,14 @@ def init_world_group(
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     _WORLD = create_group(
-        pool, [ranks], "world", device=device, local_rank=local_rank, backend=backend, timeout_s=pool.timeout_s
+        pool,
+        [ranks],
+        "world",
+        device=device,
+        local_rank=local_rank,
+        backend=backend,
+        timeout_s=pool.timeout_s,
+        allow_pickle=allow_pickle,
     )
     return _WORLD
 
@@ -198,7 +208,7 @@ def initialize_model_parallel(
         order,
         backend=backend,
         axis_backends=axis_backends,
-        timeout_s=None if timeout is None else startup.seconds(timeout),
+        timeout=timeout,
         allow_pickle=allow_pickle,
         custom_all_reduce=_CUSTOM_ALL_REDUCE,
     )
@@ -214,9 +224,9 @@ def initialize_model_parallel(
 def _install(groups: ParallelGroups | None) -> None:
     global _GROUPS, _TP, _PP, _DP
     _GROUPS = groups
-    _TP = groups.tp if groups else None
-    _PP = groups.pp if groups else None
-    _DP = groups.dp if groups else None
+    _TP = groups.groups["tp"] if groups else None
+    _PP = groups.groups["pp"] if groups else None
+    _DP = groups.groups["dp"] if groups else None
 
 
 def ensure_model_parallel_initialized(
@@ -249,9 +259,14 @@ def init_model_parallel_group(
     *,
     group_name: str = "group",
     use_device_communicator: bool = True,
+    use_message_queue_broadcaster: bool = False,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
-    """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike."""
+    """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
+
+    `use_message_queue_broadcaster` is taken for vLLM's callers: objects go over the CPU group until there is a queue.
+    """
+    startup.check_backend(backend)
     world = get_world_group()
     if world.pool is None:
         raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
@@ -283,26 +298,9 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Within it, `get_tp_group()` is `tp_group`: a draft model of another tensor-parallel size. Doesn't nest.
-
-    In a thread that has groups in `use()`, these are patched, else the process-wide ones.
-    """
-    global _TP, _PATCHED
-    if _PATCHED:
-        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
-    get_tp_group()  # raises where there is nothing to patch
-    used = try_get_current_groups()
-    _PATCHED = True
-    try:
-        if used is not None:
-            with replace(used, tp=tp_group).use():
-                yield
-        else:
-            _TP = tp_group
-            yield
-    finally:
-        _PATCHED = False
-        _TP = _GROUPS.tp if _GROUPS is not None else None  # they may have been destroyed within
+    """Within it, `get_tp_group()` is `tp_group` in this thread: a draft model of another size. Doesn't nest."""
+    with parallel_groups.patch_tensor_parallel_group(get_parallel_groups(), tp_group):
+        yield
 
 
 def set_custom_all_reduce(enable: bool) -> None:

@@ -5,9 +5,9 @@ Each works without any init too, as in one process. Where one rank fails, the ot
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from device_communicators.errors import RemoteError
+from device_communicators.errors import InvalidArgumentError, RemoteError
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
+from parallel_state.wire import bytes_of
 
 
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
@@ -43,7 +44,7 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
         raise failure
     if not isinstance(content, Tensor):
         raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.first_rank)
-    return io.BytesIO(content.numpy().tobytes()) if "numpy" in sys.modules else io.BytesIO(bytes(content.tolist()))
+    return io.BytesIO(bytes_of(content))
 
 
 def _is_one_process(world: GroupCoordinator) -> bool:
@@ -122,7 +123,7 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 
 
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random, and numpy if it is loaded; returns the seed that was used.
+    """Seeds torch (all devices), random, and numpy if it is installed; returns the seed that was used.
 
     Same on tensor- and data-parallel ranks, different on each pipeline stage, whose layers are others.
     """
@@ -130,7 +131,40 @@ def set_random_seed(seed: int) -> int:
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    with contextlib.suppress(ImportError):  # numpy is not required
+        import numpy
+
         numpy.random.seed(seed % 2**32)
     return seed
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The exact quotient; InvalidArgumentError where there is a remainder."""
+    if numerator % denominator:
+        raise InvalidArgumentError(
+            f"{numerator} must be divisible by {denominator}, but leaves {numerator % denominator}"
+        )
+    return numerator // denominator
+
+
+def split_tensor_along_last_dim(
+    tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
+) -> Sequence[Tensor]:
+    """`num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
+    slices = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    return [piece.contiguous() for piece in slices] if contiguous_split_chunks else slices
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """First layer of stage `pp_rank` and the one after its last.
+
+    Layers that don't divide evenly go to the stages before the last one, which has the output head, as in vLLM.
+    """
+    if not 0 <= pp_rank < pp_size <= num_hidden_layers:
+        raise InvalidArgumentError(
+            f"pp_rank must be below pp_size, and pp_size at most the number of layers, "
+            f"but they are {pp_rank}, {pp_size} and {num_hidden_layers}"
+        )
+    base, rest = divmod(num_hidden_layers, pp_size)
+    layers = [base + (pp_size - 1 - rest <= stage < pp_size - 1) for stage in range(pp_size)]
+    return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])

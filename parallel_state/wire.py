@@ -79,9 +79,9 @@ def encode(
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
     """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
-    slices = all_gather_group.world_size if all_gather_group is not None else 0
     whole: set[int] = set()
     try:
+        slices = _slices_of(all_gather_group)
         if slices > 1 and all_gather_tensors and isinstance(obj, dict):
             obj, whole = _kept_whole(obj, all_gather_tensors)
         encoded = _encode_checked(obj, allow_pickle, must_be)
@@ -104,6 +104,16 @@ def encode(
     return Outgoing(frame, rest, tensors)
 
 
+def _slices_of(group: AllGatherGroup | None) -> int:
+    if group is None:
+        return 0
+    if not hasattr(group, "rank_in_group"):
+        raise InvalidArgumentError(
+            f"all_gather_group must be a GroupCoordinator, such as get_tp_group(), but is a {type(group).__name__}"
+        )
+    return group.world_size
+
+
 def can_be_cut(numel: int, slices: int) -> bool:
     """Whether a tensor travels in slices: it has elements, and they divide evenly."""
     return slices > 1 and numel > 0 and numel % slices == 0
@@ -111,7 +121,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
     """The checked header of what came from `src`; MessageDecodeError if it isn't one."""
-    data = _bytes_of(frame)
+    data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         told = f"it has {len(data)} bytes, not {FRAME_BYTES}"
         raise _decode_error(f"what came from rank {src} of {context} is not a message: {told}", context, src)
@@ -138,7 +148,7 @@ def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
 def raise_if_error(header: Header, frame: Tensor, context: GroupContext, src: int) -> None:
     """RemoteError where the frame tells that `src` could not encode its value."""
     if header.kind == _ERROR:
-        text = _bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes].decode(errors="replace")
+        text = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes].decode(errors="replace")
         raise RemoteError(
             f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: {text}",
             rank=context.ranks[src],
@@ -149,9 +159,9 @@ def read_body(
     header: Header, frame: Tensor, rest: Tensor | None, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
     """The message, its tensors still to come, and which of them are cut."""
-    body = _bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
+    body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
     if rest is not None:
-        body += _bytes_of(rest)
+        body += bytes_of(rest)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
@@ -233,7 +243,7 @@ def _frame(header: Header, body: bytes) -> tuple[Tensor, Tensor | None]:
     return torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(rest, dtype=torch.uint8) if rest else None
 
 
-def _bytes_of(x: Tensor) -> bytes:
+def bytes_of(x: Tensor) -> bytes:
     """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 

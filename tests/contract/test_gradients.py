@@ -300,6 +300,10 @@ REGIONS = (
            lambda gs, r: sliced(_total(gs), 0, len(gs), r)),
     Region("gather_from_sequence_parallel_region", {"tensor_parallel_output_grad": False},
            lambda xs, r: torch.cat(list(xs)), lambda gs, r: sliced(gs[r], 0, len(gs), r)),
+    Region("all_gather_last_dim_from_tensor_parallel_region", {}, lambda xs, r: torch.cat(list(xs), -1),
+           lambda gs, r: sliced(_total(gs), -1, len(gs), r)),
+    Region("reduce_scatter_last_dim_to_tensor_parallel_region", {}, lambda xs, r: sliced(_total(xs), -1, len(xs), r),
+           lambda gs, r: torch.cat(list(gs), -1)),
     Region("reduce_scatter_to_sequence_parallel_region", {}, lambda xs, r: sliced(_total(xs), 0, len(xs), r),
            lambda gs, r: torch.cat(list(gs))),
 )  # fmt: skip
@@ -313,7 +317,7 @@ def _regions_body(member: Member) -> None:
                 xs = member.of_ranks(lambda rank: _positive((2 * n, 3 * n), rank))
                 x = xs[member.rank].t().contiguous().t() if transposed else xs[member.rank].clone()
                 x.requires_grad_()
-                found = getattr(ps, region.name)(x, member.group, **region.options)
+                found = getattr(ps, region.name)(x, group=member.group, **region.options)
                 check_close(found.detach(), region.forward(xs, member.rank), rtol=EPSILON)
                 gradients = member.of_ranks(lambda rank, found=found: _positive(tuple(found.shape), rank, salt=1))
                 found.backward(gradients[member.rank])

@@ -267,7 +267,7 @@ def broadcast_lists() -> None:
     if rank == 0:
         group.broadcast_object_list(short, 0)
     else:
-        with pytest.raises(ps.InvalidArgumentError, match="must be as long as rank 0's, 3, but has 2"):
+        with pytest.raises(ps.InvalidArgumentError, match="must be a list as long as rank 0's, 3, but has 2"):
             group.broadcast_object_list(short, 0)
     check_usable(group)
     no_list: Any = (1, 2)

@@ -81,6 +81,7 @@ GETTERS = {
     "get_world_size": lambda g: g.world.world_size,
     "get_rank": lambda g: g.world.rank,
     "is_initialized": lambda g: True,
+    "is_unitialized": lambda g: False,
     "model_parallel_is_initialized": lambda g: True,
     "get_world_group": lambda g: g.world,
     "get_tp_group": lambda g: g.tp,
@@ -97,7 +98,15 @@ GETTERS = {
 
 
 def test_the_table_names_every_getter() -> None:
-    others = {"get_node_count", "get_nodes", "is_local_first_rank", "is_rank_zero", "try_get_current_groups"}
+    others = {
+        "get_pp_indices",
+        "is_registered",
+        "get_node_count",
+        "get_nodes",
+        "is_local_first_rank",
+        "is_rank_zero",
+        "try_get_current_groups",
+    }
     getters = {name for name in ps.__all__ if name.startswith(("get_", "try_get_", "is_", "model_parallel_is"))}
     assert getters == GETTERS.keys() | others
 
@@ -213,11 +222,13 @@ def test_what_groups_must_be() -> None:
     groups = simulate(0, 4, 2)
     for axis in AXES:
         with pytest.raises(ps.LayoutError, match="rank 0 of every group"):
-            dataclasses.replace(groups, **{axis: simulated_group([1, 0], 0)})
+            dataclasses.replace(groups, groups={**groups.groups, axis: simulated_group([1, 0], 0)})
     for rank, axis in itertools.product(range(1, 4), AXES):
-        assert not dataclasses.replace(simulate(rank, 4, 2), **{axis: simulated_group([0, rank], rank)}).is_coordinator
+        mine = simulate(rank, 4, 2)
+        other = {**mine.groups, axis: simulated_group([0, rank], rank)}
+        assert not dataclasses.replace(mine, groups=other).is_coordinator
     with pytest.raises(dataclasses.FrozenInstanceError):
-        groups.tp = groups.pp  # type: ignore[misc]
+        groups.world = groups.pp  # type: ignore[misc]
     assert groups.root is groups.world
     assert groups.layout == Layout((("tp", 2), ("dp", 2), ("pp", 1)))
     groups.close()

@@ -65,8 +65,8 @@ def test_process_groups_are_made_once_and_shared(pools: Pools) -> None:
 def _two_layouts() -> dict[str, Any]:
     with world() as everyone:
         wide = ps.create_parallel_groups(everyone, {"tp": 4, "pp": 1, "dp": None}, "tp-dp-pp")
-        narrow = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout_s=30)
-        twin = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout_s=30)
+        narrow = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout=30)
+        twin = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2, "dp": None}, "tp-dp-pp", timeout=30)
         facts = {
             "no globals": ps.try_get_tp_group() is None and not ps.model_parallel_is_initialized(),
             "wide": whose(wide.tp),

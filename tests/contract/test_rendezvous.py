@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -206,6 +207,21 @@ def test_a_port_in_use(pools: Pools, listener: str) -> None:
         assert met.seconds < IN_USE_S + SLACK_S
         if rank == 0:
             assert "in use by another process" in met.text
+
+
+def test_a_port_that_is_given_back(pools: Pools) -> None:
+    """Rank 0 waits for it, and the others for rank 0."""
+    with held_port() as port, socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+        timer = threading.Timer(0.7, listener.close)
+        timer.start()
+        results = pools(4).run(_meet, f"tcp://127.0.0.1:{port}", [4] * 4, AMPLE_S, timeout_s=DEADLINE_S)
+        timer.join()
+    for met, works in results:
+        assert met.kind == "ok", met
+        assert works.text == "[6.0]"
 
 
 def _unresolvable() -> list[Outcome]:

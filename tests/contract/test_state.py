@@ -228,7 +228,7 @@ def test_wrong_arguments_of_init(pools: Pools) -> None:
     parts = {
         "rank without world size": ["world_size and rank", "both or neither", "-1 and 1"],
         "world size without rank": ["both or neither", "4 and -1"],
-        "rank too large": ["rank must be in 0 … 1, but is 2"],
+        "rank too large": ["at least 1 and rank below it, but they are 2 and 2"],
         "backend": ["backend", "gloo", "'nonsense'"],
         "backend by setting": ["PARALLEL_STATE_BACKEND", "gloo", "'GLOO2'"],
         "nccl without a GPU": ["'nccl'", "CUDA", "use 'gloo'"],

@@ -201,7 +201,7 @@ def _wrong_tensors() -> list[Wrong]:
         "reduce_scatter": lambda group, x: group.reduce_scatter(x),
         "reduce_scatterv": lambda group, x: group.reduce_scatterv(x, 0, [1, 1]),
         "gather": lambda group, x: group.gather(x),
-        "scatter": lambda group, x: group.scatter(x, group.rank_in_group),
+        "scatter": lambda group, x: group.scatter(x, group.rank_in_group, size=[1], dtype=torch.float32),
         "all_to_all": lambda group, x: group.all_to_all(x),
         "broadcast": lambda group, x: group.broadcast(x),
         "broadcast_": lambda group, x: group.broadcast_(x),

@@ -84,9 +84,9 @@ def test_a_rank_of_a_large_layout() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"rank": 4, "world_size": 4}, ps.InvalidArgumentError, "rank must be in 0 … 3, but is 4"),
-        ({"rank": -1, "world_size": 4}, ps.InvalidArgumentError, "rank must be in 0 … 3, but is -1"),
-        ({"world_size": 0}, ps.InvalidArgumentError, "rank must be in"),
+        ({"rank": 4, "world_size": 4}, ps.LayoutError, "rank must be in 0 … 3, but is 4"),
+        ({"rank": -1, "world_size": 4}, ps.LayoutError, "rank must be in 0 … 3, but is -1"),
+        ({"world_size": 0}, ps.LayoutError, "world size must be at least 1, but is 0"),
         ({"world_size": 4, "tensor_model_parallel_size": 3}, ps.LayoutError, "not divisible by tp=3"),
         ({"world_size": 4, "tensor_model_parallel_size": 0}, ps.LayoutError, "'tp' must be a positive integer"),
         ({"world_size": 4, "data_parallel_size": 2}, ps.LayoutError, "leave one size open"),
@@ -114,12 +114,14 @@ def test_ranks_of_a_group_are_checked(ranks: list[int]) -> None:
 def test_a_set_of_groups_is_frozen_and_its_coordinator_is_checked() -> None:
     groups = ps.simulate(0, 4, 2, 2)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        groups.tp = groups.pp  # type: ignore[misc]
-    other = dataclasses.replace(groups, tp=ps.simulated_group([0, 1], 0))  # rank 0 in all of them
+        groups.world = groups.pp  # type: ignore[misc]
+    other = dataclasses.replace(
+        groups, groups={**groups.groups, "tp": ps.simulated_group([0, 1], 0)}
+    )  # rank 0 in all of them
     assert other.is_coordinator
     with pytest.raises(ps.LayoutError, match="rank 0 of the world must be rank 0 of every group"):
-        dataclasses.replace(groups, tp=ps.simulated_group([1, 0], 0))
-    dataclasses.replace(ps.simulate(1, 4, 2, 2), tp=ps.simulated_group([1, 0], 1))
+        dataclasses.replace(groups, groups={"tp": ps.simulated_group([1, 0], 0)})
+    dataclasses.replace(ps.simulate(1, 4, 2, 2), groups={"tp": ps.simulated_group([1, 0], 1)})
 
 
 # What a group says whose ranks all hold the same.
