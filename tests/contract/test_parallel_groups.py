@@ -144,6 +144,8 @@ def test_nothing_is_there_before_init() -> None:
             assert getattr(ps, name)() is None
         elif name in ("is_initialized", "model_parallel_is_initialized"):
             assert getattr(ps, name)() is False
+        elif name == "is_unitialized":
+            assert ps.is_unitialized()
         elif name != "is_global_first_rank":
             with pytest.raises(ps.GroupNotInitializedError, match="first"):
                 getattr(ps, name)()
