@@ -10,7 +10,8 @@ on every version. Nothing ever writes the token's byte.
 
 **Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
 all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers want Megatron's conventions instead: see `regions`.
-An op whose gradient would be lost raises.
+An op whose gradient would be lost raises. A backward is a collective as well: where the input of one rank requires a
+gradient, the inputs of all must (a receiver of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations

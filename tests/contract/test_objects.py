@@ -901,3 +901,73 @@ def on_two_groups_of_the_same_ranks() -> None:
 
 def test_groups_that_share_process_groups_keep_their_messages_apart(pools: Pools) -> None:
     pools(2).run(on_two_groups_of_the_same_ranks, tp=2, timeout_s=DEADLINE_S)
+
+
+def on_groups_made_in_turns() -> None:
+    """[0, 1] has had more users than [2, 3] when both are taken at once as tp groups."""
+    ps.init_distributed_environment()
+    world = ps.get_world_group()
+    for _ in range(3):
+        world.make_sub_group([0, 1])
+    ps.initialize_model_parallel(2)
+    tp = ps.get_tp_group()
+    for _ in range(3):
+        sub = world.make_sub_group([2, 3])
+        if sub is not None and sub.rank_in_group == 0:
+            for handle in [tp.isend_object("tp"), sub.isend_object("sub")]:
+                handle.wait()
+        elif sub is not None:
+            assert (sub.recv_object(), tp.recv_object()) == ("sub", "tp")
+    ps.destroy_distributed_environment()
+
+
+def test_groups_made_in_turns_keep_their_messages_apart(pools: Pools) -> None:
+    pools(4).run(on_groups_made_in_turns, timeout_s=DEADLINE_S)
+
+
+def plain_tensors_without_waiting() -> None:
+    group = ps.get_tp_group()
+    x = torch.arange(6.0).view(2, 3).t()
+    if group.rank_in_group == 0:
+        sent = [group.isend(x * n) for n in range(3)]
+        for handle in sent:
+            handle.wait()
+    else:
+        handles = [group.irecv((3, 2), torch.float32) for _ in range(3)]
+        for n, handle in enumerate(handles):
+            assert torch.equal(handle.wait(), x * n)
+            assert handle.wait() is handle.wait()
+            assert handle.is_completed()
+    with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
+        group.isend(x, group.rank_in_group)
+    with pytest.raises(ps.InvalidArgumentError, match="size of irecv"):
+        group.irecv(3, torch.float32)  # type: ignore[arg-type]
+
+
+def test_tensors_without_waiting(pools: Pools) -> None:
+    pools(2).run(plain_tensors_without_waiting, tp=2, timeout_s=DEADLINE_S)
+
+
+def after_the_end() -> None:
+    """A group of one rank is over as well when it is destroyed."""
+    tp, pp = ps.get_tp_group(), ps.get_pp_group()
+    assert pp.world_size == 1
+    assert tp.world_size == 2
+    ps.destroy_model_parallel()
+    for group in (tp, pp):
+        for call in (
+            lambda group=group: group.all_reduce(torch.ones(1)),
+            lambda group=group: group.barrier(),
+            lambda group=group: group.broadcast_object(1),
+            lambda group=group: group.all_gather_object(1),
+            lambda group=group: group.broadcast_tensor_dict({}),
+            lambda group=group: group.device_group,
+            lambda group=group: group.cpu_group,
+        ):
+            with pytest.raises(ps.GroupDestroyedError):
+                call()
+    ps.initialize_model_parallel(2)
+
+
+def test_nothing_goes_on_after_destroy(pools: Pools) -> None:
+    pools(2).run(after_the_end, tp=2, timeout_s=DEADLINE_S)

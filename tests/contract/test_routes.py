@@ -254,3 +254,35 @@ def test_a_route_without_communicators_says_so() -> None:
     context = ps.simulated_group([0, 1], 0).context
     with pytest.raises(UnsupportedError, match="no communicator of group 'simulated:"):
         Route(context, (), {}).run("all_reduce", torch.ones(1), torch.ones(1), "sum", reduce_op="sum")
+
+
+class _Noted(ProcessGroupCommunicator):
+    """Notes when it is prepared for a capture."""
+
+    log: list[str] = []  # noqa: RUF012  (one for all groups, in order)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self.log.append(f"enter {self.context.name.partition(':')[0]}")
+        yield
+        self.log.append(f"leave {self.context.name.partition(':')[0]}")
+
+
+def _capture_body() -> list[str]:
+    for group in (ps.get_tp_group(), ps.get_pp_group()):
+        group.route.communicators = tuple(_Noted(group.context) for _ in group.route.communicators)
+    _Noted.log.clear()
+    with ps.graph_capture() as capture:
+        assert isinstance(capture, ps.GraphCaptureContext)
+        assert capture.stream is None, "the CPU has none"
+        ps.get_tp_group().all_reduce(torch.ones(1))
+    with pytest.raises(ZeroDivisionError), ps.graph_capture():
+        raise ZeroDivisionError
+    for group in (ps.get_tp_group(), ps.get_pp_group()):
+        group.route.communicators = tuple(ProcessGroupCommunicator(group.context) for _ in group.route.communicators)
+    return _Noted.log[:4]
+
+
+def test_graph_capture_prepares_tp_then_pp(pools: Pools) -> None:
+    expected = ["enter tp", "enter pp", "leave pp", "leave tp"]
+    assert pools(4).run(_capture_body, tp=2, pp=2) == [expected] * 4

@@ -538,3 +538,18 @@ def test_groups_outlive_the_thread_that_made_them() -> None:
     with made[0].use():
         check_inside(made[0])
         assert torch.equal(ps.tensor_model_parallel_all_reduce(X), X * 2)
+
+
+def test_layers_of_stages() -> None:
+    """As vLLM divides them: the last stage, which has the output head, gets no extra layer."""
+    assert [ps.get_pp_indices(12, stage, 4) for stage in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert [ps.get_pp_indices(14, stage, 4) for stage in range(4)] == [(0, 3), (3, 7), (7, 11), (11, 14)]
+    assert ps.get_pp_indices(5, 0, 1) == (0, 5)
+    with pytest.raises(ps.InvalidArgumentError, match="3, 3 and 12"):
+        ps.get_pp_indices(12, 3, 3)
+    assert ps.divide(12, 4) == 3
+    with pytest.raises(ps.InvalidArgumentError, match="13 must be divisible by 4"):
+        ps.divide(13, 4)
+    pieces = ps.split_tensor_along_last_dim(torch.arange(8.0).view(2, 4), 2, contiguous_split_chunks=True)
+    assert [piece.tolist() for piece in pieces] == [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]
+    assert all(piece.is_contiguous() for piece in pieces)
