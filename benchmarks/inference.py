@@ -32,6 +32,7 @@ from torch import Tensor
 
 from parallel_state import (
     LaunchError,
+    SettingError,
     destroy_distributed_environment,
     destroy_model_parallel,
     environment,
@@ -338,7 +339,7 @@ def main() -> int:
             same = all(launch(run_rank, nproc=nproc, args=(options,), timeout=RUN_TIMEOUT_S))
     except KeyboardInterrupt:
         return 130
-    except LaunchError as error:  # it holds the traceback of the rank that failed first
+    except (LaunchError, SettingError) as error:  # the first holds the traceback of the rank that failed first
         sys.exit(str(error))
     finally:
         Console().show_cursor()  # which a progress bar hides, and a rank that was killed could not bring back

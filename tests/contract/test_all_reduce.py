@@ -152,3 +152,18 @@ def _not_reducible_body(member: Member) -> None:
 
 def test_a_dtype_without_a_sum_is_refused_and_the_group_goes_on(carrier: Carrier) -> None:
     carrier.run(_not_reducible_body)
+
+
+def _large_average_body(member: Member) -> None:
+    """The sum of these is beyond float16, their average is not."""
+    group, x = member.group, torch.full((member.size * 2,), 40000.0, dtype=torch.float16)
+    with member.case("all_reduce"):
+        assert torch.equal(group.all_reduce(x, "avg"), x)
+    with member.case("reduce_scatter"):
+        assert torch.equal(group.reduce_scatter(x, 0, "avg"), x[:2] if member.size > 1 else x)
+    with member.case("reduce_scatterv"):
+        assert torch.equal(group.reduce_scatterv(x, 0, [2] * member.size, "avg"), x[:2] if member.size > 1 else x)
+
+
+def test_an_average_of_large_half_precision_numbers(carrier: Carrier) -> None:
+    carrier.run(_large_average_body)
