@@ -330,8 +330,8 @@ def find_problem(options: argparse.Namespace) -> str | None:
 
 
 def main() -> int:
-    options = parse_options()
     try:
+        options = parse_options()
         if environment.detect().world_size > 1:
             same = run_rank(options)
         else:

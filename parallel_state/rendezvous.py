@@ -163,7 +163,8 @@ class _Meeting:
             except (OSError, dist.DistNetworkError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
-                self.obstacle = str(error).splitlines()[0]
+                if world is None:  # else what was found there says more
+                    self.obstacle = str(error).splitlines()[0]
         missing = self._missing(world) if store is not None and world is not None and entered else []
         raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}") if missing else self.not_met()
 
