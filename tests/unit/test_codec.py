@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import fractions
 import math
 import pickle
 import struct
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,54 +21,10 @@ from hypothesis import strategies as st
 from device_communicators.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
 from parallel_state import codec
 from parallel_state.codec import MAX_DEPTH, TensorMetadata
+from tests.unit.codec_classes import Access, Color, Level, Pair, Record, Request, Span
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
-
-
-class Color(enum.Enum):
-    RED = 1
-    BLUE = "b"
-
-
-class Access(enum.Flag):
-    READ = 1
-    WRITE = 2
-
-
-class Level(enum.IntEnum):
-    LOW = 0
-    HIGH = 1
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any = None
-
-
-@dataclasses.dataclass
-class Request:
-    name: str
-    callback: Any = None
-    length: int = dataclasses.field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
-        self.length = len(self.name)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    start: Any
-    stop: Any
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    key: Any
-    value: Any = None
-
-
-for cls in (Color, Access, Level, Pair, Request, Span, Record):
-    codec.register_type(cls, name=f"codec.{cls.__name__}")
 
 
 def decode(data: bytes, tensors: list[torch.Tensor] | None = None, **kwargs: bool) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import enum
 import pickle
 import random
 import struct
 import tracemalloc
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,39 +19,10 @@ from hypothesis import strategies as st
 from device_communicators.errors import MessageDecodeError
 from parallel_state import codec
 from parallel_state.codec import MAX_DEPTH
+from tests.unit.codec_classes import Access, Color, Pair, Record, Span
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
-
-
-class Color(enum.Enum):
-    RED = 1
-    BLUE = "b"
-
-
-class Access(enum.Flag):
-    READ = 1
-    WRITE = 2
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    start: Any
-    stop: Any
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    key: Any
-    value: Any = None
-
-
-for cls in (Color, Access, Pair, Span, Record):
-    codec.register_type(cls, name=f"test.{cls.__name__}")
 
 
 HEADER = struct.pack("<BI", 1, 0)

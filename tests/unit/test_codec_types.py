@@ -16,40 +16,10 @@ import torch
 
 from device_communicators.errors import InvalidArgumentError, MessageEncodeError
 from parallel_state import codec
+from tests.unit.codec_classes import Pair, Record, Request, Span
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
-
-
-class Color(enum.Enum):
-    RED = 1
-    BLUE = "b"
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any = None
-
-
-@dataclasses.dataclass
-class Request:
-    name: str
-    callback: Any = None
-    length: int = dataclasses.field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
-        self.length = len(self.name)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
-    start: Any
-    stop: Any
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    key: Any
-    value: Any = None
 
 
 class Unregistered(NamedTuple):
@@ -67,10 +37,6 @@ class MyTensor(torch.Tensor):
 
 class MyStr(str):
     pass
-
-
-for cls in (Color, Pair, Request, Span, Record):
-    codec.register_type(cls, name=f"types.{cls.__name__}")
 
 
 def decode(data: bytes, tensors: list[torch.Tensor] | None = None, **kwargs: bool) -> Any:
@@ -95,7 +61,7 @@ def test_dataclass_is_built_without_its_init():
 
 def test_dataclass_with_a_field_never_set():
     request = object.__new__(Request)
-    with pytest.raises(MessageEncodeError, match=r"value at \[0\] is a types.Request with a field that was never set"):
+    with pytest.raises(MessageEncodeError, match=r"value at \[0\] is a test.Request with a field that was never set"):
         codec.encode([request])
 
 
@@ -135,7 +101,7 @@ def test_what_is_no_plain_dataclass_is_not_registered():
 
     with pytest.raises(InvalidArgumentError, match="only plain dataclasses"):
         codec.register_type(Error)
-    for wrong in (5, "types.Span", list[int], Span(1, 2)):
+    for wrong in (5, "test.Span", list[int], Span(1, 2)):
         with pytest.raises(InvalidArgumentError, match="`cls` must be a class"):
             codec.register_type(wrong)
     for name in ("", 5):
