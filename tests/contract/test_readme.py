@@ -24,4 +24,5 @@ def test_the_readmes_example_runs(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == expected
+    # gloo of torch 2.10 prints lines of its own.
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")] == [expected]

@@ -140,7 +140,8 @@ def test_works_without_numpy_and_pynvml() -> None:
         print("numpy" in __import__("sys").modules)
         """
     )
-    assert run(code).splitlines() == [
+    # gloo of torch 2.10 prints lines of its own.
+    assert [line for line in run(code).splitlines() if not line.startswith("[Gloo]")] == [
         "[1.0, 1.0]",
         "[2.0, 2.0]",
         "{'x': tensor([1., 1.]), 'y': (1, b'z')}",
