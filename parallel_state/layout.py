@@ -34,6 +34,8 @@ class Layout:
         """
         if world_size < 1:
             raise LayoutError(f"the world size must be at least 1, but is {world_size}")
+        if not isinstance(order, str):
+            raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
         resolved = _fill_in_rest(world_size, sizes)
         names = order.split("-") if order else []
         unknown = [name for name in names if name not in resolved]

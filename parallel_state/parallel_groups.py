@@ -195,7 +195,7 @@ def _agreed(world: GroupCoordinator, resolve: Callable[[], _Request]) -> _Reques
         wrong = error
         mine = dict.fromkeys(_Request._fields, f"wrong ({error})")
     asked = world.all_gather_object(mine)
-    if all("wrong" in each["layout"] for each in asked) and wrong is not None:
+    if all(each["layout"].startswith("wrong (") for each in asked) and wrong is not None:
         raise wrong  # all of them are, most likely alike
     for rank, each in enumerate(asked):
         for name in mine:
