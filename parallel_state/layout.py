@@ -1,18 +1,20 @@
 """Axis sizes and their order to lists of ranks: pure arithmetic, no torch, no environment.
 
-An axis is a name and a size; a layout is axes from the fastest-varying (neighbouring ranks) to the slowest, and the
-global rank is the mixed-radix number of the coordinates. `tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
+A `Grid` numbers the ranks in mixed radix: axes from the fastest-varying (neighbouring ranks) to the slowest.
+`tp=2, dp=3, pp=2` in the order `tp-dp-pp`:
 
     rank = tp + 2 · dp + 6 · pp
 
 so the tensor-parallel groups are [0, 1], [2, 3], … and the pipeline groups [0, 6], [1, 7], …
-Any axes in any order are data here; which axes the library offers is the table in `state`.
+
+A `Layout` is one or more grids over the same ranks: the layers with experts divide them otherwise than the rest. Any
+axes in any order are data here; which the library offers, and the orders that have a name, are in `axes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
@@ -20,46 +22,38 @@ from device_communicators.errors import LayoutError
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Axes from fastest to slowest, as (name, size); `resolve` makes one from user input."""
+class Grid:
+    """One numbering of the ranks: axes from fastest to slowest, as (name, size)."""
 
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Layout:
-        """The layout of `world_size` ranks. One size may be None or -1: it becomes the rest.
+    def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
+        """The grid of `world_size` ranks. One size may be None or -1: it becomes the rest.
 
         `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); axes of size 1 may be left out.
         Raises LayoutError for a size below 1, a product that isn't the world, an order with a missing or unknown axis.
         """
-        if world_size < 1:
-            raise LayoutError(f"the world size must be at least 1, but is {world_size}")
-        if not isinstance(order, str):
-            raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
-        resolved = _fill_in_rest(world_size, sizes)
-        names = order.split("-") if order else []
-        unknown = [name for name in names if name not in resolved]
-        doubled = {name for name in names if names.count(name) > 1}
-        missing = [name for name, size in resolved.items() if size > 1 and name not in names]
-        if unknown or doubled or missing:
-            problem = (
-                f"it names {unknown[0]!r}, which is no axis" if unknown
-                else f"it names {sorted(doubled)[0]!r} twice" if doubled
-                else f"it lacks {missing[0]!r}, whose size is {resolved[missing[0]]}"
-            )  # fmt: skip
-            raise LayoutError(
-                f"order must name each axis once, joined by '-', fastest first, but is {order!r}: {problem}; "
-                f"the axes are {', '.join(resolved)}"
-            )
+        names = split_order(order)
+        resolved = fill_in_rest(world_size, sizes)
+        check_order(order, names, resolved)
         return cls(tuple((name, resolved[name]) for name in names))
 
     @property
     def world_size(self) -> int:
         return prod(size for _, size in self.axes)
 
-    def size(self, axis: str) -> int:
-        """The size of `axis`; 1 for one that the layout doesn't name."""
-        return dict(self.axes).get(axis, 1)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks that these axes span; 1 for one that the grid doesn't name."""
+        return prod(size for name, size in self.axes if name in axes)
+
+    def stride(self, axis: str) -> int:
+        """By how much the rank grows from one position on `axis` to the next."""
+        return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """`rank`'s position on each axis."""
@@ -71,12 +65,12 @@ class Layout:
         return position
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The global rank at `coordinates`; an axis left out counts as 0."""
+        """The rank at `coordinates`; an axis left out counts as 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.size(name):
                 raise LayoutError(
                     f"the coordinate on {name!r} must be in 0 … {self.size(name) - 1}, but is {index}; "
-                    f"the layout is {self}"
+                    f"the grid is {self}"
                 )
         rank, stride = 0, 1
         for name, size in self.axes:
@@ -89,15 +83,15 @@ class Layout:
 
         The lists come in the order of their first ranks, the same on every rank; together they are the world.
         """
-        inside = self._offsets([name for name, _ in self.axes if name in axes])
-        outside = self._offsets([name for name, _ in self.axes if name not in axes])
+        inside = self._offsets([name for name in self.names if name in axes])
+        outside = self._offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """The one of `groups(*axes)` that `rank` is in."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
-        return [start + offset for offset in self._offsets([name for name, _ in self.axes if name in axes])]
+        return [start + offset for offset in self._offsets([name for name in self.names if name in axes])]
 
     def _offsets(self, names: Sequence[str]) -> list[int]:
         strides, stride = {}, 1
@@ -110,13 +104,148 @@ class Layout:
         return " × ".join(f"{name}={size}" for name, size in self.axes) or "one rank"
 
 
-def _fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Layout:
+    """Which ranks share a group, for every kind of group; `axes.resolve_layout` makes one from sizes and an order.
+
+    Names are those of axes (`tp`), and of what is made of them (`dp`, `model`); each method that takes names takes
+    several, for the group that spans them all. Ranks are global ones, from `rank_offset` on.
+    """
+
+    grids: tuple[Grid, ...]
+    """Of the same ranks; where an axis is in several, the first counts."""
+    spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a group -> the axes that it spans, for those that aren't an axis themselves."""
+    ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
+    """Name of a group -> the kind of group that it is a part of, and which of that one's ranks are in it."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Name of a group that this layout doesn't have -> why."""
+    rank_offset: int = 0
+    title: str = ""
+    """The sizes in words, for messages; the first grid's if empty."""
+
+    @property
+    def world_size(self) -> int:
+        return self.grids[0].world_size
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every kind of group that there is."""
+        axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)
+        return (*axes, *self.spans, *self.ends)
+
+    def size(self, *names: str) -> int:
+        """How many ranks such a group has; the largest where they differ."""
+        if len(names) == 1 and names[0] in self.ends:
+            return max(map(len, self.groups(*names)))
+        grid, axes = self._find(names)
+        return grid.size(*axes)
+
+    def axes_of(self, *names: str) -> tuple[str, ...]:
+        """The axes that such a group spans, fastest first."""
+        grid, axes = self._find(names)
+        return tuple(name for name in grid.names if name in axes)
+
+    def grid_of(self, *names: str) -> Grid:
+        """The grid in which such a group is found."""
+        return self._find(names)[0]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """`rank`'s position on each axis of the first grid."""
+        return self.grids[0].coordinates(self._local(rank))
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The global rank at `coordinates` on axes of the first grid; an axis left out counts as 0."""
+        return self.grids[0].rank_at(coordinates) + self.rank_offset
+
+    def groups(self, *names: str) -> list[list[int]]:
+        """Every group that spans `names`: ascending lists of ranks, in the order of their first ranks.
+
+        Together they are the world, but for those at the ends of others (`embedding`).
+        """
+        if len(names) == 1 and names[0] in self.ends:
+            whole, pick = self.ends[names[0]]
+            return [_picked(names[0], pick, ranks) for ranks in self.groups(whole)]
+        grid, axes = self._find(names)
+        found = grid.groups(*axes)
+        return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
+
+    def group_of(self, rank: int, *names: str) -> list[int]:
+        """The one of `groups(*names)` that `rank` is in; empty if in none, as of `embedding` for a middle stage."""
+        if len(names) == 1 and names[0] in self.ends:
+            whole, pick = self.ends[names[0]]
+            ranks = _picked(names[0], pick, self.group_of(rank, whole))
+            return ranks if rank in ranks else []
+        grid, axes = self._find(names)
+        return [each + self.rank_offset for each in grid.group_of(self._local(rank), *axes)]
+
+    def _local(self, rank: int) -> int:
+        if not self.rank_offset <= rank < self.rank_offset + self.world_size:
+            raise LayoutError(
+                f"rank must be in {self.rank_offset} … {self.rank_offset + self.world_size - 1}, but is {rank}"
+            )
+        return rank - self.rank_offset
+
+    def _find(self, names: Sequence[str]) -> tuple[Grid, set[str]]:
+        axes: set[str] = set()
+        for name in names:
+            if name in self.missing:
+                raise LayoutError(f"this layout has no group {name!r}: {self.missing[name]}; the layout is {self}")
+            if name not in self.names or name in self.ends:
+                raise LayoutError(f"there is no group {name!r} to span; the layout has {', '.join(self.names)}")
+            axes.update(self.spans.get(name, (name,)))
+        for grid in self.grids:
+            if axes <= set(grid.names):
+                return grid, axes
+        raise LayoutError(
+            f"no group spans {' and '.join(names)}: these axes number the ranks in different ways "
+            f"({'; '.join(map(str, self.grids))})"
+        )
+
+    def __str__(self) -> str:
+        return self.title or str(self.grids[0])
+
+
+def _picked(name: str, pick: Callable[[list[int]], Sequence[int]], ranks: list[int]) -> list[int]:
+    picked = sorted(set(pick(list(ranks))))
+    if not set(picked) <= set(ranks):
+        raise LayoutError(f"the ranks of {name!r} must be among those of the group they are taken from, {ranks}, "
+                          f"but are {picked}")  # fmt: skip
+    return picked
+
+
+def split_order(order: object) -> list[str]:
+    """The axes that an order names; LayoutError for what is no str."""
+    if not isinstance(order, str):
+        raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
+    return order.split("-") if order else []
+
+
+def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
+    """LayoutError unless `names` has each axis of `sizes` with more than one rank, once, and no other."""
+    unknown = [name for name in names if name not in sizes]
+    doubled = {name for name in names if names.count(name) > 1}
+    missing = [name for name, size in sizes.items() if size > 1 and name not in names]
+    if unknown or doubled or missing:
+        problem = (
+            f"it names {unknown[0]!r}, which is no axis" if unknown
+            else f"it names {sorted(doubled)[0]!r} twice" if doubled
+            else f"it lacks {missing[0]!r}, whose size is {sizes[missing[0]]}"
+        )  # fmt: skip
+        raise LayoutError(
+            f"order must name each axis once, joined by '-', fastest first, but is {order!r}: {problem}; "
+            f"the axes are {', '.join(sizes)}"
+        )
+
+
+def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """All sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise LayoutError(f"the world size must be at least 1, but is {world_size}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
     for name, size in sizes.items():
-        if name not in open_axes and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise LayoutError(
-                f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}"
-            )
+        if name not in open_axes:
+            check_size(name, size)
     if len(open_axes) > 1:
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, open_axes))} are")
     given = {name: size for name, size in sizes.items() if size is not None and name not in open_axes}
@@ -127,7 +256,7 @@ def _fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str,
         raise LayoutError(
             f"the world size must be divisible by the product of the parallel sizes, but {world_size} ranks are not "
             f"divisible by {text}; start a multiple of {known} ranks, or choose sizes "
-            f"whose product is one of {_divisors(world_size)}"
+            f"whose product is one of {divisors(world_size)}"
         )
     rest = world_size // known
     if not open_axes and rest != 1:
@@ -138,7 +267,13 @@ def _fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str,
     return {name: rest if name in open_axes else given[name] for name in sizes}
 
 
-def _divisors(number: int) -> list[int]:
+def check_size(name: str, size: object) -> None:
+    """LayoutError unless `size` is a positive int."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise LayoutError(f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}")
+
+
+def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 

@@ -1,0 +1,400 @@
+"""THE table of axes and of the groups made of them, the orders that have a name, and sizes to a `Layout`.
+
+Adding an axis is one row: its size parameter, its getters, its place in the layout and in `plan` follow from it.
+Pure, as `layout`: no torch, no environment.
+
+Two numberings of the same ranks, as Megatron's two RankGenerators and torchtitan's dense and sparse meshes have them:
+- dense:   the order as given, without `ep`;
+- experts: the same order with `etp` for `tp`, `efsdp` for `dp_shard`, and without the axes that cut a sequence; what
+  `etp`, `ep`, `pp`, `dp_replicate` and `external_dp` leave of the world is `efsdp`.
+And one more for each axis that lies within another one: `dcp` divides `tp`, and nodes divide `dp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from device_communicators.errors import InvalidArgumentError, LayoutError
+from parallel_state.layout import Grid, Layout, check_order, check_size, fill_in_rest, split_order
+
+RankPicker = Callable[[list[int]], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One kind of group: a way to divide the world, or (with `spans` or `ends_of`) made of such ways."""
+
+    name: str
+    long_name: str
+    about: str
+    size_parameter: str | None = None
+    """The argument of initialize_model_parallel; None for what follows from the other sizes."""
+    spans: tuple[str, ...] = ()
+    """The rows that it is made of."""
+    within: str | None = None
+    """The axis that it divides."""
+    experts: bool = False
+    """Whether it belongs to the numbering of the layers with experts."""
+    cuts_sequence: bool = False
+    """Whether the ranks along it hold parts of one sequence: expert layers take them for data-parallel ones."""
+    ends_of: str | None = None
+    """The row whose groups it takes some ranks from."""
+    always_made: bool = False
+    """Whether initialize_model_parallel makes it whatever its size; else if its size was given and isn't 1."""
+
+
+AXES = (
+    Axis("tp", "tensor_model_parallel", "Cuts the weights of a layer.", "tensor_model_parallel_size",
+         always_made=True),
+    Axis("cp", "context_parallel", "Cuts the sequence, in training.", "context_parallel_size", cuts_sequence=True),
+    Axis("pcp", "prefill_context_model_parallel", "Cuts the sequence, in the prefill of vLLM.",
+         "prefill_context_model_parallel_size", cuts_sequence=True),
+    Axis("dcp", "decode_context_model_parallel", "Cuts the KV cache, in the decode of vLLM: tp ranks.",
+         "decode_context_model_parallel_size", within="tp"),
+    Axis("ep", "expert_model_parallel", "Cuts the set of experts.", "expert_model_parallel_size", experts=True),
+    Axis("etp", "expert_tensor_parallel", "Cuts the weights of an expert.", "expert_tensor_parallel_size",
+         experts=True),
+    Axis("dp", "data_parallel", "Cuts the batch.", "data_parallel_size", spans=("dp_shard", "dp_replicate"),
+         always_made=True),
+    Axis("dp_shard", "data_parallel_shard", "Data-parallel ranks that hold one copy of the weights, sharded.",
+         "data_parallel_shard_size"),
+    Axis("dp_replicate", "data_parallel_replicate", "Data-parallel ranks with equal shards, one per copy.",
+         "data_parallel_replicate_size"),
+    Axis("external_dp", "external_data_parallel", "Engines beside each other in one world, as vLLM's external DP.",
+         "external_data_parallel_size"),
+    Axis("pp", "pipeline_model_parallel", "Cuts the layers into stages.", "pipeline_model_parallel_size",
+         always_made=True),
+    Axis("efsdp", "expert_data_parallel_shard", "Ranks that hold one copy of the same experts, sharded.",
+         experts=True),
+    Axis("edp", "expert_data_parallel", "Ranks with the same experts.", spans=("efsdp", "dp_replicate")),
+    Axis("model", "model_parallel", "Ranks that hold one copy of the weights.", spans=("tp", "pp")),
+    Axis("dp_cp", "data_and_context_parallel", "Ranks that reduce the gradients of the dense layers.",
+         spans=("dp", "cp")),
+    Axis("fsdp", "fully_sharded_data_parallel", "Ranks that shard the dense layers: a data-parallel shard with its cp.",
+         spans=("dp_shard", "cp")),
+    Axis("tp_cp", "tensor_and_context_parallel", "Ranks that work on one batch in one stage.", spans=("tp", "cp")),
+    Axis("tp_dp", "tensor_and_data_parallel", "Ranks of one stage on the same part of the sequence.",
+         spans=("tp", "dp")),
+    Axis("tp_dp_cp", "tensor_data_and_context_parallel", "Ranks of one stage.", spans=("tp", "dp", "cp")),
+    Axis("tp_ep", "expert_tensor_and_model_parallel", "Ranks that hold one copy of the experts of a stage.",
+         spans=("etp", "ep")),
+    Axis("tp_ep_pp", "expert_tensor_model_pipeline_parallel", "Ranks that hold one copy of all experts.",
+         spans=("etp", "ep", "pp")),
+    Axis("replica", "model_replica", "Ranks that hold one copy of the weights, shards and parts of the sequence.",
+         spans=("tp", "cp", "pcp", "dp_shard", "pp")),
+    Axis("dp_intra_node", "intra_node_data_parallel", "Data-parallel ranks of one node.", within="dp"),
+    Axis("dp_inter_node", "inter_node_data_parallel", "Data-parallel ranks at one place of each node.", within="dp"),
+    Axis("embedding", "embedding", "First and last stage, which share the word embedding.", ends_of="pp"),
+    Axis("position_embedding", "position_embedding", "The first stage, which has the position embedding.",
+         ends_of="pp"),
+)  # fmt: skip
+
+BY_NAME = {axis.name: axis for axis in AXES}
+BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_parameter is not None}
+_DENSE = tuple(
+    axis.name for axis in AXES if not (axis.spans or axis.experts or axis.within is not None or axis.ends_of)
+)
+_NODES = ("dp_intra_node", "dp_inter_node")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An order that has a name."""
+
+    order: str
+    """Fastest first; `dp` stands for `dp_shard-dp_replicate`."""
+    about: str
+    spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Groups that are made of other axes here than in the table."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+PRESETS = {
+    "megatron": Preset("tp-cp-ep-dp-pp", "Megatron-core's default, dense and expert layers"),
+    "vllm": Preset(
+        "tp-pcp-pp-dp-external_dp",
+        "vLLM's ExternalDP × DP × PP × PCP × TP (slow to fast), with DCP within TP and EP = DP · PCP · TP",
+        spans={"ep": ("tp", "pcp", "dp")},
+    ),
+    "torchtitan": Preset(
+        "tp-cp-ep-dp_shard-dp_replicate-pp",
+        "torchtitan's pp, dp_replicate, dp_shard, cp, tp (slow to fast), with ep and efsdp in dp_shard · cp · tp",
+        defaults={"etp": 1},
+    ),
+}
+
+DEFAULT_ORDER = PRESETS["megatron"].order
+
+
+def embedding_ranks(pipeline: list[int]) -> list[int]:
+    """First and last stage of a pipeline's ranks."""
+    return [pipeline[0], pipeline[-1]]
+
+
+def position_embedding_ranks(pipeline: list[int]) -> list[int]:
+    """The first stage of a pipeline's ranks."""
+    return [pipeline[0]]
+
+
+def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Sizes by axis name, from names of axes or of arguments; InvalidArgumentError for one that nobody knows."""
+    found: dict[str, int | None] = {}
+    for name, size in sizes.items():
+        axis = BY_PARAMETER.get(name) or BY_NAME.get(name)
+        if axis is None or axis.size_parameter is None:
+            raise InvalidArgumentError(
+                f"there is no parallel size {name!r}; the sizes are "
+                f"{', '.join(f'{row.size_parameter} ({row.name})' for row in BY_PARAMETER.values())}"
+            )
+        if axis.name in found:
+            raise InvalidArgumentError(f"the size of axis {axis.name!r} is given twice, once as {name!r}")
+        found[axis.name] = size
+    return found
+
+
+def resolve_layout(
+    world_size: int,
+    sizes: Mapping[str, int | None],
+    order: str = DEFAULT_ORDER,
+    *,
+    ranks_per_node: int | None = None,
+    rank_offset: int = 0,
+    get_embedding_ranks: RankPicker | None = None,
+    get_position_embedding_ranks: RankPicker | None = None,
+) -> Layout:
+    """The layout of `world_size` ranks from `rank_offset` on.
+
+    `sizes` by axis or argument name; one that is left out is 1, but `dp`, which is the rest unless another size is -1,
+    and `etp`, which is `tp`. `dp` = `dp_shard` · `dp_replicate`: either follows from the other; with neither all of
+    it is `dp_shard`. `order` is a preset's name or any permutation of axes, fastest first, in which those of size 1
+    may be left out. `ranks_per_node` tells which data-parallel ranks share a node.
+
+    Raises LayoutError for sizes and orders that don't fit: among them, as Megatron does, for experts in an order
+    whose pipeline groups would differ from those of the other layers.
+    """
+    preset = PRESETS.get(order) if isinstance(order, str) else None
+    tokens = [token.lower() for token in split_order(order if preset is None else preset.order)]
+    preset = preset or Preset("-".join(tokens), "")
+    given = by_axis(sizes)
+    dense_sizes = _dense_sizes(world_size, given)
+    expanded = [name for token in tokens for name in (BY_NAME[token].spans if token == "dp" else (token,))]
+    check_order(order, [name for name in expanded if name != "ep"], dense_sizes)
+    dense = _grid(expanded, dense_sizes)
+    spans = {row.name: _expand(row.name) for row in AXES if row.spans}
+    grids, missing = [dense], {}
+    experts: Grid | str = ""
+    if "ep" in preset.spans:
+        spans |= {name: tuple(axis for part in parts for axis in _expand(part)) for name, parts in preset.spans.items()}
+        _check_fixed_experts(order, given, dense, spans)
+        missing = dict.fromkeys(
+            [row.name for row in AXES if _needs_experts(row.name) and row.name not in preset.spans],
+            f"order {order!r} makes ep of {', '.join(preset.spans['ep'])} and has no expert-tensor axis",
+        )
+    else:
+        experts = _expert_grid(world_size, preset, expanded, dense, given)
+        if isinstance(experts, Grid):
+            grids.append(experts)
+        else:
+            missing |= dict.fromkeys([row.name for row in AXES if _needs_experts(row.name)], experts)
+    grids.append(_decode_grid(dense, given.get("dcp")))
+    by_node = _node_grid(dense, ranks_per_node)
+    if isinstance(by_node, Grid):
+        grids.append(by_node)
+    else:
+        missing |= dict.fromkeys(_NODES, by_node)
+    return Layout(
+        grids=tuple(grids),
+        spans={name: axes for name, axes in spans.items() if name not in missing},
+        ends={
+            "embedding": ("pp", get_embedding_ranks or embedding_ranks),
+            "position_embedding": ("pp", get_position_embedding_ranks or position_embedding_ranks),
+        },
+        missing=missing,
+        rank_offset=rank_offset,
+        title=_title(tokens, dense, experts if isinstance(experts, Grid) else None, given),
+    )
+
+
+def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, int]:
+    """The sizes of the dense axes, whose product is the world."""
+    shard, replicate = (_given(given.get(name), name) for name in ("dp_shard", "dp_replicate"))
+    merged: dict[str, int | None] = {
+        name: given.get(name, 1) for name in _DENSE if name not in ("dp_shard", "dp_replicate")
+    }
+    someone_takes_the_rest = any(size in (None, -1) for size in merged.values())
+    merged["dp"] = given.get("dp", 1 if someone_takes_the_rest else None)
+    if merged["dp"] in (None, -1, 1) and shard and replicate:
+        merged["dp"] = shard * replicate
+    full = fill_in_rest(world_size, merged)
+    dp = full.pop("dp")
+    if shard is None and replicate is None:
+        # Open is open: an explicit -1 on one of the two gives it everything, else the shard has it.
+        shard, replicate = (1, dp) if given.get("dp_replicate") == -1 and "dp_shard" not in given else (dp, 1)
+    known = (shard or 1) * (replicate or 1)
+    if dp % known or (shard and replicate and known != dp):
+        raise LayoutError(
+            f"data_parallel_shard_size × data_parallel_replicate_size must be the data-parallel size, {dp}, but they "
+            f"are {shard or 'open'} and {replicate or 'open'}; choose sizes whose product it is, or leave one open"
+        )
+    return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
+
+
+def _given(size: int | None, name: str) -> int | None:
+    if size is None or size == -1:
+        return None
+    check_size(name, size)
+    return size
+
+
+def _grid(order: Sequence[str], sizes: Mapping[str, int]) -> Grid:
+    """In this order; what it leaves out has one rank, and so no place."""
+    names = [name for name in order if name in sizes]
+    return Grid(tuple((name, sizes[name]) for name in dict.fromkeys([*names, *sizes])))
+
+
+def _expand(name: str) -> tuple[str, ...]:
+    spans = BY_NAME[name].spans
+    return tuple(axis for part in spans for axis in _expand(part)) if spans else (name,)
+
+
+def _needs_experts(name: str) -> bool:
+    return any(BY_NAME[axis].experts for axis in _expand(name))
+
+
+def _expert_grid(
+    world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
+) -> Grid | str:
+    """How the layers with experts number the ranks; the reason why they can't, where nobody asked for experts."""
+    asked = given.get("ep") is not None or given.get("etp") is not None
+    try:
+        sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
+        etp = _given(given.get("etp"), "etp")
+        sizes["etp"] = etp or preset.defaults.get("etp", sizes["tp"])
+        del sizes["tp"], sizes["dp_shard"]
+        sizes["ep"] = _given(given.get("ep"), "ep") or 1
+        rest = _rest_for_experts(world_size, sizes)
+        if given.get("ep") == -1:
+            sizes["ep"], rest = rest, 1
+        sizes["efsdp"] = rest
+        instead = {"tp": "etp", "dp_shard": "efsdp"}
+        names = [instead.get(name, name) for name in expanded if not _cuts_sequence(name)]
+        if "ep" not in names and sizes["ep"] == 1:
+            names.append("ep")
+        check_order(preset.order, names, sizes)
+        experts = _grid(names, sizes)
+        _check_same_pipelines(preset.order, dense, experts)
+    except LayoutError as error:
+        if asked:
+            raise
+        return f"with these sizes the layers with experts don't fit ({error})"
+    return experts
+
+
+def _cuts_sequence(name: str) -> bool:
+    return name in BY_NAME and BY_NAME[name].cuts_sequence
+
+
+def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
+    known = prod(sizes.values())
+    if world_size % known:
+        text = " × ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise LayoutError(
+            f"the world size must be divisible by the product of the sizes that expert layers have, but {world_size} "
+            f"ranks are not divisible by {text} = {known}; choose another expert_model_parallel_size or "
+            f"expert_tensor_parallel_size (default: the tensor-parallel size)"
+        )
+    return world_size // known
+
+
+def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
+    """A stage's dense and expert layers are on the same ranks: Megatron refuses what would part them."""
+    if dense.size("pp") == 1:
+        return
+    if dense.stride("pp") != experts.stride("pp"):
+        raise LayoutError(
+            f"the pipeline groups of dense and expert layers must be the same, but in order {order!r} they are not: "
+            f"neighbouring stages are {dense.stride('pp')} ranks apart in {dense}, and {experts.stride('pp')} in "
+            f"{experts}; put pp last"
+        )
+    dp, edp = dense.size("dp_shard", "dp_replicate"), experts.size("efsdp", "dp_replicate")
+    if not order.endswith("pp") and dp != edp:
+        raise LayoutError(
+            f"in an order that doesn't end with pp, dense and expert layers must have the same data-parallel size, "
+            f"but in {order!r} they have {dp} and {edp}; put pp last, or choose expert sizes with etp · ep = tp"
+        )
+
+
+def _check_fixed_experts(
+    order: str, given: Mapping[str, int | None], dense: Grid, spans: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Where the order says what ep is made of, a size can only confirm it."""
+    found = dense.size(*spans["ep"])
+    if given.get("ep") not in (None, -1, 1, found) or given.get("etp") not in (None, 1):
+        raise LayoutError(
+            f"in order {order!r} the expert-parallel size is that of {' · '.join(spans['ep'])}, {found}, and there is "
+            f"no expert-tensor axis, but ep={given.get('ep')} and etp={given.get('etp')} were asked for; leave them out"
+        )
+
+
+def _decode_grid(dense: Grid, size: int | None) -> Grid:
+    """The dense grid with tp in two: dcp, whose ranks are neighbours, and the rest."""
+    dcp = _given(size, "dcp") or (dense.size("tp") if size == -1 else 1)
+    if dense.size("tp") % dcp:
+        raise LayoutError(
+            f"the decode-context-parallel groups lie within the tensor-parallel ones, so tp={dense.size('tp')} must "
+            f"be divisible by dcp={dcp}, but is not"
+        )
+    return _split(dense, "tp", "dcp", dcp, "tp/dcp")
+
+
+def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
+    """The dense grid with dp in two: the ranks within a node, and across nodes. A reason where nodes don't fit."""
+    if ranks_per_node is None:
+        return "it is not known that every node has the same number of neighbouring ranks; give ranks_per_node"
+    check_size("ranks_per_node", ranks_per_node)
+    names = [name for name, size in dense.axes if size > 1]
+    parts = [name for name in names if name in ("dp_shard", "dp_replicate")]
+    if len(parts) == 2 and names.index("dp_replicate") != names.index("dp_shard") + 1:
+        return "dp_replicate doesn't follow dp_shard in the order"
+    first = parts[0] if parts else "dp_shard"
+    dp, stride = dense.size("dp_shard", "dp_replicate"), dense.stride(first)
+    merged = Grid(
+        tuple(
+            ("dp", dp) if name == first else (name, size)
+            for name, size in dense.axes
+            if name == first or name not in ("dp_shard", "dp_replicate")
+        )
+    )
+    inside = min(dp, max(1, ranks_per_node // stride))
+    if dp % inside or (inside > 1 and ranks_per_node % (stride * inside)):
+        return f"nodes of {ranks_per_node} ranks cut the data-parallel groups of {dp} ranks, {stride} apart, unevenly"
+    return _split(merged, "dp", _NODES[0], inside, _NODES[1])
+
+
+def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
+    parts = [((inner, size), (outer, total // size)) if name == axis else ((name, total),) for name, total in grid.axes]
+    return Grid(tuple(part for each in parts for part in each))
+
+
+def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, given: Mapping[str, int | None]) -> str:
+    """`tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
+    sizes = dict(dense.axes)
+    parted = sizes["dp_replicate"] > 1
+    words = [
+        word
+        for token in tokens
+        for word in (("dp_shard", "dp_replicate") if token == "dp" and parted else
+                     ("dp",) if token == "dp_shard" and not parted else
+                     () if token in ("ep", "dp_replicate") and not parted else (token,))
+        if word != "ep"
+    ]  # fmt: skip
+    sizes["dp"] = dense.size("dp_shard", "dp_replicate")
+    text = " × ".join(f"{name}={sizes[name]}" for name in words if sizes[name] > 1 or BY_NAME[name].always_made)
+    if (given.get("dcp") or 1) != 1:
+        text += f", dcp={given['dcp']} in tp"
+    if experts is not None and (experts.size("ep") > 1 or experts.size("etp") != dense.size("tp")):
+        names = [name for name, size in experts.axes if size > 1 or name in ("etp", "ep", "efsdp")]
+        text += "; experts " + " × ".join(f"{name}={experts.size(name)}" for name in names)
+    return text or "one rank"
