@@ -11,13 +11,15 @@ Ranks are ranks in the group. Public operations return contiguous tensors that s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from device_communicators.errors import format_ranks
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -58,8 +60,8 @@ class GroupContext:
     timeout_s: float
     device_group: Any = None
     """torch ProcessGroup for tensors of `device`; None in a simulated group."""
-    cpu_group: Any = None
-    """torch ProcessGroup (gloo) for CPU tensors and messages; the same object where `device` is the CPU."""
+    make_cpu_group: Callable[[], Any] | None = None
+    """Gives the gloo group, always the same; what makes it at its first use must be called by every rank then."""
     channel: int = 0
     """Tells the users of one process group apart: their transfers have other tags."""
     simulated: bool = False
@@ -70,6 +72,11 @@ class GroupContext:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def cpu_group(self) -> Any:
+        """torch ProcessGroup (gloo) for CPU tensors and messages; the device group itself where `device` is the CPU."""
+        return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
     def key(self) -> str:
@@ -86,13 +93,6 @@ class GroupContext:
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
-    if len(ranks) <= 16:
-        return f"[{', '.join(map(str, ranks))}]"
-    return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
 
 
 class Communicator(ABC):

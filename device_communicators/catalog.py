@@ -65,7 +65,7 @@ def _turned_off(context: GroupContext, row: Row) -> str | None:
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
     """A locally probed row stays only where every rank found nothing against it."""
-    if context.cpu_group is None or not any(row.local for row in rows):
+    if context.make_cpu_group is None or not any(row.local for row in rows):
         return reasons
     fit = torch.tensor([reason is None for reason in reasons], dtype=torch.uint8)
     context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()

@@ -142,3 +142,10 @@ class LaunchError(ParallelStateError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
+    if len(ranks) <= 16:
+        return f"[{', '.join(map(str, ranks))}]"
+    return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"

@@ -70,12 +70,10 @@ class ProcessGroupCommunicator(Communicator):
         return None
 
     def __str__(self) -> str:
-        device, cpu = self.context.device_group, self.context.cpu_group
-        if device is cpu:
-            return f"torch.distributed over {device.name()}, every tensor"
-        return (
-            f"torch.distributed, {self.context.device.type} tensors over {device.name()}, CPU tensors over {cpu.name()}"
-        )
+        name = self.context.device_group.name()
+        if self.context.device.type == "cpu":
+            return f"torch.distributed over {name}, every tensor"
+        return f"torch.distributed, {self.context.device.type} tensors over {name}, CPU tensors over gloo"
 
     def _group(self, x: Tensor) -> Any:
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group

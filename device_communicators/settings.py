@@ -59,6 +59,12 @@ def _word(text: str) -> str:
     return text
 
 
+def _group_creation(text: str) -> str:
+    if text.lower() not in ("auto", "local", "split", "global"):
+        raise ValueError(text)
+    return text.lower()
+
+
 def _log_level(text: str) -> str:
     if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ValueError(text)
@@ -81,6 +87,11 @@ BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
 )  # fmt: skip
+GROUP_CREATION: Setting[str] = Setting(
+    "PARALLEL_STATE_GROUP_CREATION", "auto", _group_creation, "auto, local, split or global",
+    "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
+    "one group after the other (global); auto is what the backend can do best.",
+)  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
@@ -91,7 +102,7 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, MAX_METADATA_BYTES, LOG_LEVEL,
+    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, GROUP_CREATION, MAX_METADATA_BYTES, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The long names that users of Megatron and vLLM type, for what `state` and the coordinators already say.
 
 Where Megatron's `get_…_group` returns a torch ProcessGroup, these return the GroupCoordinator, as vLLM's do;
-`.device_group` is the ProcessGroup.
+`.device_group` is the ProcessGroup. Those that follow from the axis table are in `getters`.
 """
 
 from __future__ import annotations
@@ -13,61 +13,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.errors import InvalidArgumentError
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import (
     destroy_distributed_environment,
     destroy_model_parallel,
-    get_dp_group,
+    get_group,
+    get_parallel_groups,
     get_pp_group,
     get_tp_group,
     get_world_group,
     model_parallel_is_initialized,
+    try_get_group,
 )
 
-
-def get_tensor_model_parallel_group() -> GroupCoordinator:
-    """`get_tp_group()`."""
-    return get_tp_group()
+# Data-parallel groups, with Megatron's flags.
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """`get_tp_group().world_size`."""
-    return get_tp_group().world_size
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> GroupCoordinator:
+    """`get_dp_group()`; with context parallelism the `dp_cp` group, and of that one shard, `fsdp`, if partial."""
+    return _data_parallel("dp", "dp_cp", "fsdp", with_context_parallel, partial_data_parallel)
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """This process' rank in its tensor-parallel group."""
-    return get_tp_group().rank_in_group
+def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
+    """The gloo ProcessGroup of `get_data_parallel_group(…)`."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).cpu_group
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the tensor-parallel group's first rank."""
-    return get_tp_group().first_rank
+def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """The number of ranks in `get_data_parallel_group(…)`."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).world_size
 
 
-def get_tensor_model_parallel_global_ranks() -> list[int]:
-    """`get_tp_group().ranks` as a new list."""
-    return list(get_tp_group().ranks)
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """This process' rank in `get_data_parallel_group(…)`."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank_in_group
 
 
-def get_pipeline_model_parallel_group() -> GroupCoordinator:
-    """`get_pp_group()`."""
-    return get_pp_group()
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first rank in `get_data_parallel_group(…)`."""
+    return get_data_parallel_group(with_context_parallel).first_rank
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """`get_pp_group().world_size`."""
-    return get_pp_group().world_size
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> GroupCoordinator | None:
+    """The `tp_dp` group, or `tp_dp_cp`; before initialize_model_parallel None, if nothing is to be checked."""
+    name = "tp_dp_cp" if with_context_parallel else "tp_dp"
+    return get_group(name) if check_initialized else try_get_group(name)
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    """This process' stage: its rank in its pipeline group."""
-    return get_pp_group().rank_in_group
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> GroupCoordinator | None:
+    """The `edp` group, or of that one shard, `efsdp`, if partial."""
+    name = "efsdp" if partial_expert_data_parallel else "edp"
+    return get_group(name) if check_initialized else try_get_group(name)
 
 
-def get_pipeline_model_parallel_global_ranks() -> list[int]:
-    """`get_pp_group().ranks` as a new list."""
-    return list(get_pp_group().ranks)
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
+    """The gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
+    return get_group("efsdp" if partial_expert_data_parallel else "edp").cpu_group
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """The number of ranks in `get_expert_data_parallel_group(…)`."""
+    return get_group("efsdp" if partial_expert_data_parallel else "edp").world_size
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """This process' rank in `get_expert_data_parallel_group(…)`."""
+    return get_group("efsdp" if partial_expert_data_parallel else "edp").rank_in_group
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupCoordinator | None:
+    """The ranks of one copy of the weights, `replica`."""
+    return get_group("replica") if check_initialized else try_get_group("replica")
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupCoordinator | None:
+    """The ranks with equal shards, `dp_replicate`."""
+    return get_group("dp_replicate") if check_initialized else try_get_group("dp_replicate")
+
+
+def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
+    """The group over which FP8 scales are reduced: `tp_dp`, only `tp`, or these with `cp`."""
+    if tp_only_amax_red:
+        return get_group("tp_cp" if with_context_parallel else "tp")
+    return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+def _data_parallel(plain: str, with_cp: str, shard: str, context: bool, partial: bool) -> GroupCoordinator:
+    if partial and not context:
+        raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
+    return get_group(shard if partial else with_cp if context else plain)
+
+
+# The pipeline, with virtual stages.
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -90,39 +134,77 @@ def get_pipeline_model_parallel_prev_rank() -> int:
     return get_pp_group().prev_rank
 
 
-def is_pipeline_first_stage() -> bool:
-    """`get_pp_group().is_first_rank`."""
-    return get_pp_group().is_first_rank
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """The number of stages on each pipeline rank; None without virtual stages."""
+    virtual = get_parallel_groups().virtual_pipeline
+    return None if virtual is None else virtual.size
 
 
-def is_pipeline_last_stage() -> bool:
-    """`get_pp_group().is_last_rank`."""
-    return get_pp_group().is_last_rank
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Which of its stages this pipeline rank runs now, as it was set; None without virtual stages."""
+    virtual = get_parallel_groups().virtual_pipeline
+    return None if virtual is None else virtual.rank
 
 
-def get_data_parallel_group() -> GroupCoordinator:
-    """`get_dp_group()`."""
-    return get_dp_group()
+def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
+    """Says which of its stages this pipeline rank runs; InvalidArgumentError for one that it hasn't."""
+    virtual = get_parallel_groups().virtual_pipeline
+    if virtual is None or not 0 <= rank < virtual.size:
+        found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
+        raise InvalidArgumentError(
+            f"the virtual pipeline rank must be one of this rank's stages, but is {rank}, and {found}"
+        )
+    virtual.rank = rank
 
 
-def get_data_parallel_world_size() -> int:
-    """`get_dp_group().world_size`."""
-    return get_dp_group().world_size
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank has the model's first stage; with `ignore_virtual=False` whether `vp_stage` is that one.
+
+    `vp_stage` left out is the one that was set with set_virtual_pipeline_model_parallel_rank.
+    """
+    return get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
 
-def get_data_parallel_rank() -> int:
-    """This process' rank in its data-parallel group."""
-    return get_dp_group().rank_in_group
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank has the model's last stage; with `ignore_virtual=False` whether `vp_stage` is that one."""
+    virtual = get_parallel_groups().virtual_pipeline if not ignore_virtual else None
+    return get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
 
-def get_data_parallel_src_rank() -> int:
-    """Global rank of the data-parallel group's first rank."""
-    return get_dp_group().first_rank
+def _stage(vp_stage: int | None) -> int | None:
+    virtual = get_parallel_groups().virtual_pipeline
+    if virtual is None:
+        return None
+    if vp_stage is not None and not 0 <= vp_stage < virtual.size:
+        raise InvalidArgumentError(f"vp_stage must be in 0 … {virtual.size - 1}, but is {vp_stage}")
+    return virtual.rank if vp_stage is None else vp_stage
 
 
-def get_data_parallel_global_ranks() -> list[int]:
-    """`get_dp_group().ranks` as a new list."""
-    return list(get_dp_group().ranks)
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank, or with `ignore_virtual=False` its stage `vp_stage`, shares the word embedding."""
+    groups = get_parallel_groups()
+    ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
+    if ignore_virtual or not ranks:
+        return bool(ranks)
+    if groups.world.rank_in_group == ranks[0]:
+        return is_pipeline_first_stage(False, vp_stage)
+    if groups.world.rank_in_group == ranks[-1]:
+        return is_pipeline_last_stage(False, vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank has the position embedding."""
+    groups = get_parallel_groups()
+    return bool(groups.layout.group_of(groups.world.rank_in_group, "position_embedding"))
+
+
+def get_all_ranks() -> str:
+    """This process' ranks in its tp, dp, cp, pp and ep groups, as `0_1_0_3_0`: Megatron's names of shards."""
+    return "_".join(str(get_group(name).rank_in_group) for name in ("tp", "dp", "cp", "pp", "ep"))
+
+
+# The world.
 
 
 def get_world_size() -> int:

@@ -138,6 +138,19 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
     return [pipeline[0]]
 
 
+def named_sizes(
+    tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """The sizes that were said, of the arguments with a place and the others; one that has its default wasn't."""
+    placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
+    said = {name: size for name, size in placed.items() if type(size) is not int or size != 1}
+    if dp is None:
+        del said["data_parallel_size"]
+    elif dp == 1:
+        said["data_parallel_size"] = dp
+    return {**said, **others}
+
+
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     """Sizes by axis name, from names of axes or of arguments; InvalidArgumentError for one that nobody knows."""
     found: dict[str, int | None] = {}
@@ -174,13 +187,15 @@ def resolve_layout(
     Raises LayoutError for sizes and orders that don't fit: among them, as Megatron does, for experts in an order
     whose pipeline groups would differ from those of the other layers.
     """
+    if not isinstance(rank_offset, int) or rank_offset < 0:
+        raise LayoutError(f"rank_offset must be a rank, 0 or more, but is {rank_offset!r}")
     preset = PRESETS.get(order) if isinstance(order, str) else None
     tokens = [token.lower() for token in split_order(order if preset is None else preset.order)]
     preset = preset or Preset("-".join(tokens), "")
     given = by_axis(sizes)
     dense_sizes = _dense_sizes(world_size, given)
     expanded = [name for token in tokens for name in (BY_NAME[token].spans if token == "dp" else (token,))]
-    check_order(order, [name for name in expanded if name != "ep"], dense_sizes)
+    check_order(order, expanded, {**dense_sizes, "ep": 1})  # whether ep can be left out, its own numbering knows
     dense = _grid(expanded, dense_sizes)
     spans = {row.name: _expand(row.name) for row in AXES if row.spans}
     grids, missing = [dense], {}
@@ -198,7 +213,8 @@ def resolve_layout(
             grids.append(experts)
         else:
             missing |= dict.fromkeys([row.name for row in AXES if _needs_experts(row.name)], experts)
-    grids.append(_decode_grid(dense, given.get("dcp")))
+    decode = _decode_grid(dense, given.get("dcp"))
+    grids.append(decode)
     by_node = _node_grid(dense, ranks_per_node)
     if isinstance(by_node, Grid):
         grids.append(by_node)
@@ -213,25 +229,27 @@ def resolve_layout(
         },
         missing=missing,
         rank_offset=rank_offset,
-        title=_title(tokens, dense, experts if isinstance(experts, Grid) else None, given),
+        title=_title(tokens, dense, experts if isinstance(experts, Grid) else None, decode.size("dcp")),
     )
 
 
 def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, int]:
     """The sizes of the dense axes, whose product is the world."""
-    shard, replicate = (_given(given.get(name), name) for name in ("dp_shard", "dp_replicate"))
-    merged: dict[str, int | None] = {
-        name: given.get(name, 1) for name in _DENSE if name not in ("dp_shard", "dp_replicate")
-    }
+    parts = ("dp_shard", "dp_replicate")
+    shard, replicate = (_given(given.get(name), name) for name in parts)
+    open_parts = _open_sizes(given, parts)
+    merged: dict[str, int | None] = {name: given.get(name, 1) for name in _DENSE if name not in parts}
     someone_takes_the_rest = any(size in (None, -1) for size in merged.values())
-    merged["dp"] = given.get("dp", 1 if someone_takes_the_rest else None)
-    if merged["dp"] in (None, -1, 1) and shard and replicate:
+    merged["dp"] = given.get("dp")
+    if merged["dp"] in (None, -1) and shard and replicate:
         merged["dp"] = shard * replicate
+    elif "dp" not in given and someone_takes_the_rest and not open_parts:
+        merged["dp"] = (shard or 1) * (replicate or 1)
     full = fill_in_rest(world_size, merged)
     dp = full.pop("dp")
     if shard is None and replicate is None:
         # Open is open: an explicit -1 on one of the two gives it everything, else the shard has it.
-        shard, replicate = (1, dp) if given.get("dp_replicate") == -1 and "dp_shard" not in given else (dp, 1)
+        shard, replicate = (1, dp) if open_parts == ["dp_replicate"] else (dp, 1)
     known = (shard or 1) * (replicate or 1)
     if dp % known or (shard and replicate and known != dp):
         raise LayoutError(
@@ -239,6 +257,14 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
             f"are {shard or 'open'} and {replicate or 'open'}; choose sizes whose product it is, or leave one open"
         )
     return {**full, "dp_shard": shard or dp // known, "dp_replicate": replicate or dp // known}
+
+
+def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[str]:
+    """Which of two sizes is -1, so that it takes what the other one leaves."""
+    found = [name for name in names if given.get(name) == -1]
+    if len(found) > 1:
+        raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
+    return found
 
 
 def _given(size: int | None, name: str) -> int | None:
@@ -270,13 +296,14 @@ def _expert_grid(
     asked = given.get("ep") is not None or given.get("etp") is not None
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
-        etp = _given(given.get("etp"), "etp")
+        open_sizes = _open_sizes(given, ("etp", "ep"))
+        etp = 1 if "etp" in open_sizes else _given(given.get("etp"), "etp")
         sizes["etp"] = etp or preset.defaults.get("etp", sizes["tp"])
         del sizes["tp"], sizes["dp_shard"]
         sizes["ep"] = _given(given.get("ep"), "ep") or 1
         rest = _rest_for_experts(world_size, sizes)
-        if given.get("ep") == -1:
-            sizes["ep"], rest = rest, 1
+        for name in open_sizes:
+            sizes[name], rest = rest, 1
         sizes["efsdp"] = rest
         instead = {"tp": "etp", "dp_shard": "efsdp"}
         names = [instead.get(name, name) for name in expanded if not _cuts_sequence(name)]
@@ -353,7 +380,8 @@ def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
     """The dense grid with dp in two: the ranks within a node, and across nodes. A reason where nodes don't fit."""
     if ranks_per_node is None:
         return "it is not known that every node has the same number of neighbouring ranks; give ranks_per_node"
-    check_size("ranks_per_node", ranks_per_node)
+    if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
+        raise LayoutError(f"ranks_per_node must be a positive integer, but is {ranks_per_node!r}")
     names = [name for name, size in dense.axes if size > 1]
     parts = [name for name in names if name in ("dp_shard", "dp_replicate")]
     if len(parts) == 2 and names.index("dp_replicate") != names.index("dp_shard") + 1:
@@ -367,8 +395,9 @@ def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
             if name == first or name not in ("dp_shard", "dp_replicate")
         )
     )
+    ranks_per_node = min(ranks_per_node, dense.world_size)
     inside = min(dp, max(1, ranks_per_node // stride))
-    if dp % inside or (inside > 1 and ranks_per_node % (stride * inside)):
+    if dp > 1 and ranks_per_node > stride and (dp % inside or ranks_per_node % (stride * inside)):
         return f"nodes of {ranks_per_node} ranks cut the data-parallel groups of {dp} ranks, {stride} apart, unevenly"
     return _split(merged, "dp", _NODES[0], inside, _NODES[1])
 
@@ -378,7 +407,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
     return Grid(tuple(part for each in parts for part in each))
 
 
-def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, given: Mapping[str, int | None]) -> str:
+def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: int) -> str:
     """`tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
@@ -392,8 +421,8 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, given: Mapp
     ]  # fmt: skip
     sizes["dp"] = dense.size("dp_shard", "dp_replicate")
     text = " × ".join(f"{name}={sizes[name]}" for name in words if sizes[name] > 1 or BY_NAME[name].always_made)
-    if (given.get("dcp") or 1) != 1:
-        text += f", dcp={given['dcp']} in tp"
+    if dcp > 1:
+        text += f", dcp={dcp} in tp"
     if experts is not None and (experts.size("ep") > 1 or experts.size("etp") != dense.size("tp")):
         names = [name for name, size in experts.axes if size > 1 or name in ("etp", "ep", "efsdp")]
         text += "; experts " + " × ".join(f"{name}={experts.size(name)}" for name in names)

@@ -8,25 +8,39 @@ decided below, in the route.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
 from device_communicators.routing import Handle, Traffic, register_route, unique_name
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
+from parallel_state.agreement import digest
 from parallel_state.collectives import TensorCollectives
-from parallel_state.groups import Acquired, ProcessGroupPool
-from parallel_state.layout import position_in
+from parallel_state.groups import Acquired, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
 from parallel_state.ops import ordering_token
+from parallel_state.options import GroupOptions
 from parallel_state.tensor_dict import TensorDictSpec
 from parallel_state.wire import AllGatherGroup
+
+
+class Traits(NamedTuple):
+    """What a group is told beside its ranks; sub-groups inherit it."""
+
+    device: torch.device
+    local_rank: int = 0
+    options: GroupOptions = GroupOptions()
+    allow_pickle: bool = False
+    custom_all_reduce: bool = True
+    lazy_cpu_group: bool = False
+    """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
 
 
 class GroupCoordinator(TensorCollectives):
@@ -39,14 +53,13 @@ class GroupCoordinator(TensorCollectives):
     def __init__(
         self,
         context: GroupContext,
+        traits: Traits | None = None,
         *,
-        local_rank: int = 0,
         pool: ProcessGroupPool | None = None,
-        acquired: Sequence[Acquired] = (),
-        backend: str | None = None,
-        allow_pickle: bool = False,
+        acquired: list[Acquired] | None = None,
     ) -> None:
         self.context = context
+        self.traits = traits or Traits(context.device)
         self.unique_name = context.name
         self._key = context.key
         self._destroyed = False
@@ -54,13 +67,13 @@ class GroupCoordinator(TensorCollectives):
         self.rank = context.ranks[context.rank]
         self.rank_in_group = context.rank
         self.world_size = context.size
-        self.local_rank = local_rank
+        self.local_rank = self.traits.local_rank
         self.device = context.device
         self.pool = pool
-        self.backend = backend or (pool.default_backend if pool is not None else "simulated")
+        self.backend = self.traits.options.backend or "simulated"
         self.route = build_route(context)
-        self._acquired = tuple(acquired)
-        self._messenger = Messenger(self.route, allow_pickle)
+        self.acquired = acquired if acquired is not None else []
+        self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         register_route(self.route)
 
@@ -101,25 +114,27 @@ class GroupCoordinator(TensorCollectives):
     @property
     def device_group(self) -> Any:
         """The torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
-        return self._process_group(self.context.device_group, self.backend)
+        return self._process_group(lambda: self.context.device_group, self.traits.options)
 
     @property
     def cpu_group(self) -> Any:
-        """The gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU."""
-        return self._process_group(self.context.cpu_group, "gloo")
+        """The gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
+
+        Beside a device group that is seldom used for messages it is made at the first use, which is then a call that
+        every rank of the group makes (a barrier, a broadcast of an object).
+        """
+        return self._process_group(lambda: self.context.cpu_group, self.traits.options.for_cpu)
 
     def as_process_group(self) -> Any:
         return self.device_group
 
-    def _process_group(self, group: Any, backend: str) -> Any:
+    def _process_group(self, find: Callable[[], Any], options: GroupOptions) -> Any:
         if self._destroyed:
             self.route.check_usable()  # raises
-        if group is not None:
-            return group
         if self.pool is None:
             raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
         # Never None for one rank: torch.distributed takes group=None for the whole world.
-        return self.pool.alone(backend, self.context.timeout_s)
+        return find() if self.world_size > 1 else self.pool.alone(options)
 
     # Tensors, without waiting.
 
@@ -280,7 +295,8 @@ class GroupCoordinator(TensorCollectives):
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """A new group of these ranks *of this group*; None on ranks that aren't in it.
 
-        Every rank of the *world* calls it with the same ranks of the same group. `ranks` must be distinct.
+        Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
+        same at the same time. Raises InvalidArgumentError, or ConfigMismatchError on every rank where ranks differ.
         """
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(
@@ -293,19 +309,14 @@ class GroupCoordinator(TensorCollectives):
             context = dataclasses.replace(
                 self.context, name=unique_name(name), ranks=tuple(inside), rank=list(ranks).index(self.rank_in_group)
             ) if self.rank_in_group in ranks else None  # fmt: skip
-            return GroupCoordinator(context, local_rank=self.local_rank) if context is not None else None
-        others = [[rank] for rank in range(self.pool.world_size) if rank not in inside]
-        group = create_group(
-            self.pool,
-            [inside, *others],
-            name,
-            device=self.device,
-            local_rank=self.local_rank,
-            backend=self.backend,
-            timeout_s=self.context.timeout_s,
-            allow_pickle=self._messenger.allow_pickle,
+            return GroupCoordinator(context, self.traits) if context is not None else None
+        if inside != sorted(inside):
+            # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
+            raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
+        self.pool.agreement.require(
+            "sub-group", self.ranks, {"ranks": format_ranks(ranks), "digest": digest(ranks)}, self.context.timeout_s
         )
-        return group if self.rank in inside else None
+        return create_group(self.pool, inside, name, self.traits) if self.rank in inside else None
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
@@ -316,14 +327,14 @@ class GroupCoordinator(TensorCollectives):
         return dict(self.route.traffic)
 
     def destroy(self) -> None:
-        """Ends the group on this rank; every rank of the world calls it for its group. Twice is fine."""
+        """Ends the group on this rank; every rank of the group calls it. Twice is fine."""
         if self._destroyed:
             return
         self._destroyed = True
         self._messenger.close()
         self.route.close()
         if self.pool is not None:
-            for acquired in self._acquired:
+            for acquired in self.acquired:
                 self.pool.release(acquired)
 
     def close(self) -> None:
@@ -341,40 +352,44 @@ def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
 
 def create_group(
     pool: ProcessGroupPool,
-    rank_lists: Sequence[Sequence[int]],
+    ranks: Sequence[int],
     name: str,
+    traits: Traits,
     *,
-    device: torch.device,
-    local_rank: int,
-    backend: str,
-    timeout_s: float,
-    allow_pickle: bool = False,
-    custom_all_reduce: bool = True,
+    division: Callable[[], RankLists] | None = None,
+    near: Sequence[Acquired] = (),
 ) -> GroupCoordinator:
-    """This rank's coordinator among disjoint lists of global ranks that together are the world.
+    """The coordinator of the group of `ranks` (global, ascending), of which this rank is one.
 
-    Every rank of the world calls it with the same arguments, but device and local rank. Pairs a `backend` group for
-    tensors of `device` with a gloo group; where `backend` is gloo the two are one.
+    Who calls it, and `division` and `near`, as for ProcessGroupPool.acquire. Pairs a group for tensors of the
+    traits' device with a gloo group; where its backend is gloo the two are one.
     """
-    ranks = tuple(rank_lists[position_in(rank_lists, pool.rank)])
-    taken = [pool.acquire(rank_lists, backend, timeout_s)]
+    taken: list[Acquired] = []
+
+    def acquire(options: GroupOptions) -> Acquired:
+        taken.append(pool.acquire(ranks, options, division=division, near=near))
+        return taken[-1]
+
+    @functools.cache
+    def cpu_group() -> Any:
+        return (device if traits.options.for_cpu == traits.options else acquire(traits.options.for_cpu)).process_group
+
     try:
-        if backend != "gloo":
-            taken.append(pool.acquire(rank_lists, "gloo", timeout_s))
+        device = acquire(traits.options)
+        if not traits.lazy_cpu_group:
+            cpu_group()
         context = GroupContext(
             name=unique_name(name),
-            ranks=ranks,
-            rank=ranks.index(pool.rank),
-            device=device,
-            timeout_s=timeout_s,
-            device_group=taken[0].process_group,
-            cpu_group=taken[-1].process_group,
+            ranks=tuple(ranks),
+            rank=list(ranks).index(pool.rank),
+            device=traits.device,
+            timeout_s=traits.options.timeout_s,
+            device_group=device.process_group,
+            make_cpu_group=cpu_group,
             channel=max(acquired.channel for acquired in taken),
-            custom_all_reduce=custom_all_reduce,
+            custom_all_reduce=traits.custom_all_reduce,
         )
-        return GroupCoordinator(
-            context, local_rank=local_rank, pool=pool, acquired=taken, backend=backend, allow_pickle=allow_pickle
-        )
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken)
     except BaseException:
         for acquired in taken:
             pool.release(acquired)

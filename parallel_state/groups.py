@@ -1,32 +1,39 @@
 """Lists of ranks to torch process groups: each distinct one made once, shared, and destroyed with its last user.
 
-Every rank of the world makes the same groups in the same order, also those that it isn't in: c10d names groups by
-counting. Which lists there are is the layout's business; what is done with a group is the coordinator's.
+Who makes a group, by strategy:
+- `local`: its members only. What a rank does grows with the groups that it is in, not with those of the world.
+- `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device (`ncclCommSplit`).
+- `global`: all ranks, one `new_group` for each list, those that they aren't in too; for backends that can't do else.
+
+Which lists there are is the layout's business; what is done with a group is the coordinator's; that all ranks ask for
+the same is found out before, by `agreement`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from device_communicators.base import format_ranks
+from device_communicators import settings
 from device_communicators.errors import (
-    CommunicationError,
-    ConfigMismatchError,
     GroupDestroyedError,
-    InvalidArgumentError,
-    LayoutError,
+    SettingError,
+    UnsupportedError,
 )
-from parallel_state.layout import position_in
+from parallel_state.agreement import Agreement, digest
+from parallel_state.options import GroupOptions
+from parallel_state.torch_internals import bound_device, default_store, is_registered, new_group_of_members
 
-_Key = tuple[tuple[int, ...], str, float]
+RankLists = Sequence[Sequence[int]]
+
+
+_Key = tuple[tuple[int, ...], GroupOptions, bool]
+"""Ranks, options, and whether it was made by all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -34,131 +41,165 @@ class Acquired:
     """What one `acquire` took: hand it to `release` once."""
 
     process_group: Any
-    """This rank's torch ProcessGroup; None where its list has one rank."""
+    """This rank's torch ProcessGroup; None where it is alone."""
     keys: tuple[_Key, ...]
     channel: int
-    """A number that no other user of one of these groups has: their transfers have other tags."""
+    """A number that no other user of this group has: their transfers have other tags."""
 
 
 class ProcessGroupPool:
-    """The process groups of one initialised world; equal rank sets of one backend and timeout are one group."""
+    """The process groups of one initialised world; equal rank sets with equal options are one group."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, token: str = "") -> None:
+        """`token` tells this world's names from those of others on the same store."""
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
         self.timeout_s = timeout_s
         self.default_backend = str(dist.get_backend())
-        default_key = (tuple(range(self.world_size)), self.default_backend, timeout_s)
-        self._groups: dict[_Key, Any] = {default_key: dist.group.WORLD}
-        self._users: dict[_Key, int] = {default_key: 1}  # the default group is not the pool's to destroy
-        self._channels: dict[_Key, int] = {}  # the next one that no user of the group has had
-        self._alone: dict[str, Any] = {}
-        self._made = 0
+        self._prefix = f"parallel_state{token}"
+        self.agreement = Agreement(default_store(), self._prefix, self.rank)
+        default: _Key = (tuple(range(self.world_size)), self.default_options, False)
+        self._groups: dict[_Key, Any] = {default: dist.group.WORLD}
+        self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
+        self._channels: Counter[_Key] = Counter()
+        self._made: Counter[_Key] = Counter()
+        self._borrowed: set[_Key] = set()
+        self._alone: dict[GroupOptions, Any] = {}
         self._closed = False
 
-    def acquire(self, rank_lists: Sequence[Sequence[int]], backend: str, timeout_s: float) -> Acquired:
-        """This rank's group among `rank_lists`, which divide the world. Every rank calls it, with the same arguments.
+    @property
+    def default_options(self) -> GroupOptions:
+        """Those of the default group."""
+        return GroupOptions(self.default_backend, self.timeout_s)
 
-        Before a group is made, raises LayoutError or InvalidArgumentError for lists that don't, and ConfigMismatchError
-        on every rank where ranks ask for different groups.
+    @property
+    def groups_made(self) -> int:
+        """How many process groups this rank has made and is in, those that were destroyed too."""
+        return sum(self._made.values())
+
+    def acquire(
+        self,
+        ranks: Sequence[int],
+        options: GroupOptions,
+        *,
+        division: Callable[[], RankLists] | None = None,
+        near: Sequence[Acquired] = (),
+    ) -> Acquired:
+        """The group of `ranks` (global, ascending), of which this rank is one. Every member calls it in one order.
+
+        With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
+        that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken.
         """
-        self._check_open()
-        self._check(rank_lists)
-        mine = position_in(rank_lists, self.rank)
-        keys = [(tuple(ranks), backend, timeout_s) for ranks in rank_lists if len(ranks) > 1]
-        self._check_alike(keys)
+        if self._closed:
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
+        strategy = self._strategy(options, division is not None)
+        if strategy == "local" or division is None:
+            same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
+            keys = [next(same, (tuple(ranks), options, False))]
+        else:
+            # Every rank keeps account of every list: it must know when all of them make a group, and when not.
+            keys = [(tuple(each), options, len(each) < self.world_size) for each in division()]
+        keys = [key for key in keys if len(key[0]) > 1]
+        self._make(strategy, [key for key in keys if key not in self._groups])
+        self._users.update(keys)
+        mine = next((key for key in keys if self.rank in key[0]), None)
+        if mine is None:
+            return Acquired(None, tuple(keys), 0)
+        self._channels[mine] += 1
+        return Acquired(self._groups[mine], tuple(keys), self._channels[mine] - 1)
+
+    def _strategy(self, options: GroupOptions, everyone: bool) -> str:
+        chosen = settings.GROUP_CREATION.get()
+        splits = options.is_nccl and bound_device() is not None
+        if chosen == "split" and not splits and options.is_nccl:
+            raise SettingError(
+                f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
+                "(init_process_group(device_id=…)), but this one isn't; unset it"
+            )
+        if "mpi" in str(options.backend) or chosen == "global":
+            if not everyone:
+                raise UnsupportedError(
+                    f"a group of backend {options.backend!r} with strategy 'global' is made by all ranks of the world "
+                    "together, but here only its members call; make it with init_model_parallel_group"
+                )
+            return "global"
+        if splits and everyone and chosen in ("auto", "split"):
+            return "split"
+        return "local"
+
+    def _make(self, strategy: str, keys: Sequence[_Key]) -> None:
+        if strategy == "split" and keys:
+            made = dist.split_group(
+                parent_pg=dist.group.WORLD,
+                split_ranks=[list(key[0]) for key in keys],
+                timeout=timedelta(seconds=keys[0][1].timeout_s),
+                pg_options=keys[0][1].for_backend(),
+            )
+            self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
         for key in keys:
-            if key not in self._groups:
-                self._groups[key] = dist.new_group(list(key[0]), timedelta(seconds=timeout_s), backend)
-                self._users[key] = 0
-                self._made += 1
-            self._users[key] += 1
-        channel = max((self._channels.get(key, 0) for key in keys), default=0)
-        self._channels.update(dict.fromkeys(keys, channel + 1))
-        return Acquired(self._groups.get((tuple(rank_lists[mine]), backend, timeout_s)), tuple(keys), channel)
+            ranks, options, _ = key
+            if strategy == "global":
+                made = dist.new_group(
+                    list(ranks), timedelta(seconds=options.timeout_s), options.backend, options.for_backend()
+                )
+                self._groups[key] = made if self.rank in ranks else None
+            elif strategy == "local":
+                self._groups[key] = self._new_group_of_members(key)
+            if self.rank in ranks:
+                self._made[key] += 1
+
+    def _new_group_of_members(self, key: _Key) -> Any:
+        ranks, options, _ = key
+        name = f"{self._prefix}/{digest(key)}/{self._made[key]}"
+        return new_group_of_members(name, ranks, str(options.backend), options.timeout_s, options.for_backend())
+
+    def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any) -> Acquired:
+        """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.
+
+        One that there is already stays. Every member calls it, as `acquire`.
+        """
+        key: _Key = (tuple(ranks), options, False)
+        if len(ranks) == 1:
+            return Acquired(None, (), 0)
+        if key not in self._groups:
+            self._groups[key] = process_group
+            self._borrowed.add(key)
+        self._users[key] += 1
+        return Acquired(self._groups[key], (key,), 0)
 
     def release(self, acquired: Acquired) -> None:
-        """Destroys the groups that nobody uses any more. Every rank of the world calls it."""
+        """Destroys the groups that nobody uses any more. Whoever acquired together releases together."""
         for key in acquired.keys:
-            if key not in self._users:
-                continue
             self._users[key] -= 1
             if self._users[key] == 0:
-                group = self._groups.pop(key)
                 del self._users[key]
-                if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
-                    dist.destroy_process_group(group)
+                group = self._groups.pop(key)
+                if key in self._borrowed:
+                    self._borrowed.remove(key)
+                else:
+                    _destroy(group)
 
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
         self._closed = True
         alone, self._alone = self._alone, {}
         for group in alone.values():
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            _destroy(group)
 
-    def alone(self, backend: str, timeout_s: float) -> Any:
+    def alone(self, options: GroupOptions) -> Any:
         """A process group of this rank only, made at its first use and without the other ranks."""
-        self._check_open()
-        if self.world_size == 1 and backend == self.default_backend:
-            return dist.group.WORLD
-        if backend not in self._alone:
-            self._alone[backend] = dist.new_group(
-                [self.rank], timedelta(seconds=timeout_s), backend, use_local_synchronization=True
-            )
-        return self._alone[backend]
-
-    def _check_open(self) -> None:
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
-
-    def _check(self, rank_lists: Sequence[Sequence[int]]) -> None:
-        listed = Counter(rank for ranks in rank_lists for rank in ranks)
-        problems = {
-            "miss": [rank for rank in range(self.world_size) if rank not in listed],
-            "repeat": [rank for rank, count in listed.items() if count > 1],
-            "hold the unknown": [rank for rank in listed if not 0 <= rank < self.world_size],
-        }
-        for problem, wrong in problems.items():
-            if wrong:
-                raise LayoutError(
-                    f"the lists of ranks must hold each global rank in 0 … {self.world_size - 1} once, "
-                    f"but {problem} {format_ranks(wrong)}; every rank must pass the lists of all groups"
-                )
-        for ranks in rank_lists:
-            if list(ranks) != sorted(ranks):
-                # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
-                raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
-
-    def _check_alike(self, keys: Sequence[_Key]) -> None:
-        """Ranks that make other groups, or in another order, would find each other's peers in theirs."""
-        everyone = tuple(range(self.world_size))
-        channel = next((group for key, group in self._groups.items() if key[:2] == (everyone, "gloo")), None)
-        if self.world_size == 1 or channel is None:  # the world's own gloo group is just being made
-            return
-        digest = hashlib.sha256(repr((self._made, keys)).encode()).digest()[:16]
-        mine = torch.tensor(list(digest), dtype=torch.uint8)
-        digests = torch.empty(self.world_size, len(digest), dtype=torch.uint8)
-        try:
-            channel.allgather([list(digests.unbind())], [mine]).wait()
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.rank} makes the groups {_format(keys)}, but not every rank of the world came to do so: "
-                f"{str(error).splitlines()[0]}. Look for a rank that failed or took another branch",
-                group="world",
-                operation="new_group",
-                rank=self.rank,
-                timeout_s=self.timeout_s,
-            ) from error
-        others = [rank for rank in everyone if not torch.equal(digests[rank], digests[0])]
-        if others:
-            raise ConfigMismatchError(
-                "every rank of the world must make the same groups in the same order, but ranks "
-                f"{format_ranks(others)} ask for others than rank 0; rank {self.rank} asks for {_format(keys)} "
-                f"after {self._made} others"
+        if self.world_size == 1 and options.backend == self.default_backend:
+            return dist.group.WORLD
+        if options not in self._alone:
+            name = f"{self._prefix}/alone/{self.rank}/{len(self._alone)}"
+            self._alone[options] = new_group_of_members(
+                name, [self.rank], str(options.backend), options.timeout_s, options.for_backend()
             )
+        return self._alone[options]
 
 
-def _format(keys: Sequence[_Key]) -> str:
-    text = ", ".join(format_ranks(ranks) for ranks, _, _ in keys[:4])
-    return f"{text or 'of single ranks'}{', …' if len(keys) > 4 else ''}"
+def _destroy(group: Any) -> None:
+    if group is not None and dist.is_initialized() and is_registered(group):
+        dist.destroy_process_group(group)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from device_communicators.errors import InvalidArgumentError, LaunchError
+from parallel_state.axes import DEFAULT_ORDER
 from parallel_state.launch_store import AGENT_STORE, meeting_point
 from parallel_state.launch_worker import Call, Report, run_inline
 
@@ -54,6 +55,8 @@ class LaunchConfig:
     init_method: str | None = None  # None: env://, with a store that launch hosts
     tensor_model_parallel_size: int | None = None  # with both sizes None no groups are made: fn does its own init
     pipeline_model_parallel_size: int | None = None
+    sizes: Mapping[str, int | None] = field(default_factory=dict)  # of other axes: {"cp": 2}
+    order: str = DEFAULT_ORDER  # of the axes, fastest first
     backend: str | None = None  # of all axes
     axis_backends: Mapping[str, str] = field(default_factory=dict)  # of single ones
     start_method: Literal["forkserver", "spawn"] = "forkserver"
@@ -66,7 +69,8 @@ class LaunchConfig:
 
     @property
     def makes_groups(self) -> bool:
-        return self.tensor_model_parallel_size is not None or self.pipeline_model_parallel_size is not None
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size)
+        return sizes != (None, None) or bool(self.sizes)
 
     @property
     def hosts_store(self) -> bool:
@@ -122,7 +126,7 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
     last = world - nproc
     ports = (config.master_port, config.preferred_port or 0)
     taken = sorted(_OWN_VARIABLES & set(config.env))
-    group_options = config.init_method or config.backend or config.axis_backends
+    group_options = config.init_method or config.backend or config.axis_backends or config.order != DEFAULT_ORDER
     for fits, must in (
         (nproc >= 1, f"nproc must be at least 1, but is {nproc}"),
         (last >= 0, f"world_size must be at least nproc ({nproc}), but is {world}"),
@@ -130,7 +134,7 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
         (all(0 <= port < 65_536 for port in ports), f"a port must be from 0 to 65535, but is {max(ports, key=abs)}"),
         (not all(ports), "master_port and preferred_port exclude each other, but both are given"),
         (nproc == world or config.master_port or not config.hosts_store, "several nodes must all name the master_port"),
-        (not group_options or config.makes_groups, "init_method and backends must come with model parallel sizes"),
+        (not group_options or config.makes_groups, "init_method, order and backends must come with sizes"),
         (config.start_method in ("forkserver", "spawn"),
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
         (nproc <= _MOST_FORKED or config.start_method == "spawn",

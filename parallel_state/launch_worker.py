@@ -149,8 +149,9 @@ class Call:
         if not config.makes_groups:
             return self.fn(*self.args, **self.kwargs)
         from parallel_state import state  # fn may have no use for it
+        from parallel_state.options import GroupOptions
 
-        per_axis: dict[str, Any] = {"axis_backends": dict(config.axis_backends)} if config.axis_backends else {}
+        sizes: dict[str, Any] = dict(config.sizes)
         try:
             state.init_distributed_environment(
                 distributed_init_method=config.init_method or "env://", backend=config.backend
@@ -158,8 +159,10 @@ class Call:
             state.initialize_model_parallel(
                 tensor_model_parallel_size=config.tensor_model_parallel_size or 1,
                 pipeline_model_parallel_size=config.pipeline_model_parallel_size or 1,
+                order=config.order,
                 backend=config.backend,
-                **per_axis,
+                axis_options={axis: GroupOptions(backend) for axis, backend in config.axis_backends.items()},
+                **sizes,
             )
             result = self.fn(*self.args, **self.kwargs)
         except BaseException:

@@ -13,12 +13,13 @@ axes in any order are data here; which the library offers, and the orders that h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from device_communicators.errors import LayoutError
+from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,18 @@ class Grid:
 
         The lists come in the order of their first ranks, the same on every rank; together they are the world.
         """
-        inside = self._offsets([name for name in self.names if name in axes])
-        outside = self._offsets([name for name in self.names if name not in axes])
+        inside = self.offsets([name for name in self.names if name in axes])
+        outside = self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """The one of `groups(*axes)` that `rank` is in."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
-        return [start + offset for offset in self._offsets([name for name in self.names if name in axes])]
+        return [start + offset for offset in self.offsets([name for name in self.names if name in axes])]
 
-    def _offsets(self, names: Sequence[str]) -> list[int]:
+    def offsets(self, names: Sequence[str]) -> list[int]:
+        """What is added to a rank at 0 of all `names` to reach the others along them, in ascending order."""
         strides, stride = {}, 1
         for name, size in self.axes:
             strides[name] = range(0, stride * size, stride)
@@ -275,6 +277,26 @@ def check_size(name: str, size: object) -> None:
 
 def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:
+    """LayoutError unless the lists hold each rank of the world once, InvalidArgumentError where one isn't ascending."""
+    listed = Counter(rank for ranks in rank_lists for rank in ranks)
+    problems = {
+        "miss": [rank for rank in range(world_size) if rank not in listed],
+        "repeat": [rank for rank, count in listed.items() if count > 1],
+        "hold the unknown": [rank for rank in listed if not 0 <= rank < world_size],
+    }
+    for problem, wrong in problems.items():
+        if wrong:
+            raise LayoutError(
+                f"the lists of ranks must hold each global rank in 0 … {world_size - 1} once, "
+                f"but {problem} {format_ranks(wrong)}; every rank must pass the lists of all groups"
+            )
+    for ranks in rank_lists:
+        if list(ranks) != sorted(ranks):
+            # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
+            raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
 
 
 def position_in(ranks: Iterable[Sequence[int]], rank: int) -> int:

@@ -7,53 +7,126 @@ thread, so that model code with `get_tp_group()` runs on it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from device_communicators import settings
+import torch
+
 from device_communicators.errors import (
     AlreadyInitializedError,
-    ConfigMismatchError,
     GroupNotInitializedError,
-    InvalidArgumentError,
     LayoutError,
-    UsageError,
 )
 from parallel_state import startup
-from parallel_state.coordinator import GroupCoordinator, create_group
+from parallel_state.axes import AXES
+from parallel_state.coordinator import GroupCoordinator
 from parallel_state.layout import Layout
+
+
+@dataclass
+class VirtualPipeline:
+    """Several stages on each pipeline rank, in turn: rank 0 of 2 has stages 0 and 2, with `size` 2."""
+
+    size: int
+    """Stages on each rank."""
+    rank: int = 0
+    """Which of them is being run: Megatron's global; stages that are told theirs need it not."""
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's group on every axis of a layout, and the world they divide."""
+    """This rank's group of each kind that a layout has, and the world they divide."""
 
     layout: Layout
+    """Of positions in `world`, whose global ranks are `world.ranks`."""
     world: GroupCoordinator
-    groups: Mapping[str, GroupCoordinator]
-    """By axis: `tp`, `dp`, `pp`."""
+    groups: dict[str, GroupCoordinator]
+    """Those that are made, by the name of their axis: `tp`, `dp`, `pp`, …"""
+    make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
+    """Makes one more, at its first use; None for a kind that this rank is in no group of."""
+    virtual_pipeline: VirtualPipeline | None = None
+    meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    """The DeviceMeshes that were asked for, by their dims."""
 
     def __post_init__(self) -> None:
-        """The coordinating process is rank 0 everywhere: what it says on one group, it may say on the others."""
         for group in self.groups.values():
-            if self.is_coordinator and not group.is_first_rank:
-                raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
+            self._check(group)
+
+    def _check(self, group: GroupCoordinator) -> None:
+        """The coordinating process is rank 0 everywhere: what it says on one group, it may say on the others."""
+        if self.is_coordinator and not group.is_first_rank:
+            raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
+
+    def get(self, name: str) -> GroupCoordinator:
+        """This rank's group of a kind: `tp`, `ep`, `dp_cp`, …: any row of the axis table that the layout has.
+
+        One that isn't made yet is made now: then every rank of the group calls it, and where they make several, in
+        the same order. Raises LayoutError for a kind that there isn't, GroupNotInitializedError where this rank is in
+        no such group (a middle stage in `embedding`), CommunicationError when the other ranks never come.
+        """
+        group = self.try_get(name)
+        if group is None:
+            raise GroupNotInitializedError(
+                f"rank {self.world.rank} is in no {name!r} group of the layout {self.layout}; "
+                f"try_get_{name}_group() is None there"
+            )
+        return group
+
+    def try_get(self, name: str) -> GroupCoordinator | None:
+        """As `get`, but None where this rank is in no such group."""
+        group = self.groups.get(name)
+        return self._made(name) if group is None else group
+
+    def _made(self, name: str) -> GroupCoordinator | None:
+        if torch.compiler.is_compiling():
+            raise GroupNotInitializedError(
+                f"the {name!r} group is made at its first use, which can't be within torch.compile; ask for it once "
+                "before, or initialise with eager=True"
+            )
+        group = None if self.make is None else self.make(name, self)
+        if group is not None:
+            self._check(group)
+            self.groups[name] = group
+        return group
+
+    def make_all(self) -> None:
+        """Makes every kind of group that the layout has, in the table's order. Every rank of the world calls it."""
+        for axis in AXES:
+            if axis.name in self.layout.names:
+                self.try_get(axis.name)
+
+    def warm_up(self) -> None:
+        """A first small all-reduce on each group that is made, which connects its ranks and shows that it works.
+
+        Every rank of the world calls it. Raises CommunicationError with the group's name for one that doesn't.
+        """
+        for axis in AXES:
+            if axis.name in self.groups:
+                startup.prove(self.groups[axis.name])
 
     @property
     def tp(self) -> GroupCoordinator:
-        return self.groups["tp"]
+        return self.get("tp")
 
     @property
     def pp(self) -> GroupCoordinator:
-        return self.groups["pp"]
+        return self.get("pp")
 
     @property
     def dp(self) -> GroupCoordinator:
-        return self.groups["dp"]
+        return self.get("dp")
+
+    @property
+    def rdp(self) -> GroupCoordinator:
+        """fairseq2's name of `dp_replicate`: the ranks with equal shards, one in each copy of the weights."""
+        return self.get("dp_replicate")
+
+    @property
+    def sdp(self) -> GroupCoordinator:
+        """fairseq2's name of `dp_shard`: the ranks that hold one copy of the weights, sharded."""
+        return self.get("dp_shard")
 
     @property
     def root(self) -> GroupCoordinator:
@@ -75,8 +148,9 @@ class ParallelGroups:
             _CURRENT.groups = before
 
     def close(self) -> None:
-        """Destroys the groups of the axes, not the world. Every rank calls it; twice is fine."""
-        for group in self.groups.values():
+        """Destroys the groups, not the world. Every rank calls it; twice is fine."""
+        self.meshes.clear()
+        for group in reversed(self.groups.values()):
             group.destroy()
 
 
@@ -92,7 +166,8 @@ def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinat
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
     _CURRENT.patched = True
     try:
-        with replace(groups, groups={**groups.groups, "tp": tp_group}).use():
+        patched = {**groups.groups, "tp": tp_group}
+        with replace(groups, groups=patched, make=lambda name, _: groups.try_get(name)).use():
             yield
     finally:
         _CURRENT.patched = False
@@ -109,101 +184,3 @@ def current_groups() -> ParallelGroups:
     if groups is None:
         raise GroupNotInitializedError("no groups are in use in this thread; enter `with groups.use():` first")
     return groups
-
-
-def create_parallel_groups(
-    world: GroupCoordinator,
-    sizes: Mapping[str, int | None],
-    order: str,
-    *,
-    backend: str | None = None,
-    axis_backends: Mapping[str, str] | None = None,
-    timeout: timedelta | float | None = None,
-    allow_pickle: bool = False,
-    custom_all_reduce: bool = True,
-) -> ParallelGroups:
-    """The groups of a layout over `world`, without touching the singletons.
-
-    `sizes` of the axes; one may be None: the rest. Every rank of the world calls it alike: ranks that differ
-    get ConfigMismatchError, all of them, before any group is made. Raises LayoutError for sizes that don't fit and
-    InvalidArgumentError for a backend or timeout that can't be.
-    """
-    if world.pool is None:
-        raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
-    request = _agreed(world, partial(_resolve, world, sizes, order, backend, axis_backends, timeout, custom_all_reduce))
-    made: dict[str, GroupCoordinator] = {}
-    try:
-        for axis in sizes:
-            made[axis] = create_group(
-                world.pool,
-                request.layout.groups(axis),
-                axis,
-                device=world.device,
-                local_rank=world.local_rank,
-                backend=request.backends[axis],
-                timeout_s=request.timeout_s,
-                allow_pickle=allow_pickle,
-                custom_all_reduce=custom_all_reduce and axis == "tp",
-            )
-        return ParallelGroups(request.layout, world, made)
-    except BaseException:
-        for group in made.values():
-            group.destroy()
-        raise
-
-
-class _Request(NamedTuple):
-    """What a rank asks for, resolved."""
-
-    layout: Layout
-    backends: dict[str, str]
-    timeout_s: float
-    custom_all_reduce: bool
-
-
-def _resolve(
-    world: GroupCoordinator,
-    sizes: Mapping[str, int | None],
-    order: str,
-    backend: str | None,
-    axis_backends: Mapping[str, str] | None,
-    timeout: timedelta | float | None,
-    custom_all_reduce: bool,
-) -> _Request:
-    axis_backends = axis_backends or {}
-    if not isinstance(axis_backends, Mapping) or not axis_backends.keys() <= sizes.keys():
-        raise InvalidArgumentError(
-            f"axis_backends must map axes ({', '.join(sizes)}) to backends, but is {axis_backends!r}"
-        )
-    backend = backend or settings.BACKEND.get() or world.backend
-    backends = {axis: axis_backends.get(axis, backend) for axis in sizes}
-    for each in backends.values():
-        if each != world.backend:
-            startup.check_backend(each)
-    timeout_s = world.context.timeout_s if timeout is None else startup.seconds(timeout)
-    return _Request(Layout.resolve(world.world_size, sizes, order), backends, timeout_s, custom_all_reduce)
-
-
-def _agreed(world: GroupCoordinator, resolve: Callable[[], _Request]) -> _Request:
-    """The request, after every rank saw every rank's: where two differ, or one is wrong, all raise and none waits."""
-    request: _Request | None = None
-    wrong: UsageError | None = None
-    try:
-        request = resolve()
-        mine = {name: str(value) for name, value in request._asdict().items()}
-    except UsageError as error:
-        wrong = error
-        mine = dict.fromkeys(_Request._fields, f"wrong ({error})")
-    asked = world.all_gather_object(mine)
-    if all(each["layout"].startswith("wrong (") for each in asked) and wrong is not None:
-        raise wrong  # all of them are, most likely alike
-    for rank, each in enumerate(asked):
-        for name in mine:
-            if each[name] != asked[0][name]:
-                raise ConfigMismatchError(
-                    f"all ranks must ask for the same groups, but the {name} is {asked[0][name]} on rank 0 and "
-                    f"{each[name]} on rank {rank} (this is rank {world.rank}); pass the same arguments on every rank"
-                ) from wrong
-    if request is None:
-        raise wrong or InvalidArgumentError("the request could not be resolved")
-    return request

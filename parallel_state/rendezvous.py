@@ -30,8 +30,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from device_communicators.base import format_ranks
-from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, RendezvousError
+from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, RendezvousError, format_ranks
 from parallel_state.environment import ProcessEnvironment
 
 T = TypeVar("T")

@@ -17,32 +17,42 @@ from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing import unique_name
+from parallel_state.axes import DEFAULT_ORDER, named_sizes, resolve_layout
 from parallel_state.coordinator import GroupCoordinator
-from parallel_state.layout import Layout
+from parallel_state.division import made_at_start, virtual_pipeline
 from parallel_state.parallel_groups import ParallelGroups
-from parallel_state.state import DEFAULT_ORDER
 
 
 def simulate(
     rank: int = 0,
     world_size: int = 1,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
+    tensor_model_parallel_size: int | None = 1,
+    pipeline_model_parallel_size: int | None = 1,
     data_parallel_size: int | None = None,
     *,
     order: str = DEFAULT_ORDER,
     device: torch.device | str = "cpu",
+    virtual_pipeline_model_parallel_size: int | None = None,
+    ranks_per_node: int | None = None,
+    **sizes: int | None,
 ) -> ParallelGroups:
     """The groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
 
     Sizes and order as in initialize_model_parallel, with the same errors.
     """
-    sizes = {"tp": tensor_model_parallel_size, "dp": data_parallel_size, "pp": pipeline_model_parallel_size}
-    layout = Layout.resolve(world_size, sizes, order)
+    asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
+    layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
     layout.coordinates(rank)  # raises for a rank that isn't in it
-    groups = {axis: simulated_group(layout.group_of(rank, axis), rank, name=axis, device=device) for axis in sizes}
+
+    def make(name: str, _: ParallelGroups | None = None) -> GroupCoordinator | None:
+        ranks = layout.group_of(rank, name)
+        return simulated_group(ranks, rank, name=name, device=device) if ranks else None
+
     world = simulated_group(list(range(world_size)), rank, name="world", device=device)
-    return ParallelGroups(layout, world, groups)
+    groups = ParallelGroups(layout, world, {}, make, virtual_pipeline(layout, virtual_pipeline_model_parallel_size))
+    for name in made_at_start(layout, asked):
+        groups.get(name)
+    return groups
 
 
 def simulated_group(

@@ -22,6 +22,7 @@ from device_communicators.errors import (
 from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.environment import ProcessEnvironment
+from parallel_state.options import check_backend
 from parallel_state.rendezvous import make_store
 
 logger = logging.getLogger("parallel_state")
@@ -121,13 +122,24 @@ def make_default_group(
     return device
 
 
-def prove(world: GroupCoordinator) -> None:
+def agree_on_token(device: torch.device) -> str:
+    """A name for a world in a default group that somebody else made, where others of ours may have been before.
+
+    Every rank of the default group calls it; rank 0 says the name.
+    """
+    token = torch.randint(256, (8,), dtype=torch.uint8).to(device)
+    if dist.get_world_size() > 1:
+        dist.broadcast(token, src=0)
+    return "/" + bytes(token.tolist()).hex()
+
+
+def prove(group: GroupCoordinator) -> None:
     """A first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
-    if world.world_size > 1:
-        total = int(world.all_reduce(torch.ones(1, device=world.device)).item())
-        if total != world.world_size:
-            raise CommunicationError(f"the first all-reduce of {world.context} gave {total}, not {world.world_size}")
-        logger.debug("the first all-reduce of %s gave the right sum", world.context)
+    if group.world_size > 1:
+        total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
+        if total != group.world_size:
+            raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
+        logger.debug("the first all-reduce of %s gave the right sum", group.context)
 
 
 def closing_barrier(world: GroupCoordinator) -> None:
@@ -147,30 +159,3 @@ def closing_barrier(world: GroupCoordinator) -> None:
             rank=world.rank,
             timeout_s=limit_s,
         ) from error
-
-
-def check_backend(backend: object) -> None:
-    """InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
-    if not isinstance(backend, str):
-        raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
-    for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
-        name = part.rpartition(":")[2].strip().lower()
-        if name not in dist.Backend.backend_list:
-            raise InvalidArgumentError(
-                f"backend (the argument, or {settings.BACKEND.name}) must be one of "
-                f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
-            )
-        if not dist.is_backend_available(name):
-            raise InvalidArgumentError(
-                f"this build of torch has no backend {name!r}; use one that it has, such as gloo"
-            )
-
-
-def seconds(timeout: object) -> float:
-    """A timeout as seconds; None is the default."""
-    if timeout is None:
-        return settings.TIMEOUT_S.get()
-    number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < 10 * 365 * 86400:
-        raise InvalidArgumentError(f"timeout must be a positive number of seconds or a timedelta, but is {timeout!r}")
-    return float(number)

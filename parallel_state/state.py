@@ -1,4 +1,4 @@
-"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP`, made by one init each, cleared by one destroy each.
+"""The process-wide groups: `_WORLD`, `_TP`, `_PP`, `_DP` and all others, made by one init, cleared by one destroy.
 
     init_distributed_environment()                      the world
     initialize_model_parallel(tp, pp)                   its division into tp, pp and dp groups
@@ -6,7 +6,7 @@
     destroy_model_parallel(); destroy_distributed_environment()
 
 The only file with `global`. The groups themselves are an explicit object, `ParallelGroups`, which can be made and
-passed around without any of this. Longer names for the same things are in `aliases`.
+passed around without any of this. Getters of the other groups, and the longer names, are in `getters` and `aliases`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,31 +26,25 @@ from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
     GroupNotInitializedError,
+    LayoutError,
+    format_ranks,
 )
-from parallel_state import environment, parallel_groups, startup
-from parallel_state.coordinator import GroupCoordinator, create_group
+from parallel_state import environment, mesh, parallel_groups, startup
+from parallel_state.agreement import digest
+from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.division import create_parallel_groups
 from parallel_state.groups import ProcessGroupPool
-from parallel_state.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
+from parallel_state.layout import check_division, position_in
+from parallel_state.options import GroupOptions, check_backend, seconds
+from parallel_state.parallel_groups import ParallelGroups, try_get_current_groups
 from parallel_state.same_node import nodes_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("parallel_state")
 
-
-class Axis(NamedTuple):
-    """One way in which the world is divided."""
-
-    name: str
-    long_name: str
-
-
-AXES = (
-    Axis("tp", "tensor_model_parallel"),
-    Axis("dp", "data_parallel"),
-    Axis("pp", "pipeline_model_parallel"),
-)
-"""In the default order, fastest first: Megatron's, in which neighbouring ranks share a tensor-parallel group."""
-
-DEFAULT_ORDER = "-".join(axis.name for axis in AXES)
 
 _WORLD: GroupCoordinator | None = None
 _TP: GroupCoordinator | None = None
@@ -96,7 +90,7 @@ def init_distributed_environment(
         )
     for name in settings.unknown_names():
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
-    timeout_s = startup.seconds(timeout)
+    timeout_s = seconds(timeout)
     try:
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
@@ -106,7 +100,7 @@ def init_distributed_environment(
                 _EXPORTED.update(environment.export(place))
             device = startup.make_default_group(place, distributed_init_method, backend, timeout_s)
             _OWNS_DEFAULT_GROUP = True
-        pool = ProcessGroupPool(timeout_s)
+        pool = ProcessGroupPool(timeout_s, token="" if _OWNS_DEFAULT_GROUP else startup.agree_on_token(device))
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
@@ -132,21 +126,17 @@ def init_world_group(
     global _WORLD
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
-    if pool is None:
-        _need_default_group("init_world_group")
-        pool = ProcessGroupPool(startup.seconds(None))
+    _need_default_group("init_world_group")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    _WORLD = create_group(
-        pool,
-        [ranks],
-        "world",
-        device=device,
-        local_rank=local_rank,
-        backend=backend,
-        timeout_s=pool.timeout_s,
-        allow_pickle=allow_pickle,
-    )
+    if list(ranks) != list(range(dist.get_world_size())):
+        raise LayoutError(
+            f"the ranks of the world must be 0 … {dist.get_world_size() - 1} in ascending order, but are {list(ranks)}"
+        )
+    pool = pool or ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
+    options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
+    traits = Traits(device, local_rank, options, allow_pickle)
+    _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks])
     return _WORLD
 
 
@@ -172,22 +162,40 @@ def destroy_distributed_environment() -> None:
 
 
 def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
+    tensor_model_parallel_size: int | None = 1,
+    pipeline_model_parallel_size: int | None = 1,
     data_parallel_size: int | None = None,
     *,
     order: str = DEFAULT_ORDER,
     backend: str | None = None,
-    axis_backends: Mapping[str, str] | None = None,
+    axis_options: Mapping[str, GroupOptions] | None = None,
     timeout: timedelta | float | None = None,
     allow_pickle: bool = False,
+    eager: bool = False,
+    warm_up: bool = False,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    get_embedding_ranks: RankPicker | None = None,
+    get_position_embedding_ranks: RankPicker | None = None,
+    device_mesh: DeviceMesh | None = None,
+    **sizes: int | None,
 ) -> None:
-    """Divides the world into tensor-, pipeline- and data-parallel groups; every rank calls it alike.
+    """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
 
-    The data-parallel size is what remains, unless given. `order` names the axes from fastest to slowest:
-    with `tp-dp-pp` the ranks of a tensor-parallel group are neighbours. `backend` is that of every axis whose name
-    (tp, dp, pp) `axis_backends` doesn't have; the world's if left out. `allow_pickle=True` lets objects of
-    unregistered types travel by pickle, which runs what a peer sends: only among processes that you trust.
+    `sizes` are those of the other axes in `parallel_state.axes`, by argument or axis name: context_parallel_size (cp),
+    expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; left out: tp), data_parallel_shard_size
+    (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp),
+    external_data_parallel_size (external_dp). One size may be -1 or None: what remains; dp is it unless another one is.
+
+    `order` names the axes from fastest to slowest: with `tp-cp-ep-dp-pp` the ranks of a tensor-parallel group are
+    neighbours. It is any permutation, or `megatron` (the default), `vllm`, `torchtitan`. `device_mesh` says sizes and
+    order instead, and its process groups are used; dims have names of axes.
+
+    Groups of equal ranks are made once. Those of tp, dp, pp, and of each axis that was given a size are made now, the
+    others (model, dp_cp, embedding, …) at their first use by the group's ranks, or now with `eager`. `warm_up` sends a
+    first small all-reduce over each. `backend` and `timeout` are those of all groups, unless `axis_options` has others
+    for a group's name. `allow_pickle=True` lets objects of unregistered types travel by pickle, which runs what a peer
+    sends: only among processes that you trust. `get_embedding_ranks` picks from a pipeline's ranks (first and last),
+    `get_position_embedding_ranks` too (the first).
 
     Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
     that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
@@ -198,27 +206,41 @@ def initialize_model_parallel(
         )
     if _WORLD is None:
         raise GroupNotInitializedError("call init_distributed_environment() before initialize_model_parallel()")
+    asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     groups = create_parallel_groups(
         _WORLD,
-        {
-            "tp": tensor_model_parallel_size,
-            "dp": data_parallel_size,
-            "pp": pipeline_model_parallel_size,
-        },
+        asked,
         order,
         backend=backend,
-        axis_backends=axis_backends,
+        axis_options=axis_options,
         timeout=timeout,
         allow_pickle=allow_pickle,
         custom_all_reduce=_CUSTOM_ALL_REDUCE,
+        eager=eager,
+        virtual_pipeline_size=virtual_pipeline_model_parallel_size,
+        ranks_per_node=_ranks_per_node(),
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        device_mesh=device_mesh,
     )
     try:
+        if warm_up:
+            groups.warm_up()
         startup.closing_barrier(_WORLD)
     except BaseException:
         groups.close()
         raise
     _install(groups)
-    logger.info("layout %s; rank %d is in %s, %s, %s", groups.layout, _WORLD.rank, groups.tp, groups.pp, groups.dp)
+    logger.info("layout %s; rank %d is in %s", groups.layout, _WORLD.rank, ", ".join(map(repr, groups.groups.values())))
+
+
+def _ranks_per_node() -> int | None:
+    """The number of ranks on each host, where all have as many and they are neighbours."""
+    nodes = _NODES or []
+    size = len(nodes[0]) if nodes else 0
+    return (
+        size if all(node == list(range(at * size, (at + 1) * size)) for at, node in enumerate(nodes)) and size else None
+    )
 
 
 def _install(groups: ParallelGroups | None) -> None:
@@ -235,17 +257,20 @@ def ensure_model_parallel_initialized(
     data_parallel_size: int | None = None,
     *,
     backend: str | None = None,
+    **sizes: int | None,
 ) -> None:
     """Initialises, or checks that the groups that exist have these sizes (ConfigMismatchError if not)."""
     if _GROUPS is None:
+        others: dict[str, Any] = dict(sizes)
         initialize_model_parallel(
-            tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, backend=backend
+            tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, backend=backend, **others
         )
         return
-    asked = {"tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "dp": data_parallel_size}
+    asked = by_axis(
+        {"tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "dp": data_parallel_size, **sizes}
+    )
     for axis, size in asked.items():
-        found = getattr(_GROUPS, axis).world_size
-        if size not in (None, -1, found):
+        if size not in (None, -1, _GROUPS.layout.size(axis)):
             raise ConfigMismatchError(
                 f"the model-parallel groups exist with {_GROUPS.layout}, but {axis}={size} was asked for; "
                 "call destroy_model_parallel() first to have other sizes"
@@ -266,21 +291,18 @@ def init_model_parallel_group(
 
     `use_message_queue_broadcaster` is taken for vLLM's callers: objects go over the CPU group until there is a queue.
     """
-    startup.check_backend(backend)
+    check_backend(backend)
     world = get_world_group()
     if world.pool is None:
         raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
-    return create_group(
-        world.pool,
-        group_ranks,
-        group_name,
-        device=world.device,
-        local_rank=local_rank,
-        backend=backend,
-        timeout_s=world.context.timeout_s,
-        allow_pickle=allow_pickle,
-        custom_all_reduce=use_device_communicator,
-    )
+    check_division(group_ranks, world.pool.world_size)
+    ranks = group_ranks[position_in(group_ranks, world.rank)]
+    options = GroupOptions(backend).resolve(backend, world.context.timeout_s)
+    lists = ", ".join(format_ranks(each) for each in group_ranks[:4]) + (", …" if len(group_ranks) > 4 else "")
+    request = {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
+    world.pool.agreement.require("groups", world.ranks, request, world.context.timeout_s)
+    traits = Traits(world.device, local_rank, options, allow_pickle, use_device_communicator)
+    return create_group(world.pool, ranks, group_name, traits, division=lambda: group_ranks)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -364,11 +386,32 @@ def get_parallel_groups() -> ParallelGroups:
     return groups
 
 
+def get_device_mesh(*names: str) -> DeviceMesh:
+    """torch's DeviceMesh over this rank's groups, with these dims, slowest first: `get_device_mesh("dp_shard", "tp")`.
+
+    Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
+    names all axes of more than one rank, and `dp_shard` where tp or ep has more. Slices and flattens as any mesh.
+    Raises LayoutError for names that overlap or number the ranks in different ways.
+    """
+    return mesh.device_mesh(get_parallel_groups(), names)
+
+
+def get_group(name: str) -> GroupCoordinator:
+    """This rank's group of a kind, by the name in the axis table: `get_group("ep")` is `get_ep_group()`."""
+    return get_parallel_groups().get(name)
+
+
+def try_get_group(name: str) -> GroupCoordinator | None:
+    """As get_group; None before initialize_model_parallel, or where this rank is in no such group."""
+    groups = try_get_current_groups() or _GROUPS
+    return None if groups is None else groups.try_get(name)
+
+
 def _or_raise(
     group: GroupCoordinator | None, name: str, made_by: str = "initialize_model_parallel"
 ) -> GroupCoordinator:
     if group is None:
-        long_name = next((axis.long_name for axis in AXES if axis.name == name), name)
+        long_name = BY_NAME[name].long_name if name in BY_NAME else name
         raise GroupNotInitializedError(f"the {long_name} group is not there; call {made_by}() first")
     return group
 

@@ -140,7 +140,7 @@ def only(row: Row, group: GroupCoordinator) -> Member:
 def twin_of(group: GroupCoordinator) -> GroupCoordinator:
     """Another coordinator over the same process groups."""
     context: GroupContext = dataclasses.replace(group.context, name=unique_name("contract"))
-    return GroupCoordinator(context, local_rank=group.local_rank)
+    return GroupCoordinator(context, group.traits)
 
 
 def _run_on_rank(row_name: str, body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str | None, int, Any]:

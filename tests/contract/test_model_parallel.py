@@ -72,7 +72,7 @@ def _misfits() -> dict[str, Outcome]:
         "one is wrong": attempt(init, 3 if rank == 2 else 2),
         "orders": attempt(init, 2, order="tp-pp-dp" if rank == 3 else "tp-dp-pp"),
         "timeouts": attempt(init, 2, timeout=5 + (rank == 1)),
-        "axis backend": attempt(init, 2, axis_backends={"xp": "gloo"}),
+        "axis backend": attempt(init, 2, axis_options={"xp": ps.GroupOptions("gloo")}),
     }
     ps.set_custom_all_reduce(rank != 3)
     outcomes["custom all-reduce"] = attempt(init, 2)

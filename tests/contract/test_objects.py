@@ -24,7 +24,8 @@ from device_communicators.base import GroupContext
 from device_communicators.routing import Handle, Route
 from parallel_state import codec, wire
 from parallel_state.codec_values import to_msgpack
-from parallel_state.coordinator import GroupCoordinator, create_group
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.options import GroupOptions
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -133,13 +134,9 @@ def own_group(**kwargs: Any) -> Iterator[GroupCoordinator]:
     assert world.pool is not None
     group = create_group(
         world.pool,
-        [world.ranks],
+        world.ranks,
         "own",
-        device=world.device,
-        local_rank=world.local_rank,
-        backend="gloo",
-        timeout_s=DEADLINE_S - 5,
-        **kwargs,
+        Traits(world.device, world.local_rank, GroupOptions("gloo", DEADLINE_S - 5), **kwargs),
     )
     assert group.cpu_group is not world.cpu_group
     try:

@@ -104,7 +104,7 @@ def test_two_layouts_at_once(pools: Pools) -> None:
 
 
 def _backends() -> tuple[str, str, float]:
-    with world(2, 2, axis_backends={"pp": "gloo"}, timeout=20, order="tp-pp-dp"):
+    with world(2, 2, axis_options={"pp": ps.GroupOptions("gloo")}, timeout=20, order="tp-pp-dp"):
         tp, pp = ps.get_tp_group(), ps.get_pp_group()
         return tp.backend, pp.backend, tp.context.timeout_s
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import parallel_state as ps
 from device_communicators.routing import Traffic
-from parallel_state.coordinator import GroupCoordinator, create_group
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.options import GroupOptions
 from parallel_state.tensor_dict import ConstantEntry, TensorEntry
 from parallel_state.wire import FRAME_BYTES
 from tests.contract.test_objects import (
@@ -297,12 +298,9 @@ def slices_without_a_group_to_gather(passed: str) -> None:
     assert world.pool is not None
     pp = create_group(
         world.pool,
-        [[0, 2], [1, 3]],
+        [world.rank % 2, world.rank % 2 + 2],
         "own",
-        device=world.device,
-        local_rank=world.local_rank,
-        backend="gloo",
-        timeout_s=DEADLINE_S - 5,
+        Traits(world.device, world.local_rank, GroupOptions("gloo", DEADLINE_S - 5)),
     )
     values = {"x": torch.ones(8), "odd": torch.ones(3)}
     if pp.is_first_rank:

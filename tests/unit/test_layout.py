@@ -1,4 +1,8 @@
-"""Layout by itself: against a reference that lays the ranks out as an array, and against lists written out by hand."""
+"""`Grid` and `Layout` by themselves, without torch: each against a reference, and against lists written out by hand.
+
+A grid's groups against an array of the ranks; a layout's look-ups against each other, and its speed at 16,384 ranks.
+What sizes and orders become is in `test_axes`, whether the incumbents lay out alike in `test_incumbent_layouts`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_communicators.errors import LayoutError, UsageError
-from parallel_state import Layout
-from parallel_state.layout import position_in
-from parallel_state.state import AXES, DEFAULT_ORDER
+from parallel_state.axes import PRESETS, resolve_layout
+from parallel_state.layout import Grid, Layout, position_in
 
 LOOK_UP_S = 0.25  # for 100 of 16,384 ranks, 4 ms here; by listing all groups it would be 1 s
+RESOLVE_S = 0.25  # for 20 layouts of 16,384 ranks, 5 ms here
 
 NAMES = ["tp", "cp", "ep", "dp", "pp"]
 axes_of_any_size = st.lists(
@@ -25,56 +29,56 @@ axes_of_any_size = st.lists(
 many = settings(max_examples=60, deadline=None)
 
 
-def grid(layout: Layout) -> np.ndarray:
-    """The ranks as an array with one dim per axis, in the layout's order: its first axis varies fastest."""
-    sizes = [size for _, size in layout.axes]
+def array_of(grid: Grid) -> np.ndarray:
+    """The ranks as an array with one dim per axis, in the grid's order: its first axis varies fastest."""
+    sizes = [size for _, size in grid.axes]
     return np.arange(prod(sizes)).reshape(sizes[::-1]).transpose() if sizes else np.zeros((), dtype=int)
 
 
-def expected_groups(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
-    names = [name for name, _ in layout.axes]
+def expected_groups(grid: Grid, axes: tuple[str, ...]) -> list[list[int]]:
+    names = [name for name, _ in grid.axes]
     inside = [index for index, name in enumerate(names) if name in axes]
     outside = [index for index, name in enumerate(names) if name not in axes]
-    array = grid(layout).transpose(outside + inside)
+    array = array_of(grid).transpose(outside + inside)
     rows = array.reshape(prod(array.shape[: len(outside)]), -1)
     return sorted(sorted(int(rank) for rank in row) for row in rows)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    return Layout(tuple(draw(axes_of_any_size)))
+def grids(draw: st.DrawFn) -> Grid:
+    return Grid(tuple(draw(axes_of_any_size)))
 
 
 @st.composite
-def layouts_and_axes(draw: st.DrawFn) -> tuple[Layout, tuple[str, ...]]:
-    layout = draw(layouts())
-    return layout, tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
+def grids_and_axes(draw: st.DrawFn) -> tuple[Grid, tuple[str, ...]]:
+    grid = draw(grids())
+    return grid, tuple(draw(st.lists(st.sampled_from(NAMES), unique=True)))
 
 
 @many
-@given(layouts())
-def test_a_rank_is_the_mixed_radix_number_of_its_coordinates(layout: Layout) -> None:
-    array = grid(layout)
-    for coordinates in itertools.product(*(range(size) for _, size in layout.axes)):
+@given(grids())
+def test_a_rank_is_the_mixed_radix_number_of_its_coordinates(grid: Grid) -> None:
+    array = array_of(grid)
+    for coordinates in itertools.product(*(range(size) for _, size in grid.axes)):
         rank = int(array[coordinates])
-        named = dict(zip([name for name, _ in layout.axes], coordinates, strict=True))
-        assert layout.coordinates(rank) == named
-        assert layout.rank_at(named) == rank
-        assert rank == sum(index * prod(s for _, s in layout.axes[:i]) for i, index in enumerate(coordinates))
+        named = dict(zip([name for name, _ in grid.axes], coordinates, strict=True))
+        assert grid.coordinates(rank) == named
+        assert grid.rank_at(named) == rank
+        assert rank == sum(index * prod(s for _, s in grid.axes[:i]) for i, index in enumerate(coordinates))
 
 
 @many
-@given(layouts_and_axes())
-def test_groups_are_those_of_the_reference(case: tuple[Layout, tuple[str, ...]]) -> None:
-    layout, axes = case
-    groups = layout.groups(*axes)
-    assert groups == expected_groups(layout, axes)
-    assert sorted(itertools.chain(*groups)) == list(range(layout.world_size))
-    assert {len(group) for group in groups} == {prod(layout.size(axis) for axis in axes)}
+@given(grids_and_axes())
+def test_groups_are_those_of_the_reference(case: tuple[Grid, tuple[str, ...]]) -> None:
+    grid, axes = case
+    groups = grid.groups(*axes)
+    assert groups == expected_groups(grid, axes)
+    assert sorted(itertools.chain(*groups)) == list(range(grid.world_size))
+    assert {len(group) for group in groups} == {prod(grid.size(axis) for axis in axes)}
     for group in groups:
         for rank in group:
-            assert layout.group_of(rank, *axes) == group
-        fixed = [{k: v for k, v in layout.coordinates(rank).items() if k not in axes} for rank in group]
+            assert grid.group_of(rank, *axes) == group
+        fixed = [{k: v for k, v in grid.coordinates(rank).items() if k not in axes} for rank in group]
         assert all(each == fixed[0] for each in fixed)
 
 
@@ -85,35 +89,31 @@ def test_resolve_keeps_the_order_and_fills_in_the_rest(axes: list[tuple[str, int
     names = list(sizes)
     random.shuffle(names)  # type: ignore[attr-defined]
     world_size, order = prod(sizes.values()), "-".join(names)
-    expected = Layout(tuple((name, sizes[name]) for name in names))
-    assert Layout.resolve(world_size, sizes, order) == expected
+    expected = Grid(tuple((name, sizes[name]) for name in names))
+    assert Grid.resolve(world_size, sizes, order) == expected
     for left_open in names:
         for rest in (None, -1):
-            assert Layout.resolve(world_size, {**sizes, left_open: rest}, order) == expected
+            assert Grid.resolve(world_size, {**sizes, left_open: rest}, order) == expected
     needed = "-".join(name for name in names if sizes[name] > 1)
-    short = Layout.resolve(world_size, sizes, needed)
+    short = Grid.resolve(world_size, sizes, needed)
     assert short.world_size == world_size
     assert all(short.size(name) == sizes[name] for name in names)
 
 
-def test_an_axis_that_the_layout_does_not_name_has_one_rank() -> None:
-    layout = Layout((("tp", 2), ("pp", 2)))
-    assert layout.size("ep") == 1
-    assert layout.groups("ep") == [[0], [1], [2], [3]]
-    assert layout.group_of(3, "ep") == [3]
-    assert layout.groups() == [[0], [1], [2], [3]]
+def test_an_axis_that_the_grid_does_not_name_has_one_rank() -> None:
+    grid = Grid((("tp", 2), ("pp", 2)))
+    assert grid.size("ep") == 1
+    assert grid.groups("ep") == [[0], [1], [2], [3]]
+    assert grid.group_of(3, "ep") == [3]
+    assert grid.groups() == [[0], [1], [2], [3]]
 
 
 def test_one_rank() -> None:
-    layout = Layout.resolve(1, {"tp": 1, "dp": None, "pp": 1}, DEFAULT_ORDER)
-    assert layout.world_size == 1
-    assert layout.groups("tp", "dp", "pp") == [[0]]
-    assert Layout.resolve(1, {}, "").groups("tp") == [[0]]
-    assert str(Layout(())) == "one rank"
-
-
-def test_the_default_order_is_megatrons() -> None:
-    assert DEFAULT_ORDER == "tp-dp-pp" == "-".join(axis.name for axis in AXES)
+    grid = Grid.resolve(1, {"tp": 1, "dp": None, "pp": 1}, "tp-dp-pp")
+    assert grid.world_size == 1
+    assert grid.groups("tp", "dp", "pp") == [[0]]
+    assert Grid.resolve(1, {}, "").groups("tp") == [[0]]
+    assert str(Grid(())) == "one rank"
 
 
 @pytest.mark.parametrize(
@@ -141,29 +141,29 @@ def test_the_default_order_is_megatrons() -> None:
 def test_the_lists_of_megatron_and_vllm(
     world_size: int, tp: int, pp: int, order: str, tensor: list[object], data: list[object], pipeline: list[object]
 ) -> None:
-    layout = Layout.resolve(world_size, {"tp": tp, "dp": None, "pp": pp}, order)
-    assert layout.groups("tp") == tensor
-    assert layout.groups("dp") == data
-    assert layout.groups("pp") == pipeline
+    grid = Grid.resolve(world_size, {"tp": tp, "dp": None, "pp": pp}, order)
+    assert grid.groups("tp") == tensor
+    assert grid.groups("dp") == data
+    assert grid.groups("pp") == pipeline
 
 
 def test_groups_across_two_axes() -> None:
-    layout = Layout.resolve(8, {"tp": 2, "dp": 2, "pp": 2}, "tp-dp-pp")
-    assert layout.groups("tp", "pp") == layout.groups("pp", "tp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert layout.groups("tp", "dp", "pp") == [list(range(8))]
+    grid = Grid.resolve(8, {"tp": 2, "dp": 2, "pp": 2}, "tp-dp-pp")
+    assert grid.groups("tp", "pp") == grid.groups("pp", "tp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert grid.groups("tp", "dp", "pp") == [list(range(8))]
 
 
 def test_the_group_of_one_rank_among_many_is_quick() -> None:
-    layout = Layout.resolve(16_384, {"tp": 8, "cp": 4, "dp": None, "pp": 16}, "tp-cp-dp-pp")
+    grid = Grid.resolve(16_384, {"tp": 8, "cp": 4, "dp": None, "pp": 16}, "tp-cp-dp-pp")
     started = time.perf_counter()
     for axis in ("tp", "cp", "dp", "pp"):
         for rank in range(0, 16_384, 656):
-            group = layout.group_of(rank, axis)
+            group = grid.group_of(rank, axis)
             assert rank in group
-            assert len(group) == layout.size(axis)
+            assert len(group) == grid.size(axis)
     elapsed = time.perf_counter() - started
     assert elapsed < LOOK_UP_S
-    assert layout.group_of(12_345, "pp")[:2] == [12_345 % 1024, 12_345 % 1024 + 1024]
+    assert grid.group_of(12_345, "pp")[:2] == [12_345 % 1024, 12_345 % 1024 + 1024]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_the_group_of_one_rank_among_many_is_quick() -> None:
 def test_what_does_not_fit_is_told(world_size: int, sizes: dict[str, object], order: str, parts: list[str]) -> None:
     """Each message says what must hold, what was found, and what can be done."""
     with pytest.raises(LayoutError) as caught:
-        Layout.resolve(world_size, sizes, order)  # type: ignore[arg-type]
+        Grid.resolve(world_size, sizes, order)  # type: ignore[arg-type]
     for part in parts:
         assert part in str(caught.value)
     assert isinstance(caught.value, UsageError)
@@ -200,19 +200,19 @@ def test_what_does_not_fit_is_told(world_size: int, sizes: dict[str, object], or
 
 @pytest.mark.parametrize("rank", [-1, 8, 100])
 def test_a_rank_outside_of_the_world(rank: int) -> None:
-    layout = Layout((("tp", 2), ("pp", 4)))
-    for call in (layout.coordinates, lambda rank: layout.group_of(rank, "tp")):
+    grid = Grid((("tp", 2), ("pp", 4)))
+    for call in (grid.coordinates, lambda rank: grid.group_of(rank, "tp")):
         with pytest.raises(LayoutError, match=rf"rank must be in 0 … 7, but is {rank}"):
             call(rank)
 
 
 @pytest.mark.parametrize(("axis", "index"), [("tp", 2), ("pp", 4), ("tp", -1), ("ep", 1)])
-def test_coordinates_outside_of_the_layout(axis: str, index: int) -> None:
-    layout = Layout((("tp", 2), ("pp", 4)))
-    with pytest.raises(LayoutError, match=rf"'{axis}' must be in 0 … \d, but is {index}; the layout is tp=2 × pp=4"):
-        layout.rank_at({axis: index})
-    assert layout.rank_at({"pp": 3}) == 6
-    assert layout.rank_at({"ep": 0}) == 0
+def test_coordinates_outside_of_the_grid(axis: str, index: int) -> None:
+    grid = Grid((("tp", 2), ("pp", 4)))
+    with pytest.raises(LayoutError, match=rf"'{axis}' must be in 0 … \d, but is {index}; the grid is tp=2 × pp=4"):
+        grid.rank_at({axis: index})
+    assert grid.rank_at({"pp": 3}) == 6
+    assert grid.rank_at({"ep": 0}) == 0
 
 
 def test_position_in() -> None:
@@ -223,10 +223,237 @@ def test_position_in() -> None:
         position_in([[0, 1], [1, 2]], 1)
 
 
-def test_a_layout_is_a_value() -> None:
-    layout = Layout.resolve(4, {"tp": 2, "dp": None}, "tp-dp")
-    assert layout == Layout((("tp", 2), ("dp", 2)))
-    assert len({layout, Layout((("tp", 2), ("dp", 2)))}) == 1
-    assert str(layout) == "tp=2 × dp=2"
+def test_a_grid_is_a_value() -> None:
+    grid = Grid.resolve(4, {"tp": 2, "dp": None}, "tp-dp")
+    assert grid == Grid((("tp", 2), ("dp", 2)))
+    assert len({grid, Grid((("tp", 2), ("dp", 2)))}) == 1
+    assert str(grid) == "tp=2 × dp=2"
     with pytest.raises(AttributeError):
-        layout.axes = ()  # type: ignore[misc]
+        grid.axes = ()  # type: ignore[misc]
+
+
+# --- Layout: several grids over the same ranks ------------------------------------------------------------------------
+
+
+def first_and_last(ranks: list[int]) -> list[int]:
+    return [ranks[-1], ranks[0], ranks[0]]  # in any order, and twice
+
+
+def two_grids(rank_offset: int = 0) -> Layout:
+    """Eight ranks, with experts over pairs of neighbours; by hand, not by `resolve_layout`."""
+    return Layout(
+        grids=(Grid((("tp", 2), ("dp", 2), ("pp", 2))), Grid((("ep", 4), ("pp", 2))), Grid((("a", 1), ("tp/a", 2)))),
+        spans={"model": ("tp", "pp"), "everyone": ("ep", "pp")},
+        ends={"rim": ("pp", first_and_last), "head": ("model", lambda ranks: ranks[:1])},
+        missing={"etp": "nobody asked for it"},
+        rank_offset=rank_offset,
+        title="two grids",
+    )
+
+
+@pytest.mark.parametrize("offset", [0, 1, 1000])
+def test_the_lists_of_a_layout_of_two_grids(offset: int) -> None:
+    layout = two_grids(offset)
+    expected = {
+        ("tp",): [[0, 1], [2, 3], [4, 5], [6, 7]],
+        ("dp",): [[0, 2], [1, 3], [4, 6], [5, 7]],
+        ("pp",): [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ("ep",): [[0, 1, 2, 3], [4, 5, 6, 7]],
+        ("model",): [[0, 1, 4, 5], [2, 3, 6, 7]],
+        ("pp", "tp"): [[0, 1, 4, 5], [2, 3, 6, 7]],
+        ("model", "dp"): [[0, 1, 2, 3, 4, 5, 6, 7]],
+        ("everyone",): [[0, 1, 2, 3, 4, 5, 6, 7]],
+        ("pp", "ep"): [[0, 1, 2, 3, 4, 5, 6, 7]],
+        ("rim",): [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ("head",): [[0], [2]],
+        (): [[0], [1], [2], [3], [4], [5], [6], [7]],
+    }
+    for names, lists in expected.items():
+        moved = [[rank + offset for rank in ranks] for ranks in lists]
+        assert layout.groups(*names) == moved, names
+        assert layout.size(*names) == len(lists[0])
+        for rank in range(offset, offset + 8):
+            assert layout.group_of(rank, *names) == next((ranks for ranks in moved if rank in ranks), [])
+    assert layout.world_size == 8
+    assert layout.names == ("tp", "dp", "pp", "ep", "a", "model", "everyone", "rim", "head")
+    assert str(layout) == "two grids"
+    assert str(Layout((Grid((("tp", 2),)),))) == "tp=2"
+
+
+def test_the_axes_and_the_grid_of_a_group() -> None:
+    layout = two_grids()
+    dense, experts, _ = layout.grids
+    assert layout.axes_of("pp", "tp") == layout.axes_of("model") == ("tp", "pp")
+    assert layout.axes_of("everyone") == ("ep", "pp")
+    assert layout.axes_of() == ()
+    assert layout.grid_of("model") is layout.grid_of("pp") is dense, "of two grids with an axis, the first counts"
+    assert layout.grid_of("ep") is layout.grid_of("everyone") is experts
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_the_coordinates_of_a_layout_are_those_of_its_first_grid(offset: int) -> None:
+    layout = two_grids(offset)
+    assert layout.coordinates(6 + offset) == {"tp": 0, "dp": 1, "pp": 1}
+    assert layout.rank_at({"dp": 1, "pp": 1}) == 6 + offset
+    with pytest.raises(LayoutError, match="'ep' must be in 0 … 0"):
+        layout.rank_at({"ep": 1})
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 11, 8 + 3])
+def test_a_rank_outside_of_a_layout(rank: int) -> None:
+    layout = two_grids(3)
+    for call in (
+        layout.coordinates,
+        lambda rank: layout.group_of(rank, "tp"),
+        lambda rank: layout.group_of(rank, "rim"),
+    ):
+        with pytest.raises(LayoutError, match=rf"rank must be in 3 … 10, but is {rank}$"):
+            call(rank)
+
+
+@pytest.mark.parametrize(
+    ("names", "parts"),
+    [
+        (("etp",), ["no group 'etp'", "nobody asked for it", "two grids"]),
+        (("tp", "etp"), ["no group 'etp'", "nobody asked for it"]),
+        (("xx",), ["no group 'xx'", "tp, dp, pp, ep, a, model, everyone, rim, head"]),
+        (("tp", "xx"), ["no group 'xx'"]),
+        (("tp/a",), ["no group 'tp/a'"]),
+        (("rim", "tp"), ["no group 'rim' to span"]),
+        (("tp", "ep"), ["tp and ep", "in different ways", "tp=2 × dp=2 × pp=2", "ep=4 × pp=2"]),
+        (("model", "everyone"), ["model and everyone", "in different ways"]),
+    ],
+)
+def test_a_group_that_a_layout_does_not_have(names: tuple[str, ...], parts: list[str]) -> None:
+    layout = two_grids()
+    for call in (layout.groups, layout.size, layout.axes_of, layout.grid_of, lambda *names: layout.group_of(0, *names)):
+        with pytest.raises(LayoutError) as caught:
+            call(*names)
+        for part in parts:
+            assert part in str(caught.value)
+
+
+def test_the_axes_of_what_lies_at_the_ends_are_none() -> None:
+    for call in (two_grids().axes_of, two_grids().grid_of):
+        with pytest.raises(LayoutError, match="no group 'rim' to span"):
+            call("rim")
+
+
+def test_ends_must_be_ranks_of_the_group_and_may_differ_in_size() -> None:
+    grid = Grid((("pp", 4), ("dp", 2)))
+    outside = Layout((grid,), ends={"rim": ("pp", lambda ranks: [ranks[0], 9])})
+    for call in (lambda: outside.groups("rim"), lambda: outside.group_of(0, "rim"), lambda: outside.size("rim")):
+        with pytest.raises(LayoutError, match=r"'rim' must be among .* \[0, 1, 2, 3\], but are \[0, 9\]"):
+            call()
+    uneven = Layout((grid,), ends={"rim": ("pp", lambda ranks: ranks if 0 in ranks else ranks[1:2])}, rank_offset=0)
+    assert uneven.groups("rim") == [[0, 1, 2, 3], [5]]
+    assert uneven.size("rim") == 4
+    assert uneven.group_of(5, "rim") == [5]
+    assert uneven.group_of(4, "rim") == []
+
+
+def test_what_picks_ends_gets_a_list_of_its_own() -> None:
+    layout = Layout((Grid((("pp", 3),)),), ends={"rim": ("pp", lambda ranks: [ranks.pop()])})
+    assert layout.groups("rim") == [[2]]
+    assert layout.groups("pp") == [[0, 1, 2]]
+
+
+# --- Any layout that `resolve_layout` makes ---------------------------------------------------------------------------
+
+
+@st.composite
+def resolved_layouts(draw: st.DrawFn) -> Layout:
+    order = draw(st.sampled_from([*PRESETS, "cp-tp-dp-ep-pp", "ep-dp_replicate-tp-cp-dp_shard-external_dp-pp"]))
+    axes = {"vllm": ("pcp", "external_dp"), "megatron": ("cp",), "torchtitan": ("cp",)}.get(order, ("cp",))
+    axes += ("tp", "dp_shard", "dp_replicate", "pp") + (("external_dp",) if "external_dp" in order else ())
+    sizes: dict[str, int] = {}
+    for axis in draw(st.permutations(axes)):
+        sizes[axis] = draw(st.sampled_from([1, 1, 2, 3] if prod(sizes.values()) <= 12 else [1]))
+    world_size = prod(sizes.values())
+    sizes["dcp"] = draw(st.sampled_from([1, sizes["tp"]]))
+    if order != "vllm" and draw(st.booleans()):
+        sizes["etp"] = draw(st.sampled_from([1, sizes["tp"]]))
+        inside = prod(sizes.get(axis, 1) for axis in ("tp", "cp", "dp_shard")) // sizes["etp"]
+        sizes["ep"] = draw(st.sampled_from([size for size in range(1, inside + 1) if inside % size == 0]))
+    return resolve_layout(
+        world_size,
+        sizes,
+        order,
+        ranks_per_node=draw(st.sampled_from([None, 1, 2, 4, 6, world_size])),
+        rank_offset=draw(st.sampled_from([0, 0, 1, 500])),
+    )
+
+
+@many
+@given(resolved_layouts())
+def test_what_a_layout_says_of_each_group_agrees(layout: Layout) -> None:
+    world = range(layout.rank_offset, layout.rank_offset + layout.world_size)
+    assert [layout.rank_at(layout.coordinates(rank)) for rank in world] == list(world)
+    for name in layout.names:
+        groups = layout.groups(name)
+        assert layout.size(name) == max(map(len, groups))
+        found = {rank: ranks for ranks in groups for rank in ranks}
+        assert sum(map(len, groups)) == len(found)
+        assert {rank: layout.group_of(rank, name) for rank in world} == {rank: found.get(rank, []) for rank in world}
+        if name not in layout.ends:
+            check_partition(layout, name, groups)
+    for name, (whole, pick) in layout.ends.items():
+        assert layout.groups(name) == [sorted(set(pick(ranks))) for ranks in layout.groups(whole)]
+    for name, axes in layout.spans.items():
+        assert layout.groups(name) == layout.groups(*axes) == layout.groups(*reversed(axes))
+        assert layout.axes_of(name) == layout.axes_of(*axes)
+
+
+def check_partition(layout: Layout, name: str, groups: list[list[int]]) -> None:
+    """Equal groups, ascending, in the order of their first ranks; each along the axes of this kind of group."""
+    world = range(layout.rank_offset, layout.rank_offset + layout.world_size)
+    assert sorted(itertools.chain(*groups)) == list(world)
+    assert groups == sorted(sorted(ranks) for ranks in groups)
+    assert {len(ranks) for ranks in groups} == {layout.size(name)}
+    axes, grid = layout.axes_of(name), layout.grid_of(name)
+    assert prod(grid.size(axis) for axis in axes) == layout.size(name)
+    for ranks in groups:
+        outside = [
+            {axis: index for axis, index in grid.coordinates(rank - layout.rank_offset).items() if axis not in axes}
+            for rank in ranks
+        ]
+        assert all(each == outside[0] for each in outside)
+        if grid is layout.grids[0]:
+            moves = itertools.product(*(range(grid.size(axis)) for axis in axes))
+            along = [dict(zip(axes, indices, strict=True)) for indices in moves]
+            assert sorted(layout.rank_at({**outside[0], **indices}) for indices in along) == ranks
+
+
+# --- Speed ------------------------------------------------------------------------------------------------------------
+
+LARGE = {
+    "megatron": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "etp": 1},
+    "torchtitan": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "dp_replicate": 4},
+    "vllm": {"tp": 8, "pcp": 4, "pp": 16, "dcp": 2, "external_dp": 2},
+}
+
+
+@pytest.mark.parametrize("order", LARGE)
+def test_a_layout_of_many_ranks_is_quick(order: str) -> None:
+    started = time.perf_counter()
+    for _ in range(20):
+        layout = resolve_layout(16_384, LARGE[order], order, ranks_per_node=8)
+    resolved = time.perf_counter()
+    names = [name for name in layout.names if layout.size(name) <= 4096]
+    resolve_s, started = resolved - started, time.perf_counter()
+    for number in range(100):
+        rank = number * 163
+        name = names[number % len(names)]
+        assert rank in layout.group_of(rank, name) or name in layout.ends
+    look_up_s = time.perf_counter() - started
+    assert len(names) >= 15
+    assert resolve_s < RESOLVE_S
+    assert look_up_s < LOOK_UP_S
+
+
+def test_the_groups_of_many_ranks_at_both_ends_of_the_world() -> None:
+    layout = resolve_layout(16_384, LARGE["megatron"], ranks_per_node=8, rank_offset=1_000_000)
+    assert layout.group_of(1_016_383, "tp") == list(range(1_016_376, 1_016_384))
+    assert layout.group_of(1_000_000, "pp") == list(range(1_000_000, 1_016_384, 1024))
+    assert layout.group_of(1_000_000, "ep") == list(range(1_000_000, 1_000_064))
+    assert layout.size("edp") == 16

@@ -1,0 +1,43 @@
+"""`python -m parallel_state <command>`: hands over to the command's module, and tells which there are.
+
+A command is a row here and a module with `main(arguments) -> exit code`; its options and its work are that module's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+PROGRAM = "python -m parallel_state"
+
+COMMANDS = {
+    "plan": ("parallel_state.plan", "groups, warnings and a picture of a layout, before anything is started"),
+}
+"""Name -> module, what it is for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that `arguments` (default: the process's) name, and returns its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Who belongs to which group, and how a tensor gets from one rank to another.",
+        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
+        + f"\n\n`{PROGRAM} <command> --help` lists a command's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command", help="one of those below")
+    command = parser.parse_args(words[:1]).command
+    if command is None:
+        parser.print_help()
+        return 0
+    module, _ = COMMANDS[command]
+    exit_code: int = import_module(module).main(words[1:])
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

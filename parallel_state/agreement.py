@@ -1,0 +1,144 @@
+"""Whether all ranks ask for the same, found out through the store, before anything is made that could wait for a peer.
+
+Per rank and question seven store operations, however many ranks there are. The reference is the first rank's
+request; the last rank to come gives the verdict, and only where somebody differs does it read all requests. Who waits
+in vain writes the verdict himself, with the ranks that are missing, so that a late one hears it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators.errors import CommunicationError, ConfigMismatchError, UsageError, format_ranks
+
+Request = Mapping[str, str]
+_WRONG = "wrong"
+"""The key of a request that can't be: its value is the error."""
+
+
+def digest(value: object) -> str:
+    """16 hexadecimal digits of anything whose repr says all about it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+class Agreement:
+    """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int) -> None:
+        self._store = store
+        self._prefix = f"{prefix}/agree"
+        self._rank = rank
+        self._asked: Counter[str] = Counter()
+
+    def require(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        request: Request,
+        timeout_s: float,
+        *,
+        wrong: UsageError | None = None,
+    ) -> None:
+        """Returns when all of `ranks` asked for the same `what`; each of them calls it.
+
+        With `wrong`, this rank's request can't be: it comes to tell the others. Raises it where all ranks' are wrong,
+        ConfigMismatchError with both sides where two differ, CommunicationError with the ranks that never came.
+        """
+        if len(ranks) == 1:
+            if wrong is not None:
+                raise wrong
+            return
+        scope = f"{self._prefix}/{digest(tuple(ranks))}"
+        number = self._asked[scope] = self._asked[scope] + 1
+        mine = dict(request) if wrong is None else {_WRONG: str(wrong)}
+        started = time.monotonic()
+        try:
+            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s)
+        except dist.DistError as error:
+            raise CommunicationError(
+                f"rank {self._rank} asks for {what} ({_words(mine)}), but the store through which the ranks agree "
+                f"doesn't answer: {str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the "
+                "launcher",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            ) from error
+        if verdict["kind"] == "same" and wrong is None:
+            return
+        if verdict["kind"] in ("same", _WRONG) and wrong is not None:
+            raise wrong
+        if verdict["kind"] == "missing":
+            raise CommunicationError(
+                f"rank {self._rank} asks for {what} ({_words(mine)}), but not every rank came to do so within "
+                f"{timeout_s:g} s: ranks {format_ranks(verdict['ranks'])} are missing. Look for a rank that failed or "
+                "took another branch",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                suspect_ranks=tuple(verdict["ranks"]),
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            )
+        raise ConfigMismatchError(
+            f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
+            "pass the same arguments on every rank"
+        ) from wrong
+
+    def _verdict(self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float) -> Any:
+        store, key, before = self._store, f"{scope}/{number}", f"{scope}/{number - 1}"
+        store.set(f"{key}/{self._rank}", json.dumps(mine))
+        if number > 1:
+            self._forget(f"{before}/{self._rank}")
+        try:
+            if self._read(f"{key}/{ranks[0]}", deadline) != mine:
+                store.set(f"{key}/differs", "1")
+            if store.add(f"{key}/count", 1) == len(ranks):
+                self._decide(key, self._compare(key, ranks))
+                if number > 1:  # all ranks are here, so all have read the verdict before
+                    self._forget(f"{before}/count", f"{before}/verdict", f"{before}/differs")
+            return self._read(f"{key}/verdict", deadline)
+        except dist.DistStoreError:
+            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            return self._decide(key, {"kind": "missing", "ranks": missing})
+
+    def _compare(self, key: str, ranks: Sequence[int]) -> dict[str, Any]:
+        if not self._store.check([f"{key}/differs"]):
+            return {"kind": "same"}
+        requests = [json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks]
+        if all(_WRONG in request for request in requests):
+            return {"kind": _WRONG}
+        first = requests[0]
+        other, request = next((rank, each) for rank, each in zip(ranks, requests, strict=True) if each != first)
+        names = [name for name in {**first, **request} if name != _WRONG]
+        name = next(name for name in names if first.get(name) != request.get(name))
+        sides = [each.get(name) or _words(each) for each in (first, request)]
+        text = f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {other}"
+        return {"kind": "different", "text": text}
+
+    def _decide(self, key: str, verdict: dict[str, Any]) -> Any:
+        """The first verdict counts."""
+        return json.loads(self._store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
+
+    def _forget(self, *keys: str) -> None:
+        with contextlib.suppress(NotImplementedError):  # not every store can
+            for key in keys:
+                self._store.delete_key(key)
+
+    def _read(self, key: str, deadline: float) -> Any:
+        self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        return json.loads(self._store.get(key))
+
+
+def _words(request: Request) -> str:
+    return f"wrong ({request[_WRONG]})" if _WRONG in request else ", ".join(f"{k} {v}" for k, v in request.items())

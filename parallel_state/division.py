@@ -1,0 +1,238 @@
+"""The division of a world: sizes to a layout, agreed by all ranks, to this rank's groups.
+
+What the globals are made with, and what makes groups beside them. Nothing here is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
+from parallel_state import mesh
+from parallel_state.agreement import digest
+from parallel_state.axes import AXES, BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, resolve_layout
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.layout import Layout
+from parallel_state.options import GroupOptions, seconds
+from parallel_state.parallel_groups import ParallelGroups, VirtualPipeline
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("parallel_state")
+
+
+def create_parallel_groups(
+    world: GroupCoordinator,
+    sizes: Mapping[str, int | None],
+    order: str = DEFAULT_ORDER,
+    *,
+    backend: str | None = None,
+    axis_options: Mapping[str, GroupOptions] | None = None,
+    timeout: timedelta | float | None = None,
+    allow_pickle: bool = False,
+    custom_all_reduce: bool = True,
+    eager: bool = False,
+    virtual_pipeline_size: int | None = None,
+    ranks_per_node: int | None = None,
+    get_embedding_ranks: RankPicker | None = None,
+    get_position_embedding_ranks: RankPicker | None = None,
+    device_mesh: DeviceMesh | None = None,
+) -> ParallelGroups:
+    """The groups of a layout over `world`, without touching the singletons.
+
+    `world` is the world's group or any other: only its ranks call it then, and the layout is of positions in it; so two
+    models, each on a part of the ranks, have groups of their own. Sizes, order and the other arguments as in
+    initialize_model_parallel. Every rank of `world` calls it alike: ranks that differ get ConfigMismatchError, all of
+    them, before any group is made. Raises LayoutError for sizes that don't fit and InvalidArgumentError for a backend,
+    timeout or option that can't be.
+    """
+    if world.pool is None:
+        raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
+
+    def resolve() -> _Division:
+        given, wanted = sizes, order
+        adopted: Mapping[str, Any] = {}
+        if device_mesh is not None:
+            given, wanted, adopted = mesh.read(device_mesh, world, sizes)
+        layout = resolve_layout(
+            world.world_size,
+            given,
+            wanted,
+            ranks_per_node=ranks_per_node,
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
+        )
+        if device_mesh is not None:
+            mesh.check(device_mesh, layout, world)
+        return _Division(
+            layout=layout,
+            made=made_at_start(layout, given),
+            options=_options_by_axis(world, layout, backend, axis_options, timeout, adopted),
+            virtual_pipeline=virtual_pipeline(layout, virtual_pipeline_size),
+            eager=eager,
+            allow_pickle=allow_pickle,
+            custom_all_reduce=custom_all_reduce,
+            adopted=adopted,
+        )
+
+    division = _agreed(world, resolve)
+    groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline)
+    try:
+        for name in division.made:
+            groups.groups[name] = division.group(name, groups, at_start=True)
+        if eager:
+            groups.make_all()
+    except BaseException:
+        groups.close()
+        raise
+    return groups
+
+
+@dataclass(frozen=True)
+class _Division:
+    """What a rank asks for, resolved; and, once all ranks ask for the same, what makes its groups."""
+
+    layout: Layout
+    made: tuple[str, ...]
+    """The kinds of group that are made at start."""
+    options: Mapping[str, GroupOptions]
+    """By kind of group: all that the layout has."""
+    virtual_pipeline: VirtualPipeline | None
+    eager: bool
+    allow_pickle: bool
+    custom_all_reduce: bool
+    adopted: Mapping[str, Any]
+    """Process groups that the caller made."""
+
+    def described(self) -> dict[str, str]:
+        """What must be the same on all ranks, each part with its name in messages."""
+        layout = self.layout
+        ends = [layout.groups(name) for name in layout.ends]
+        return {
+            "layout": str(layout),
+            "backends": _each_once(str(options.backend) for options in self.options.values()),
+            "timeout_s": _each_once(str(options.timeout) for options in self.options.values()),
+            "custom_all_reduce": str(self.custom_all_reduce),
+            "eager": str(self.eager),
+            "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
+            "creation strategy": settings.GROUP_CREATION.get(),
+            "adopted groups": ", ".join(self.adopted) or "none",
+            "options": digest(sorted(self.options.items())),
+            "lists of ranks": digest((layout.grids, sorted(layout.spans.items()), ends, self.made)),
+        }
+
+    def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
+        """This rank's group of a kind that wasn't made at start; None where it is in none."""
+        if not self.layout.group_of(groups.world.rank_in_group, name):
+            return None
+        return self.group(name, groups)
+
+    def group(self, name: str, groups: ParallelGroups, at_start: bool = False) -> GroupCoordinator:
+        world = groups.world
+        pool = world.pool
+        if pool is None:
+            raise GroupNotInitializedError("a simulated world has no process groups")
+        everyone = at_start and world.world_size == pool.world_size and name not in self.adopted
+        traits = Traits(
+            device=world.device,
+            local_rank=world.local_rank,
+            options=self.options[name],
+            allow_pickle=self.allow_pickle,
+            custom_all_reduce=self.custom_all_reduce and name == "tp",
+            lazy_cpu_group=not BY_NAME[name].always_made,
+        )
+        ranks = [world.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
+        borrowed = [pool.adopt(ranks, traits.options, self.adopted[name])] if name in self.adopted else []
+        try:
+            group = create_group(
+                pool,
+                ranks,
+                name,
+                traits,
+                division=(lambda: self.layout.groups(name)) if everyone else None,
+                near=[*borrowed, *(acquired for group in groups.groups.values() for acquired in group.acquired)],
+            )
+        except BaseException:
+            for acquired in borrowed:
+                pool.release(acquired)
+            raise
+        group.acquired.extend(borrowed)
+        return group
+
+
+def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
+    """What most programs use, and what the caller gave a size of; the rest is made at its first use."""
+    given = by_axis(sizes)
+    return tuple(
+        row.name
+        for row in AXES
+        if row.name in layout.names
+        and (row.always_made or (given.get(row.name) not in (None, 1) and layout.size(row.name) > 1))
+    )
+
+
+def _options_by_axis(
+    world: GroupCoordinator,
+    layout: Layout,
+    backend: str | None,
+    axis_options: Mapping[str, GroupOptions] | None,
+    timeout: timedelta | float | None,
+    adopted: Mapping[str, Any],
+) -> dict[str, GroupOptions]:
+    by_name = {} if axis_options is None else axis_options
+    if (
+        not isinstance(by_name, Mapping)
+        or not by_name.keys() <= BY_NAME.keys()
+        or not all(isinstance(options, GroupOptions) for options in by_name.values())
+    ):
+        raise InvalidArgumentError(
+            f"axis_options must map names of groups ({', '.join(BY_NAME)}) to GroupOptions, but is {axis_options!r}"
+        )
+    timeout_s = world.context.timeout_s if timeout is None else seconds(timeout)
+    default = GroupOptions(backend or settings.BACKEND.get()).resolve(world.backend, timeout_s, known=world.backend)
+    options = {}
+    for name in layout.names:
+        own = by_name.get(name, GroupOptions())
+        if name in adopted:
+            own = GroupOptions(str(dist.get_backend(adopted[name])), own.timeout)
+        options[name] = own.resolve(str(default.backend), timeout_s, known=default.backend)
+    return options
+
+
+def virtual_pipeline(layout: Layout, size: int | None) -> VirtualPipeline | None:
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise LayoutError(f"the virtual pipeline size must be a positive integer or None, but is {size!r}")
+    if layout.size("pp") == 1:
+        raise LayoutError(f"virtual pipeline stages need a pipeline-parallel size above 1, but the layout is {layout}")
+    return VirtualPipeline(size)
+
+
+def _agreed(world: GroupCoordinator, resolve: Callable[[], _Division]) -> _Division:
+    """The division, after all ranks told that they ask for the same: where one differs or is wrong, all raise."""
+    division: _Division | None = None
+    wrong: UsageError | None = None
+    try:
+        division = resolve()
+    except UsageError as error:
+        wrong = error
+    described = division.described() if division is not None else {}
+    if world.pool is None:
+        raise GroupNotInitializedError("a simulated world has no process groups")
+    world.pool.agreement.require("groups", world.ranks, described, world.context.timeout_s, wrong=wrong)
+    if division is None:
+        raise wrong or InvalidArgumentError("the request could not be resolved")
+    return division
+
+
+def _each_once(values: Any) -> str:
+    return ", ".join(dict.fromkeys(values))

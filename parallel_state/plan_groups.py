@@ -1,0 +1,185 @@
+"""A layout on nodes: every kind of group with its size, its ranks and the nodes that it touches. Arithmetic only.
+
+What is worth a warning is in `plan_warnings`, what it costs in `plan_communicators`, how it is printed in `plan_text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel_state.axes import AXES, BY_NAME, Axis, resolve_layout
+from parallel_state.layout import Layout
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for. Sizes by axis name; those left out follow from the others."""
+
+    world_size: int
+    sizes: Mapping[str, int]
+    order: str
+    gpus_per_node: int
+
+    def resolve(self) -> Layout:
+        """The layout; raises LayoutError where the sizes don't fit."""
+        return resolve_layout(self.world_size, self.sizes, self.order, ranks_per_node=self.gpus_per_node)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of group, such as `tp`, in one layout."""
+
+    axis: Axis
+    count: int
+    size: int
+    """Ranks in a group."""
+    first: tuple[int, ...]
+    """Ranks of the first group."""
+    nodes: int
+    """How many nodes a group touches at most."""
+    crossing: int
+    """How many of the groups touch more than one node."""
+    same_as: tuple[str, ...]
+    """Kinds with the same sets of ranks: each set becomes one process group."""
+    made: bool
+    """Whether initialize_model_parallel makes it with these sizes; the rest is made when somebody asks for it."""
+
+    @property
+    def name(self) -> str:
+        return self.axis.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that fits, looked at from all sides."""
+
+    request: Request
+    layout: Layout
+    kinds: tuple[Kind, ...]
+    """In the order of the table of axes."""
+
+    @property
+    def world_size(self) -> int:
+        return self.request.world_size
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.request.gpus_per_node
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.gpus_per_node)
+
+    def kind(self, name: str) -> Kind | None:
+        """The kind of that name; None if this layout doesn't have it."""
+        return next((kind for kind in self.kinds if kind.name == name), None)
+
+    def made(self, name: str) -> Kind | None:
+        """The kind of that name if it is made and has more than one rank a group, else None."""
+        kind = self.kind(name)
+        return kind if kind is not None and kind.made and kind.size > 1 else None
+
+    def process_group(self, kind: Kind) -> str:
+        """What a kind's ranks talk through: its "own", that of the "world" or of an earlier kind, or "none" for one."""
+        if kind.size == 1:
+            return "none"
+        if kind.size == self.world_size:
+            return "world"
+        earlier = [other.name for other in self.kinds[: self.kinds.index(kind)] if other.name in kind.same_as]
+        return earlier[0] if earlier else "own"
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Node and GPU of `rank`."""
+        return divmod(rank, self.gpus_per_node)
+
+
+class Steps(NamedTuple):
+    """One axis that a kind of group spans, in ranks."""
+
+    axis: str
+    size: int
+    stride: int
+
+
+def make_plan(request: Request) -> Plan:
+    """The plan for `request`; raises LayoutError where the sizes don't fit."""
+    layout = request.resolve()
+    lists = {axis.name: layout.groups(axis.name) for axis in AXES if axis.name in layout.names}
+    same: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for name, groups in lists.items():
+        same.setdefault(tuple(map(tuple, groups)), []).append(name)
+    twins = {name: tuple(other for other in names if other != name) for names in same.values() for name in names}
+    kinds = []
+    for name, groups in lists.items():
+        touched = [len({rank // request.gpus_per_node for rank in ranks}) for ranks in groups]
+        size = max(map(len, groups))
+        kinds.append(
+            Kind(
+                axis=BY_NAME[name],
+                count=len(groups),
+                size=size,
+                first=tuple(groups[0]),
+                nodes=max(touched),
+                crossing=sum(nodes > 1 for nodes in touched),
+                same_as=twins[name],
+                made=BY_NAME[name].always_made or (request.sizes.get(name, 1) != 1 and size > 1),
+            )
+        )
+    return Plan(request, layout, tuple(kinds))
+
+
+def steps_of(layout: Layout, name: str) -> list[Steps]:
+    """The axes of more than one rank that a kind of group spans, fastest first; those of its parent for an end's."""
+    of = BY_NAME[name].ends_of or name
+    grid, axes = layout.grid_of(of), layout.axes_of(of)
+    return [Steps(axis, grid.size(axis), grid.stride(axis)) for axis in axes if grid.size(axis) > 1]
+
+
+def coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    """`rank`'s position on every axis of more than one rank, dense ones first, then those of the experts."""
+    found: dict[str, int] = {}
+    for grid in layout.grids:
+        here = grid.coordinates(rank - layout.rank_offset)
+        for name, size in grid.axes:
+            if size > 1 and name in BY_NAME:
+                found.setdefault(name, here[name])
+    return found
+
+
+def abbreviate(ranks: Sequence[int]) -> str:
+    """`0–7`, `0 8 16 … 56`, or runs of ranks: `0–7 128–135 … 896–903`; with a step as in Python, `0:8:2 64:72:2`."""
+    ranks = list(ranks)
+    if len(ranks) < 3:
+        return " ".join(map(str, ranks)) or "none"
+    run = _run_length(ranks)
+    if run == len(ranks):
+        return _spell(ranks)
+    runs = [ranks[start : start + run] for start in range(0, len(ranks), run)]
+    if run < 2 or any(_run_length(part) != len(part) for part in runs):
+        return _shorten([str(rank) for rank in ranks])
+    return _shorten([_span(part) for part in runs])
+
+
+def _run_length(ranks: Sequence[int]) -> int:
+    """How many of the first ranks have equal distances."""
+    length = min(2, len(ranks))
+    while length < len(ranks) and ranks[length] - ranks[length - 1] == ranks[1] - ranks[0]:
+        length += 1
+    return length
+
+
+def _spell(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]}–{ranks[-1]}" if ranks[1] - ranks[0] == 1 else _shorten([str(rank) for rank in ranks])
+
+
+def _span(ranks: Sequence[int]) -> str:
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step == 1:
+        return f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+    return f"{ranks[0]}:{ranks[-1] + step}:{step}"
+
+
+def _shorten(words: Sequence[str]) -> str:
+    return " ".join(words if len(words) <= 4 else [*words[:3], "…", words[-1]])

@@ -1,0 +1,158 @@
+"""A plan as one HTML page: the drawing of `plan_picture`, buttons for the kinds of groups, and a panel for one rank.
+
+Works from a file, without network: styles and script are inside, and the page's own policy forbids anything else. The
+page holds no lists of ranks: the script computes groups from the axes, as `layout.Grid` does. The script is in
+`plan_script`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from parallel_state.axes import BY_NAME
+from parallel_state.layout import Grid
+from parallel_state.plan_groups import Kind, Plan
+from parallel_state.plan_picture import LIGHT, MAX_NUMBERED, STYLE, Geometry, captions, nodes
+from parallel_state.plan_script import PAGE_STYLE, SCRIPT
+from parallel_state.plan_warnings import Remark
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
+    """The page, with the groups of one kind shown first."""
+    geometry = Geometry.of(plan)
+    kind = next(kind for kind in plan.kinds if kind.name == name)
+    shows, read = captions(plan, kind)
+    data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
+    title = escape(str(plan.layout))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{title}</title>
+<style>{STYLE}{PAGE_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<p>{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {escape(plan.request.order)}</p>
+{_remarks(remarks)}</header>
+<div class="kinds">
+{_buttons(plan, name)}</div>
+<main>
+<section aria-label="Nodes and GPUs">
+<p id="shows" aria-live="polite">{escape(shows)}</p>
+<p class="soft">{escape(read)} Arrow keys move from GPU to GPU; Enter or a click holds one, Escape lets go.</p>
+<svg id="drawing" class="drawing" viewBox="-2 -2 {geometry.width + 4:g} {geometry.height + 4:g}" \
+style="max-width:{geometry.width * 1.3 + 4:.0f}px">{"".join(nodes(plan, name, geometry))}</svg>
+</section>
+<aside aria-label="One rank">
+<form id="find"><label for="number">Rank</label> <input id="number" type="number" min="0" \
+max="{plan.world_size - 1}" value="0"></form>
+<div id="panel" aria-live="polite"></div>
+</aside>
+</main>
+<script type="application/json" id="data">{for_script(data)}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def for_script(text: str) -> str:
+    """JSON that can't end the script element that it is in."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
+    """What the script knows. Kinds with the same sets of ranks are one entry, with all their names.
+
+    A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
+    the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
+    the ends of pipelines `places` lists which places of the whole group are in it.
+    """
+    grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
+    return {
+        "world": plan.world_size,
+        "perNode": plan.gpus_per_node,
+        "colors": len(LIGHT),
+        "numbered": plan.world_size <= MAX_NUMBERED,
+        "gpuColumns": geometry.gpu_columns,
+        "gpuRows": geometry.gpu_rows,
+        "nodeColumns": geometry.node_columns,
+        "chosen": name,
+        "grids": grids,
+        "axes": [axis for axis in BY_NAME if any(axis == each[0] for grid in grids for each in grid)],
+        "kinds": [_kind_data(kind, plan) for kind in distinct_kinds(plan, name)],
+    }
+
+
+def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
+    """One of each set of kinds that are the same groups, without those of one rank unless it is the chosen one."""
+    return [
+        kind
+        for kind in plan.kinds
+        if (kind.size > 1 or chosen in (kind.name, *kind.same_as))
+        and kind == next(other for other in plan.kinds if other.name in (kind.name, *kind.same_as))
+    ]
+
+
+def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
+    whole = kind.axis.ends_of or kind.name
+    grid: Grid = plan.layout.grid_of(whole)
+    places = None
+    if kind.axis.ends_of:
+        parent = plan.layout.groups(whole)[0]
+        places = [parent.index(rank) for rank in kind.first]
+    return {
+        "names": [kind.name, *kind.same_as],
+        "longNames": [BY_NAME[name].long_name for name in (kind.name, *kind.same_as)],
+        "about": kind.axis.about,
+        "count": kind.count,
+        "size": kind.size,
+        "nodes": kind.nodes,
+        "grid": plan.layout.grids.index(grid),
+        "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
+        "places": places,
+    }
+
+
+def _remarks(remarks: Sequence[Remark]) -> str:
+    if not remarks:
+        return ""
+    items = "".join(
+        f'<li class="{escape(remark.level)}"><strong>{escape(remark.level)}</strong> {escape(remark.text)}</li>\n'
+        for remark in remarks
+    )
+    return f"<ul>\n{items}</ul>\n"
+
+
+def _buttons(plan: Plan, chosen: str) -> str:
+    kinds = distinct_kinds(plan, chosen)
+    by_name = {kind.name: kind for kind in plan.kinds}
+    made = [kind for kind in kinds if any(by_name[name].made for name in (kind.name, *kind.same_as))]
+    rows = (("Made at start", made), ("On demand", [kind for kind in kinds if kind not in made]))
+    return "".join(
+        f'<div role="group" aria-label="{label}"><span>{label}</span> '
+        + " ".join(_button(kind, chosen, kinds.index(kind)) for kind in members)
+        + "</div>\n"
+        for label, members in rows
+        if members
+    )
+
+
+def _button(kind: Kind, chosen: str, index: int) -> str:
+    names = (kind.name, *kind.same_as)
+    others = f" <small>= {escape(' = '.join(kind.same_as))}</small>" if kind.same_as else ""
+    return (
+        f'<button type="button" data-kind="{index}" aria-pressed="{"true" if chosen in names else "false"}" '
+        f'title="{escape(kind.axis.about)}"><b>{escape(kind.name)}</b>{others} '
+        f"<small>{kind.count} × {kind.size}</small></button>"
+    )

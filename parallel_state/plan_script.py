@@ -1,0 +1,226 @@
+"""Style and script of the page in `plan_page`. The script reads the page's data and writes text only, never HTML."""
+
+PAGE_STYLE = """
+*{box-sizing:border-box}
+body{margin:0;padding:20px 24px;background:var(--page);color:var(--text);
+ font:15px/1.45 system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}
+h1{font-size:20px;line-height:1.3;margin:0}
+p{margin:2px 0 6px}
+header p,.soft,small,th,.kinds span{color:var(--soft)}
+ul{list-style:none;margin:10px 0;padding:0}
+li{margin:4px 0;padding:4px 10px;border-left:4px solid var(--line);background:var(--box);max-width:110ch}
+li.warning{border-color:#c77700}
+.kinds div{display:flex;flex-wrap:wrap;gap:6px;align-items:center;margin:6px 0}
+.kinds span{font-size:13px;min-width:98px}
+button{font:inherit;font-size:14px;color:var(--text);background:var(--box);border:1px solid var(--line);
+ border-radius:6px;padding:3px 9px;cursor:pointer}
+button:hover{border-color:var(--soft)}
+button[aria-pressed=true]{background:var(--text);color:var(--page);border-color:var(--text)}
+button[aria-pressed=true] small{color:inherit;opacity:.8}
+:focus-visible{outline:2px solid #3b82f6;outline-offset:2px}
+main{display:grid;grid-template-columns:minmax(0,1fr) 350px;gap:24px;align-items:start;margin-top:12px}
+aside{position:sticky;top:12px;background:var(--box);border:1px solid var(--line);border-radius:8px;padding:14px 16px;
+ max-height:calc(100vh - 24px);overflow:auto}
+#drawing{display:block;width:100%;height:auto}
+input{font:inherit;width:6.5em;padding:2px 6px;color:inherit;background:var(--page);border:1px solid var(--line);
+ border-radius:5px}
+form label{font-weight:600;margin-right:4px}
+dl{display:grid;grid-template-columns:auto 1fr;gap:2px 12px;margin:10px 0}
+dt{color:var(--soft)}dd{margin:0}
+table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
+th{font-weight:400;text-align:left}th,td{padding:4px 8px 4px 0;vertical-align:top}
+tbody tr{border-top:1px solid var(--line)}
+tr.ranks td{padding-top:0;color:var(--soft);font-size:13px;overflow-wrap:anywhere}
+tr.ranks{border:0!important}
+tr.chosen td{font-weight:600;color:var(--text)}
+.gpu{cursor:pointer;outline:none}
+.chosen .gpu{opacity:.3}.chosen .gpu.on{opacity:1}
+.gpu.on rect,rect.gpu.on{stroke:var(--text);stroke-width:1.2}
+.gpu.me rect,rect.gpu.me{stroke:var(--text);stroke-width:3.5}
+@media(max-width:900px){main{grid-template-columns:1fr}aside{position:static;max-height:none}}
+"""
+
+SCRIPT = """
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const drawing = document.getElementById("drawing"), panel = document.getElementById("panel");
+const field = document.getElementById("number"), buttons = [...document.querySelectorAll("button[data-kind]")];
+const cells = [...drawing.querySelectorAll(".gpu")];            // in the order of ranks
+const rankOf = new Map(cells.map((cell, rank) => [cell, rank]));
+let kind = data.kinds.find(each => each.names.includes(data.chosen));
+let shown = 0, held = false, highlighted = [];
+
+function digits(rank, grid) {
+  return grid.map(([name, size]) => {
+    const digit = rank % size;
+    rank = Math.floor(rank / size);
+    return [name, size, digit];
+  });
+}
+
+// The digits of the kind's axes are the place in the group, the others the group's number: both in mixed radix.
+function locate(rank, kind) {
+  let group = 0, place = 0, groups = 1, places = 1;
+  for (const [name, size, digit] of digits(rank, data.grids[kind.grid])) {
+    if (kind.axes.includes(name)) { place += digit * places; places *= size; }
+    else { group += digit * groups; groups *= size; }
+  }
+  if (kind.places) { place = kind.places.indexOf(place); if (place < 0) group = -1; }
+  return {group, place};
+}
+
+function members(group, kind) {
+  if (!kind.byGroup) {
+    kind.byGroup = new Map();
+    for (let rank = 0; rank < data.world; rank++) {
+      const found = locate(rank, kind).group;
+      if (found >= 0) kind.byGroup.has(found) ? kind.byGroup.get(found).push(rank) : kind.byGroup.set(found, [rank]);
+    }
+  }
+  return kind.byGroup.get(group) || [];
+}
+
+function shorten(words) {
+  return words.length <= 4 ? words.join(" ") : [...words.slice(0, 3), "…", words[words.length - 1]].join(" ");
+}
+
+function abbreviate(ranks) {                                    // as plan_groups.abbreviate
+  if (ranks.length < 3) return ranks.join(" ");
+  const step = ranks[1] - ranks[0];
+  let run = 2;
+  while (run < ranks.length && ranks[run] - ranks[run - 1] === step) run++;
+  const span = part => step === 1 ? `${part[0]}–${part[part.length - 1]}`
+                                  : `${part[0]}:${part[part.length - 1] + step}:${step}`;
+  if (run === ranks.length) return step === 1 ? span(ranks) : shorten(ranks);
+  const runs = [];
+  for (let start = 0; start < ranks.length; start += run) runs.push(ranks.slice(start, start + run));
+  return runs.every(part => part.length === run) ? shorten(runs.map(span)) : shorten(ranks);
+}
+
+function add(parent, tag, text, className) {
+  const element = parent.appendChild(document.createElement(tag));
+  if (text !== undefined) element.textContent = text;
+  if (className) element.className = className;
+  return element;
+}
+
+function recolor() {
+  cells.forEach((cell, rank) => {
+    const group = locate(rank, kind).group;
+    cell.setAttribute("class", `gpu ${group < 0 ? "none" : "c" + group % data.colors}`);
+    const told = group < 0 ? `in no ${kind.names[0]} group` : `${kind.names[0]} group ${group}`;
+    const text = `rank ${rank}: node ${Math.floor(rank / data.perNode)}, GPU ${rank % data.perNode}, ${told}`;
+    const title = cell.querySelector("title"), number = cell.querySelector("text:not(.rank)");
+    if (title) { title.textContent = text; cell.setAttribute("aria-label", text); }
+    if (number) number.textContent = group < 0 ? "–" : group;
+  });
+  buttons.forEach(button => button.setAttribute("aria-pressed", data.kinds[button.dataset.kind] === kind));
+  const nodes = kind.nodes === 1 ? "1 node" : `up to ${kind.nodes} nodes`;
+  document.getElementById("shows").textContent = `Coloured by ${kind.names[0]} (${kind.longNames[0]}): ${kind.count} ` +
+    `groups of ${kind.size} ${kind.size === 1 ? "rank" : "ranks"}, each on ${nodes}. ${kind.about}`;
+}
+
+function highlight(rank) {
+  highlighted.forEach(each => cells[each].classList.remove("on", "me"));
+  highlighted = [...members(locate(rank, kind).group, kind), rank];
+  highlighted.forEach(each => cells[each].classList.add("on"));
+  cells[rank].classList.add("me");
+  drawing.classList.add("chosen");
+}
+
+function pipeline(rank) {
+  const pp = data.kinds.find(each => each.names.includes("pp"));
+  if (!pp) return "the only stage";
+  const {group, place} = locate(rank, pp), stages = members(group, pp);
+  return `stage ${place} of ${stages.length}: ` + (place ? `previous rank ${stages[place - 1]}` : "the first") +
+    (place + 1 < stages.length ? `, next rank ${stages[place + 1]}` : ", the last");
+}
+
+function describe(rank) {
+  panel.textContent = "";
+  const facts = add(panel, "dl");
+  const coordinates = new Map();
+  for (const grid of data.grids)
+    for (const [name, , digit] of digits(rank, grid))
+      if (data.axes.includes(name) && !coordinates.has(name)) coordinates.set(name, digit);
+  for (const [term, text] of [
+    ["node", Math.floor(rank / data.perNode)], ["GPU", rank % data.perNode], ["pipeline", pipeline(rank)],
+    ["coordinates", [...coordinates].map(([name, digit]) => `${name}=${digit}`).join("  ") || "one rank"],
+  ]) { add(facts, "dt", term); add(facts, "dd", text); }
+  const table = add(panel, "table"), head = add(add(table, "thead"), "tr");
+  for (const text of ["group", "number", "rank in it"]) add(head, "th", text).scope = "col";
+  const body = add(table, "tbody");
+  for (const each of data.kinds) {
+    const {group, place} = locate(rank, each), chosen = each === kind ? "chosen" : "";
+    const row = add(body, "tr", undefined, chosen), names = add(row, "td");
+    add(names, "span", each.names[0]);
+    if (each.names.length > 1) add(names, "small", " = " + each.names.slice(1).join(" = "));
+    add(row, "td", group < 0 ? "–" : group);
+    add(row, "td", group < 0 ? "–" : `${place} of ${each.size}`);
+    const ranks = add(add(body, "tr", undefined, "ranks " + chosen), "td",
+                      group < 0 ? "not in one" : abbreviate(members(group, each)));
+    ranks.colSpan = 3;
+  }
+}
+
+function show(rank) {
+  cells[shown].removeAttribute("tabindex");
+  shown = rank;
+  cells[rank].setAttribute("tabindex", "0");
+  if (document.activeElement !== field) field.value = rank;
+  describe(rank);
+  highlight(rank);
+}
+
+function choose(next) { kind = next; recolor(); describe(shown); if (highlighted.length) highlight(shown); }
+
+function letGo() {
+  held = false;
+  highlighted.forEach(each => cells[each].classList.remove("on", "me"));
+  highlighted = [];
+  drawing.classList.remove("chosen");
+}
+
+// On the grid of cells, over the borders of nodes; stays where it is at the border of the drawing or of the world.
+function neighbour(rank, right, down) {
+  const node = Math.floor(rank / data.perNode), gpu = rank % data.perNode;
+  const column = node % data.nodeColumns * data.gpuColumns + gpu % data.gpuColumns + right;
+  const row = Math.floor(node / data.nodeColumns) * data.gpuRows + Math.floor(gpu / data.gpuColumns) + down;
+  if (column < 0 || row < 0 || column >= data.nodeColumns * data.gpuColumns) return rank;
+  const inNode = row % data.gpuRows * data.gpuColumns + column % data.gpuColumns;
+  const next = (Math.floor(row / data.gpuRows) * data.nodeColumns + Math.floor(column / data.gpuColumns)) *
+    data.perNode + inNode;
+  return inNode < data.perNode && next < data.world ? next : rank;
+}
+
+const steps = {ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1]};
+const cellOf = event => event.target.closest && event.target.closest(".gpu");
+drawing.addEventListener("pointerover", event => {
+  const cell = cellOf(event);
+  if (cell && !held) show(rankOf.get(cell));
+});
+drawing.addEventListener("pointerleave", () => { if (!held && !drawing.contains(document.activeElement)) letGo(); });
+drawing.addEventListener("focusin", event => { const cell = cellOf(event); if (cell) show(rankOf.get(cell)); });
+drawing.addEventListener("click", event => {
+  const cell = cellOf(event);
+  if (!cell) return letGo();
+  const rank = rankOf.get(cell), again = held && rank === shown;
+  show(rank);
+  held = !again;
+});
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") return letGo();
+  if (!cellOf(event)) return;
+  if (steps[event.key]) { event.preventDefault(); held = false; cells[neighbour(shown, ...steps[event.key])].focus(); }
+  else if (event.key === "Enter" || event.key === " ") { event.preventDefault(); held = !held; }
+});
+buttons.forEach(button => button.addEventListener("click", () => choose(data.kinds[button.dataset.kind])));
+field.addEventListener("input", () => {
+  if (field.value !== "" && field.checkValidity()) { show(Number(field.value)); held = true; }
+});
+document.getElementById("find").addEventListener("submit", event => event.preventDefault());
+cells.forEach(cell => cell.setAttribute("role", "button"));
+recolor();
+show(0);
+letGo();
+"""

@@ -1,0 +1,71 @@
+"""The names of torch.distributed that aren't public, each with why it is needed: the only file that uses them.
+
+`_new_process_group_helper` is what `new_group` calls after it has made up a name. Members-only creation needs a name
+that all members agree on and that no group of this store had before. `new_group(use_local_synchronization=True)` hashes
+the ranks with the number of groups that the process has (torch before 2.15): members that are in different numbers of
+groups wait for each other under different names, and a group made again after its destruction reads the addresses of
+the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def default_store() -> dist.Store:
+    """The store through which the default group was made, within that group's own prefix."""
+    return c10d._get_default_store()
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default group was bound to at init, whose communicator was then made at once."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_s: float, options: Any = None) -> Any:
+    """A process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
+
+    Registered with torch.distributed as new_group's are: by name, destroyed by destroy_process_group. `options` are
+    the backend's (`ProcessGroupNCCL.Options`). Returns when gloo's members have met; NCCL's meet at the first call.
+    """
+    rank = dist.get_rank()
+    with _without_split():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(rank),
+            list(ranks),
+            dist.Backend(backend),
+            default_store(),
+            name,  # type: ignore[arg-type]
+            backend_options=options,
+            timeout=timedelta(seconds=timeout_s),
+            group_desc=name,
+        )
+    c10d._world.pg_group_ranks[group] = {global_rank: position for position, global_rank in enumerate(ranks)}
+    return group
+
+
+@contextmanager
+def _without_split() -> Iterator[None]:
+    """Where a device is bound, torch would split the default communicator, a call that all its ranks must join."""
+    default, device = dist.group.WORLD, bound_device()
+    if device is None or default is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def is_registered(group: Any) -> bool:
+    """Whether torch.distributed still has this process group: destroy_process_group() ends them all at once."""
+    return group in c10d._world.pg_map

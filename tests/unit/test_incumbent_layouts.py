@@ -1,0 +1,480 @@
+"""Our lists of ranks are those of Megatron-core, of torch's DeviceMesh and of vLLM, for random sizes and orders.
+
+Megatron: its own `initialize_model_parallel`, of the installed megatron-core, runs up to and including each group it
+makes, with a recorder in place of `create_group`; what it refuses, we refuse. DeviceMesh: torch's, as torchtitan lays
+its meshes out. vLLM: its reshapes and transposes, written again with numpy.
+
+`LAYOUT_CASES=100000 pytest tests/unit/test_incumbent_layouts.py` compares more cases than the few thousand of CI
+(`LAYOUT_SEED` chooses others). What does not belong here: layouts that no incumbent has (`test_axes`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from device_communicators.errors import LayoutError
+from parallel_state.axes import DEFAULT_ORDER, PRESETS, resolve_layout
+from parallel_state.layout import Layout
+
+CASES = int(os.environ.get("LAYOUT_CASES", "2500"))
+SEED = int(os.environ.get("LAYOUT_SEED", "0"))
+MIN_SHARE = 0.2  # of the accepted and of the refused cases: a sample of one kind would compare nothing
+RARE_SHARE = 0.01  # of each single reason to refuse
+DEADLINE_S = 120  # for some seconds of work in another process
+
+Groups = list[list[int]]
+
+
+def refusal_of(resolve: Callable[[], Layout]) -> str:
+    """What our library says against a layout; the test fails where it makes one."""
+    try:
+        layout = resolve()
+    except LayoutError as error:
+        return str(error)
+    pytest.fail(f"this was not refused: {layout!r}")
+
+
+# --- Megatron ---------------------------------------------------------------------------------------------------------
+
+MEGATRON_TOKENS = ("tp", "cp", "ep", "dp", "pp")
+
+# The tokens that Megatron makes groups of, as it describes them to `create_group` -> our name.
+MEGATRON_GROUPS = {
+    "DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "DATA_PARALLEL_GROUP": "dp",
+    "CONTEXT_PARALLEL_GROUP": "cp",
+    "MODEL_PARALLEL_GROUP": "model",
+    "TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "EMBEDDING_GROUP": "embedding",
+    "POSITION_EMBEDDING_GROUP": "position_embedding",
+    "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "EXPERT_TENSOR_PARALLEL_GROUP": "etp",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "EXPERT_DATA_PARALLEL_GROUP": "edp",
+}
+OPTIMIZER_INSTANCES = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"  # there is one here: all ranks, in its order
+EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+
+# What it says where it refuses.
+REFUSALS = (
+    "is not divisible by",
+    "divisible by expert_tensor_model_pipeline_parallel size",
+    "specified the order",
+    "When not using pp-last rank ordering",
+    "Pipeline parallel groups are expected to be the same",
+)
+
+
+class MegatronCase(NamedTuple):
+    """The arguments of Megatron's initialize_model_parallel."""
+
+    world_size: int
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int
+    order: str
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def ours(self, **options: int) -> Layout:
+        return resolve_layout(self.world_size, self._asdict_of("tp", "cp", "pp", "ep", "etp"), self.order, **options)
+
+    def ours_without_experts(self) -> Layout:
+        return resolve_layout(self.world_size, self._asdict_of("tp", "cp", "pp"), self.order)
+
+    def _asdict_of(self, *names: str) -> dict[str, int]:
+        return {name: getattr(self, name) for name in names}
+
+
+class Megatron:
+    """megatron-core's `parallel_state`, as it is installed, in a copy that makes no groups but writes them down.
+
+    Only this file is loaded: importing `megatron.core` would take seconds, and dozens of modules that have nothing to
+    do with it. Of `megatron.core.utils` it needs the buffers, which nobody uses here.
+    """
+
+    def __init__(self, path: Path) -> None:
+        utils = ModuleType("layout_reference.utils")
+        vars(utils).update(
+            GlobalMemoryBuffer=object, GlobalSymmetricMemoryBuffer=object, is_torch_min_version=lambda _: True
+        )
+        spec = importlib.util.spec_from_file_location("layout_reference.parallel_state", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        package = ModuleType("layout_reference")
+        package.__path__ = []
+        stand_ins = {"layout_reference": package, "layout_reference.utils": utils}
+        sys.modules.update(stand_ins)
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            for name in stand_ins:
+                del sys.modules[name]
+        self._module = module
+        self._fresh = dict(vars(module))
+        self._made: dict[str, Groups] = {}
+        self._world_size = 0
+        self._fresh["create_group"] = self._write_down
+        # Whatever it asks torch for beside these fails the test: it would do more than to lay groups out.
+        self._fresh["torch"] = SimpleNamespace(
+            distributed=SimpleNamespace(
+                is_initialized=lambda: True, get_world_size=lambda: self._world_size, get_rank=lambda: 0
+            )
+        )
+        self.rank_generator = module.RankGenerator
+        self.initialize_model_parallel = module.initialize_model_parallel
+
+    def _write_down(self, ranks: list[int], group_desc: str, **_: object) -> tuple[str, tuple[int, ...]]:
+        self._made.setdefault(group_desc, []).append(list(ranks))
+        return group_desc, tuple(ranks)
+
+    def groups(self, case: MegatronCase) -> dict[str, Groups] | str:
+        """Every group that it makes for `case`, by its description; what it says where it refuses."""
+        vars(self._module).update(self._fresh)  # its groups and ranks are globals
+        self._made, self._world_size = {}, case.world_size
+        try:
+            self._module.initialize_model_parallel(
+                tensor_model_parallel_size=case.tp,
+                pipeline_model_parallel_size=case.pp,
+                context_parallel_size=case.cp,
+                expert_model_parallel_size=case.ep,
+                expert_tensor_parallel_size=case.etp,
+                order=case.order,
+                create_gloo_process_groups=False,
+            )
+        except (AssertionError, RuntimeError) as error:
+            assert not self._made, "Megatron refuses before it makes a group"
+            return str(error)
+        return self._made
+
+    def decoder(self, case: MegatronCase, rank_offset: int = 0) -> SimpleNamespace:
+        return self.rank_generator(case.tp, 1, case.dp, case.pp, case.cp, case.order, rank_offset)
+
+    def experts(self, case: MegatronCase, rank_offset: int = 0) -> SimpleNamespace:
+        return self.rank_generator(case.etp, case.ep, case.edp, case.pp, 1, case.order, rank_offset)
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Megatron:
+    spec = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
+    paths = [Path(place, "core", "parallel_state.py") for place in (spec and spec.submodule_search_locations) or ()]
+    found = [path for path in paths if path.exists()]
+    if not found:
+        pytest.skip("megatron-core isn't installed; pip install --no-deps megatron-core==0.16.1")
+    return Megatron(found[0])
+
+
+def megatron_order(random_: random.Random, sizes: dict[str, int]) -> str:
+    """Mostly one that can be used: a permutation with pp last, or any; axes of one rank, or any axis, left out."""
+    tokens = list(MEGATRON_TOKENS)
+    random_.shuffle(tokens)
+    if random_.random() < 0.6:
+        tokens.sort(key=lambda token: token == "pp")
+    chance = random_.random()
+    if chance < 0.3:
+        tokens = [token for token in tokens if sizes[token] > 1 or random_.random() < 0.5]
+    elif chance < 0.4:
+        tokens.remove(random_.choice(tokens))
+    return "-".join(tokens) or "tp"  # Megatron splits "" into one axis without a name
+
+
+def megatron_case(random_: random.Random, largest_world: int = 48) -> MegatronCase:
+    """Sizes whose product mostly is the world; one of them, or the world, is sometimes off."""
+    small = (1, 1, 1, 2, 2, 3, 4)
+    while True:
+        tp, cp, dp, pp = (random_.choice(small) for _ in range(4))
+        world_size = tp * cp * dp * pp
+        if world_size <= largest_world:
+            break
+    fitting = [size for size in range(1, tp * cp * dp + 1) if (tp * cp * dp) % size == 0]
+    ep = random_.choice(fitting)
+    fitting = [size for size in fitting if (tp * cp * dp) % (size * ep) == 0]
+    etp = tp if tp in fitting and random_.random() < 0.6 else random_.choice(fitting)
+    chance = random_.random()
+    if chance < 0.05:
+        world_size = random_.randint(1, largest_world)
+    elif chance < 0.1:
+        ep, etp = random_.choice(((ep, random_.choice((2, 3, 5))), (random_.choice((2, 3, 5)), etp)))
+    sizes = {"tp": max(tp, etp), "cp": cp, "ep": ep, "dp": dp, "pp": pp}
+    return MegatronCase(world_size, tp, cp, pp, ep, etp, megatron_order(random_, sizes))
+
+
+def megatron_cases(count: int, seed: object, largest_world: int = 48) -> Iterator[MegatronCase]:
+    random_ = random.Random(f"{SEED} {seed}")
+    return (megatron_case(random_, largest_world) for _ in range(count))
+
+
+def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -> None:
+    outcomes: Counter[str] = Counter()
+    for case in megatron_cases(CASES, "groups"):
+        theirs = megatron.groups(case)
+        if isinstance(theirs, str):
+            assert refusal_of(case.ours), f"{case}, {theirs}"
+            outcomes["refused"] += 1
+            outcomes.update(reason for reason in REFUSALS if reason in theirs)
+            continue
+        layout = case.ours()
+        everyone = [rank for ranks in theirs["EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"] for rank in ranks]
+        assert theirs.pop(OPTIMIZER_INSTANCES) == [everyone]
+        for name, groups in theirs.items():
+            assert layout.groups(MEGATRON_GROUPS[name]) == groups, f"{MEGATRON_GROUPS[name]} of {case}"
+        assert theirs.keys() == MEGATRON_GROUPS.keys()
+        outcomes["accepted"] += 1
+        outcomes["with experts"] += layout.size("ep") > 1 or layout.size("etp") != layout.size("tp")
+        outcomes["pp isn't last"] += case.pp > 1 and not case.order.endswith("pp")
+    assert min(outcomes["accepted"], outcomes["refused"]) >= MIN_SHARE * CASES, outcomes
+    assert outcomes["with experts"] >= MIN_SHARE * outcomes["accepted"], outcomes
+    assert outcomes["pp isn't last"] >= RARE_SHARE * CASES, outcomes
+    assert all(outcomes[reason] >= RARE_SHARE * CASES for reason in REFUSALS), outcomes
+
+
+def test_groups_that_span_any_of_megatrons_tokens_from_any_rank_on(megatron: Megatron) -> None:
+    random_, compared = random.Random(f"{SEED} tokens"), 0
+    for case in megatron_cases(CASES // 3, "tokens"):
+        if isinstance(megatron.groups(case), str):
+            continue
+        offset = random_.choice((0, 1, case.world_size, random_.randint(0, 10_000)))
+        layout = case.ours(rank_offset=offset)
+        dense = random_.sample(("tp", "cp", "dp", "pp"), random_.randint(1, 4))
+        assert layout.groups(*dense) == megatron.decoder(case, offset).get_ranks("-".join(dense)), (case, dense)
+        experts = random_.sample(tuple(EXPERT_NAMES), random_.randint(1, 4))
+        ours = layout.groups(*(EXPERT_NAMES[token] for token in experts))
+        assert ours == megatron.experts(case, offset).get_ranks("-".join(experts)), (case, experts)
+        compared += 1
+    assert compared >= MIN_SHARE * CASES // 3
+
+
+def test_without_experts_the_dense_groups_are_megatrons_whatever_its_expert_layers_would_need(
+    megatron: Megatron,
+) -> None:
+    """Who gives neither `ep` nor `etp` is refused only what the dense layers can't have."""
+    outcomes: Counter[str] = Counter()
+    for case in megatron_cases(CASES // 3, "no experts"):
+        case = case._replace(ep=1, etp=case.tp)
+        dense_tokens = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
+        try:
+            generator = megatron.decoder(case) if case.world_size % (case.tp * case.cp * case.pp) == 0 else None
+        except RuntimeError:
+            generator = None
+        if generator is None:
+            assert refusal_of(case.ours_without_experts)
+            outcomes["refused"] += 1
+            continue
+        layout = case.ours_without_experts()
+        for token in dense_tokens:
+            assert layout.groups(*token.split("-")) == generator.get_ranks(token), (case, token)
+        theirs = megatron.groups(case)
+        if isinstance(theirs, str):
+            assert {"ep", "etp", "edp", "tp_ep", "tp_ep_pp"} <= layout.missing.keys(), (case, theirs)
+            with pytest.raises(LayoutError, match=r"expert layers|experts don't fit"):
+                layout.groups("edp")
+            outcomes["only dense"] += 1
+        else:
+            for name in ("EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP", "EXPERT_TENSOR_PARALLEL_GROUP"):
+                assert layout.groups(MEGATRON_GROUPS[name]) == theirs[name], case
+            outcomes["both"] += 1
+    assert min(outcomes.values()) >= RARE_SHARE * CASES // 3, outcomes
+    assert len(outcomes) == 3, outcomes
+
+
+def test_the_default_order_is_megatrons(megatron: Megatron) -> None:
+    assert inspect.signature(megatron.initialize_model_parallel).parameters["order"].default == DEFAULT_ORDER
+    assert PRESETS["megatron"].order == DEFAULT_ORDER == "tp-cp-ep-dp-pp"
+
+
+# --- torch's DeviceMesh, as torchtitan has it -------------------------------------------------------------------------
+
+DENSE_MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+SPARSE_MESH = ("pp", "dp_replicate", "efsdp", "ep", "etp")
+
+# Our name -> the dims of a mesh that it flattens. Each dim by itself is compared too.
+FLATTENED = {
+    "fsdp": ("dp_shard", "cp"),
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "tp_cp": ("cp", "tp"),
+    "replica": ("pp", "dp_shard", "cp", "tp"),
+    "edp": ("dp_replicate", "efsdp"),
+    "tp_ep": ("ep", "etp"),
+}
+
+
+class TitanCase(NamedTuple):
+    """torchtitan's degrees."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+    etp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def meshes(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """Dims and sizes, slow to fast."""
+        efsdp = self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+        return {DENSE_MESH: self[:5], SPARSE_MESH: (self.pp, self.dp_replicate, efsdp, self.ep, self.etp)}
+
+    @property
+    def fits(self) -> bool:
+        return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
+
+    def ours(self) -> Layout:
+        return resolve_layout(self.world_size, self._asdict(), "torchtitan")
+
+
+def titan_cases(count: int, seed: str) -> Iterator[TitanCase]:
+    random_ = random.Random(f"{SEED} {seed}")
+    for _ in range(count):
+        dense = [random_.choice((1, 2, 2, 3)) for _ in range(5)]
+        inside = prod(dense[2:])
+        ep = random_.choice([size for size in range(1, inside + 1) if inside % size == 0 or random_.random() < 0.4])
+        yield TitanCase(*dense, ep, random_.choice((1, 1, dense[4])))  # type: ignore[call-arg]
+
+
+def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...]) -> Groups:
+    """The groups along some dims of `arange(world).view(sizes)`; a group's ranks in the order of the mesh."""
+    outside = [index for index, dim in enumerate(dims) if dim not in spanned]
+    inside = [index for index, dim in enumerate(dims) if dim in spanned]
+    rows = np.arange(prod(sizes)).reshape(sizes).transpose(outside + inside)
+    return rows.reshape(-1, prod(sizes[index] for index in inside)).tolist()
+
+
+def named_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Our names of the groups within a mesh of these dims -> which of the dims they span."""
+    flattened = {name: parts for name, parts in FLATTENED.items() if set(parts) <= set(dims)}
+    return {**{dim: (dim,) for dim in dims}, **flattened}
+
+
+def test_the_groups_of_torchtitans_meshes() -> None:
+    outcomes: Counter[bool] = Counter()
+    for case in titan_cases(CASES // 5, "meshes"):
+        outcomes[case.fits] += 1
+        if not case.fits:
+            assert "expert layers" in refusal_of(case.ours)
+            continue
+        layout = case.ours()
+        for dims, sizes in case.meshes.items():
+            for name, spanned in named_dims(dims).items():
+                assert layout.groups(name) == mesh_groups(dims, sizes, spanned), (case, name)
+    assert min(outcomes[True], outcomes[False]) >= MIN_SHARE * CASES // 5, outcomes
+
+
+# In a process of its own: the default group and the fake backend that torch registers must not reach other tests.
+DEVICE_MESH_SCRIPT = """
+import json, sys
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+found = []
+for world_size, rank, meshes in json.load(sys.stdin):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    groups = {}
+    for dims, sizes, names in meshes:
+        mesh = init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(dims))
+        for name, spanned in names.items():
+            part = mesh[spanned[0]] if len(spanned) == 1 else mesh[tuple(spanned)]._flatten(name)
+            groups[name] = dist.get_process_group_ranks(part.get_group())
+    found.append(groups)
+    dist.destroy_process_group()
+json.dump(found, sys.stdout)
+"""
+
+
+def test_the_groups_of_torchs_device_mesh() -> None:
+    random_ = random.Random(f"{SEED} ranks")
+    cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
+    cases += [case for case in titan_cases(60, "device meshes") if case.fits]
+    asked = []
+    for number, case in enumerate(cases):
+        ranks = range(case.world_size) if number < 2 else [random_.randrange(case.world_size)]
+        asked += [(case, rank) for rank in ranks]
+    request = [
+        (case.world_size, rank, [(dims, sizes, named_dims(dims)) for dims, sizes in case.meshes.items()])
+        for case, rank in asked
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICE_MESH_SCRIPT],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    assert len(answers) == len(asked) >= 50
+    for (case, rank), theirs in zip(asked, answers, strict=True):
+        layout = case.ours()
+        assert theirs.keys() == {*DENSE_MESH, *SPARSE_MESH, *FLATTENED}
+        assert {name: layout.group_of(rank, name) for name in theirs} == theirs, (case, rank)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def vllm_groups(world_size: int, dp: int, pp: int, pcp: int, tp: int, dcp: int) -> dict[str, Groups]:
+    """The lists of `initialize_model_parallel` in vLLM 0.33's distributed/parallel_state.py, line by line."""
+    all_ranks = np.arange(world_size).reshape(-1, dp, pp, pcp, tp)
+    lists = {
+        "tp": all_ranks.reshape(-1, tp),
+        "dcp": all_ranks.reshape(-1, dcp),
+        "pcp": all_ranks.swapaxes(3, 4).reshape(-1, pcp),
+        "pp": all_ranks.swapaxes(2, 4).reshape(-1, pp),
+        "dp": all_ranks.swapaxes(1, 4).reshape(-1, dp),
+        "ep": all_ranks.swapaxes(1, 2).reshape(-1, dp * pcp * tp),
+    }
+    return {name: sorted(groups.tolist()) for name, groups in lists.items()}
+
+
+def test_the_groups_of_vllm() -> None:
+    random_ = random.Random(f"{SEED} vllm")
+    outcomes: Counter[bool] = Counter()
+    for _ in range(CASES // 5):
+        external, dp, pp, pcp, tp = (random_.choice((1, 1, 2, 3, 4)) for _ in range(5))
+        dcp = random_.choice((1, 2, 3, tp))
+        world_size = external * dp * pp * pcp * tp
+        sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp, "dcp": dcp, "external_dp": random_.choice((external, -1))}
+        outcomes[tp % dcp == 0] += 1
+        if tp % dcp:
+            told = refusal_of(partial(resolve_layout, world_size, sizes, "vllm"))
+            assert f"tp={tp} must be divisible by dcp={dcp}" in told
+            continue
+        layout = resolve_layout(world_size, sizes, "vllm")
+        for name, groups in vllm_groups(world_size, dp, pp, pcp, tp, dcp).items():
+            assert layout.groups(name) == groups, (sizes, name)
+    assert min(outcomes[True], outcomes[False]) >= MIN_SHARE * CASES // 5, outcomes
