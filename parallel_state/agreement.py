@@ -18,7 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.errors import CommunicationError, ConfigMismatchError, UsageError, format_ranks
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigMismatchError,
+    UsageError,
+    format_ranks,
+)
 
 Request = Mapping[str, str]
 _WRONG = "wrong"
@@ -51,7 +57,8 @@ class Agreement:
         """Returns when all of `ranks` asked for the same `what`; each of them calls it.
 
         With `wrong`, this rank's request can't be: it comes to tell the others. Raises it where all ranks' are wrong,
-        ConfigMismatchError with both sides where two differ, CommunicationError with the ranks that never came.
+        ConfigMismatchError with both sides where two differ, CollectiveTimeoutError with the ranks that never came,
+        CommunicationError where the store is gone.
         """
         if len(ranks) == 1:
             if wrong is not None:
@@ -79,10 +86,10 @@ class Agreement:
         if verdict["kind"] in ("same", _WRONG) and wrong is not None:
             raise wrong
         if verdict["kind"] == "missing":
-            raise CommunicationError(
-                f"rank {self._rank} asks for {what} ({_words(mine)}), but not every rank came to do so within "
-                f"{timeout_s:g} s: ranks {format_ranks(verdict['ranks'])} are missing. Look for a rank that failed or "
-                "took another branch",
+            raise CollectiveTimeoutError(
+                f"rank {self._rank} of the world asks for {what} ({_words(mine)}), but not every rank came to do so "
+                f"within {timeout_s:g} s: ranks {format_ranks(verdict['ranks'])} are missing. Look for a rank that "
+                "failed or took another branch",
                 group="world",
                 operation="new_group",
                 rank=self._rank,

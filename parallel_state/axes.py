@@ -195,7 +195,7 @@ def resolve_layout(
     given = by_axis(sizes)
     dense_sizes = _dense_sizes(world_size, given)
     expanded = [name for token in tokens for name in (BY_NAME[token].spans if token == "dp" else (token,))]
-    check_order(order, expanded, {**dense_sizes, "ep": 1})  # whether ep can be left out, its own numbering knows
+    _check_dense_order(order, tokens, dense_sizes)
     dense = _grid(expanded, dense_sizes)
     spans = {row.name: _expand(row.name) for row in AXES if row.spans}
     grids, missing = [dense], {}
@@ -265,6 +265,16 @@ def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[s
     if len(found) > 1:
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
     return found
+
+
+def _check_dense_order(order: str, tokens: Sequence[str], sizes: Mapping[str, int]) -> None:
+    parts = BY_NAME["dp"].spans
+    if not set(parts) & set(tokens):  # dp is named as one, or forgotten as one
+        merged = {name: size for name, size in sizes.items() if name not in parts}
+        sizes = {**merged, "dp": prod(sizes[name] for name in parts)}
+    elif "dp" in tokens:
+        raise LayoutError(f"order {order!r} names 'dp' and one of its parts, {' and '.join(parts)}; name either")
+    check_order(order, tokens, {**sizes, "ep": 1})  # whether ep can be left out, its own numbering knows
 
 
 def _given(size: int | None, name: str) -> int | None:
@@ -349,7 +359,8 @@ def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
     if not order.endswith("pp") and dp != edp:
         raise LayoutError(
             f"in an order that doesn't end with pp, dense and expert layers must have the same data-parallel size, "
-            f"but in {order!r} they have {dp} and {edp}; put pp last, or choose expert sizes with etp · ep = tp"
+            f"but in {order!r} they have {dp} and {edp}; put pp last, or choose expert sizes with "
+            f"etp · ep = {experts.size('etp', 'ep') * edp // dp}"
         )
 
 

@@ -298,6 +298,7 @@ class GroupCoordinator(TensorCollectives):
         Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
         same at the same time. Raises InvalidArgumentError, or ConfigMismatchError on every rank where ranks differ.
         """
+        self.route.check_usable()
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"

@@ -101,7 +101,7 @@ def stub() -> str:
     return (
         "# Written by `make stubs` from the axis table.\n"
         "from parallel_state.coordinator import GroupCoordinator\n\n"
-        f"__all__ = [\n{names}]\n\n{defs}\ndef stub() -> str: ...\ndef write_stub() -> None: ...\n"
+        f"__all__ = [\n{names}]\n\n{defs}def stub() -> str: ...\ndef write_stub() -> None: ...\n"
     )
 
 

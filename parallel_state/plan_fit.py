@@ -24,6 +24,7 @@ MAX_VALUES = 32
 """Per size: each pair of sizes has its square."""
 MAX_MULTIPLES = 16
 """World sizes to try on either side."""
+_TABLE = tuple(axis.name for axis in AXES)
 DENSE = tuple(
     axis.name for axis in AXES if axis.size_parameter and not axis.experts and axis.within is None
 )  # fmt: skip
@@ -49,11 +50,10 @@ def changes_that_fit(request: Request) -> list[Change]:
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
-    sizes = list(islice(_sizes(request, 1), 1))
+    sizes = list(islice(_sizes(request, 1), 1)) or list(islice(_sizes(request, 2), 1))
     worlds = _worlds(request)
     odd = request.world_size % request.gpus_per_node != 0  # likelier the slip than a size is
-    found = [*worlds, *sizes] if odd else [*sizes, *worlds]
-    return found or list(islice(_sizes(request, 2), 1))
+    return [*worlds, *sizes] if odd else [*sizes, *worlds]
 
 
 def _fits(request: Request) -> bool:
@@ -69,17 +69,26 @@ def _orders(request: Request) -> Iterator[Change]:
     if request.order in PRESETS:
         return
     tokens = [token.lower() for token in split_order(request.order)]
-    known = [token for token in dict.fromkeys(tokens) if token in BY_NAME]
-    lacking = [name for name in (*DENSE, "ep") if name not in known and request.sizes.get(name, 1) != 1]
-    parted = {"dp_shard", "dp_replicate"} & {*known, *lacking}
-    if "dp" not in known and not parted:
-        lacking.append("dp")
-    completed = [name for name in (*known, *lacking) if not (name == "dp" and parted)]
+    completed = [token for token in dict.fromkeys(tokens) if token in BY_NAME]
+    if not {"dp", "dp_shard", "dp_replicate"} & {*completed, *request.sizes}:
+        completed = _insert(completed, "dp")
+    for name in (*DENSE, "ep"):
+        if request.sizes.get(name, 1) != 1:
+            completed = _insert(completed, name)
     ends_with_pp = [*(name for name in completed if name != "pp"), *(["pp"] if "pp" in completed else [])]
     similar = get_close_matches(request.order, PRESETS, n=1)
     for order in (*similar, "-".join(completed), "-".join(ends_with_pp), *PRESETS):
         if order != request.order and _fits(replace(request, order=order)):
             yield Change({"order": order}, {"order": request.order})
+
+
+def _insert(names: Sequence[str], name: str) -> list[str]:
+    """With `name` before the first that comes later in the table of axes, whose order is Megatron's."""
+    if name in names:
+        return list(names)
+    later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]
+    place = later[0] if later else len(names)
+    return [*names[:place], name, *names[place:]]
 
 
 def _sizes(request: Request, count: int) -> Iterator[Change]:
@@ -95,7 +104,8 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
              tuple(zip(names, values, strict=True)))
             for values in product(*choices)
         )  # fmt: skip
-    options.sort(key=lambda option: (option[0], [value or 0 for _, value in option[1]]))
+    # Of two that are equally near, rather pp than tp, which the model and the node set.
+    options.sort(key=lambda option: (option[0], [(-_TABLE.index(name), value or 0) for name, value in option[1]]))
     sizes = ({**request.sizes, **dict(option)} for _, option in options)
     plausible = (given for given in sizes if _divides(given, request.world_size))
     for given in islice(plausible, MAX_TRIES):

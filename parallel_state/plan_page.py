@@ -51,12 +51,14 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
 <p id="shows" aria-live="polite">{escape(shows)}</p>
 <p class="soft">{escape(read)} Arrow keys move from GPU to GPU; Enter or a click holds one, Escape lets go.</p>
 <svg id="drawing" class="drawing" viewBox="-2 -2 {geometry.width + 4:g} {geometry.height + 4:g}" \
-style="max-width:{geometry.width * 1.3 + 4:.0f}px">{"".join(nodes(plan, name, geometry))}</svg>
+style="max-width:{geometry.width * 1.3 + 4:.0f}px;--mark:{geometry.gap / 2:g}">
+{"".join(nodes(plan, name, geometry))}
+</svg>
 </section>
 <aside aria-label="One rank">
 <form id="find"><label for="number">Rank</label> <input id="number" type="number" min="0" \
 max="{plan.world_size - 1}" value="0"></form>
-<div id="panel" aria-live="polite"></div>
+<div id="panel"></div>
 </aside>
 </main>
 <script type="application/json" id="data">{for_script(data)}</script>
@@ -153,6 +155,6 @@ def _button(kind: Kind, chosen: str, index: int) -> str:
     others = f" <small>= {escape(' = '.join(kind.same_as))}</small>" if kind.same_as else ""
     return (
         f'<button type="button" data-kind="{index}" aria-pressed="{"true" if chosen in names else "false"}" '
-        f'title="{escape(kind.axis.about)}"><b>{escape(kind.name)}</b>{others} '
+        f'title="{kind.count} groups of {kind.size}. {escape(kind.axis.about)}"><b>{escape(kind.name)}</b>{others} '
         f"<small>{kind.count} × {kind.size}</small></button>"
     )

@@ -172,7 +172,7 @@ def captions(plan: Plan, kind: Kind) -> list[str]:
     else:
         read = f"With more than {MAX_NUMBERED} ranks, cells are too small for the numbers of their groups."
     if kind.count > len(LIGHT):
-        read += f" Colours come again every {len(LIGHT)} groups."
+        read += f" Colours repeat every {len(LIGHT)} groups."
     return [shows, read]
 
 

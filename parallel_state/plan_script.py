@@ -9,13 +9,14 @@ p{margin:2px 0 6px}
 header p,.soft,small,th,.kinds span{color:var(--soft)}
 ul{list-style:none;margin:10px 0;padding:0}
 li{margin:4px 0;padding:4px 10px;border-left:4px solid var(--line);background:var(--box);max-width:110ch}
-li.warning{border-color:#c77700}
+li.warning{border-color:#d97706}li strong{margin-right:6px;text-transform:capitalize}
 .kinds div{display:flex;flex-wrap:wrap;gap:6px;align-items:center;margin:6px 0}
 .kinds span{font-size:13px;min-width:98px}
 button{font:inherit;font-size:14px;color:var(--text);background:var(--box);border:1px solid var(--line);
  border-radius:6px;padding:3px 9px;cursor:pointer}
 button:hover{border-color:var(--soft)}
 button[aria-pressed=true]{background:var(--text);color:var(--page);border-color:var(--text)}
+button small+small,button b+small:last-child{margin-left:5px;padding-left:7px;border-left:1px solid var(--line)}
 button[aria-pressed=true] small{color:inherit;opacity:.8}
 :focus-visible{outline:2px solid #3b82f6;outline-offset:2px}
 main{display:grid;grid-template-columns:minmax(0,1fr) 350px;gap:24px;align-items:start;margin-top:12px}
@@ -30,13 +31,14 @@ dt{color:var(--soft)}dd{margin:0}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{font-weight:400;text-align:left}th,td{padding:4px 8px 4px 0;vertical-align:top}
 tbody tr{border-top:1px solid var(--line)}
+td+td,th+th{white-space:nowrap}
 tr.ranks td{padding-top:0;color:var(--soft);font-size:13px;overflow-wrap:anywhere}
 tr.ranks{border:0!important}
 tr.chosen td{font-weight:600;color:var(--text)}
 .gpu{cursor:pointer;outline:none}
 .chosen .gpu{opacity:.3}.chosen .gpu.on{opacity:1}
-.gpu.on rect,rect.gpu.on{stroke:var(--text);stroke-width:1.2}
-.gpu.me rect,rect.gpu.me{stroke:var(--text);stroke-width:3.5}
+.gpu.on rect,rect.gpu.on{stroke:var(--text);stroke-width:var(--mark)}
+.gpu.me rect,rect.gpu.me{stroke:var(--text);stroke-width:calc(3*var(--mark))}
 @media(max-width:900px){main{grid-template-columns:1fr}aside{position:static;max-height:none}}
 """
 
@@ -144,11 +146,11 @@ function describe(rank) {
     for (const [name, , digit] of digits(rank, grid))
       if (data.axes.includes(name) && !coordinates.has(name)) coordinates.set(name, digit);
   for (const [term, text] of [
-    ["node", Math.floor(rank / data.perNode)], ["GPU", rank % data.perNode], ["pipeline", pipeline(rank)],
+    ["place", `node ${Math.floor(rank / data.perNode)}, GPU ${rank % data.perNode}`], ["pipeline", pipeline(rank)],
     ["coordinates", [...coordinates].map(([name, digit]) => `${name}=${digit}`).join("  ") || "one rank"],
   ]) { add(facts, "dt", term); add(facts, "dd", text); }
   const table = add(panel, "table"), head = add(add(table, "thead"), "tr");
-  for (const text of ["group", "number", "rank in it"]) add(head, "th", text).scope = "col";
+  for (const text of ["group", "number", "its rank"]) add(head, "th", text).scope = "col";
   const body = add(table, "tbody");
   for (const each of data.kinds) {
     const {group, place} = locate(rank, each), chosen = each === kind ? "chosen" : "";
@@ -164,7 +166,7 @@ function describe(rank) {
 }
 
 function show(rank) {
-  cells[shown].removeAttribute("tabindex");
+  if (rank !== shown) cells[shown].setAttribute("tabindex", "-1");   // taking it from the focused one would unfocus it
   shown = rank;
   cells[rank].setAttribute("tabindex", "0");
   if (document.activeElement !== field) field.value = rank;
@@ -219,7 +221,7 @@ field.addEventListener("input", () => {
   if (field.value !== "" && field.checkValidity()) { show(Number(field.value)); held = true; }
 });
 document.getElementById("find").addEventListener("submit", event => event.preventDefault());
-cells.forEach(cell => cell.setAttribute("role", "button"));
+cells.forEach(cell => { cell.setAttribute("role", "button"); cell.setAttribute("tabindex", "-1"); });
 recolor();
 show(0);
 letGo();

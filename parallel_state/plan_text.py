@@ -14,6 +14,8 @@ WIDTH = 120
 
 def plan_text(plan: Plan, remarks: Sequence[Remark], communicators: Communicators) -> str:
     """The whole plan."""
+    if plan.world_size == 1:
+        return "\n".join([*heading(plan), "", "One rank needs no process group."])
     return "\n".join([*heading(plan), "", *_table(plan), "", *_remarks(remarks), "", *_cost(communicators)])
 
 
@@ -21,8 +23,12 @@ def heading(plan: Plan) -> list[str]:
     full, rest = divmod(plan.world_size, plan.gpus_per_node)
     nodes = f"{plan.nodes} {'node' if plan.nodes == 1 else 'nodes'} of {plan.gpus_per_node} GPUs"
     if rest:
-        nodes += f", of which the last has {rest} {'rank' if rest == 1 else 'ranks'}" if full else f", {rest} used"
-    return [f"{plan.world_size} ranks on {nodes}, order {plan.request.order}", str(plan.layout)]
+        nodes += f", of which the last has {_ranks(rest)}" if full else f", {rest} used"
+    return [f"{_ranks(plan.world_size)} on {nodes}, order {plan.request.order}", str(plan.layout)]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _table(plan: Plan) -> Iterator[str]:
@@ -67,20 +73,17 @@ def _remarks(remarks: Sequence[Remark]) -> Iterator[str]:
 def _cost(communicators: Communicators) -> Iterator[str]:
     made, everything = communicators.made, communicators.all_kinds
     yield f"A rank is in {len(made)} process groups, {len(everything)} if every kind above were made."
-    yield _paragraph("  " + "; ".join(" = ".join(names) for names in made) if made else "  none", indent="  ")
+    yield _paragraph("  " + "; ".join(" = ".join(names) for names in made), indent="  ")
     yield (f"The world has {communicators.groups_made} of them, {communicators.groups_of_all_kinds} with every kind; "
            f"torch makes each on every rank.")  # fmt: skip
-    for label, number in (("these", len(made)), ("every kind", len(everything))):
-        if number:
-            low, high = communicators.megabytes(number)
-            yield (f"GPU memory that NCCL takes for {number} communicators ({label}): {low / 1000:.1f} … "
-                   f"{high / 1000:.1f} GB a rank, estimated")  # fmt: skip
-    if made:
-        terms = f"communicators × {LOW.megabytes:g} MB ({LOW.what}, {LOW.source}) … {HIGH.megabytes:g} MB "
-        terms += f"({HIGH.what}, {HIGH.source})"
-        if communicators.all_to_all:
-            terms += f"; for the most also {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
-        yield _paragraph(f"  The figures are {BASIS}: {terms}. Taken at a group's first use.", indent="  ")
+    for number in dict.fromkeys((len(made), len(everything))):
+        low, high = communicators.megabytes(number)
+        yield f"GPU memory of {number} NCCL communicators: {low / 1000:.1f} … {high / 1000:.1f} GB a rank, an estimate"
+    terms = f"communicators × {LOW.megabytes:g} MB ({LOW.what}, {LOW.source}) … {HIGH.megabytes:g} MB "
+    terms += f"({HIGH.what}, {HIGH.source})"
+    if communicators.all_to_all:
+        terms += f"; for the most also {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
+    yield _paragraph(f"  The figures are {BASIS}: {terms}. Taken at a group's first use.", indent="  ")
 
 
 def rank_text(plan: Plan, rank: int) -> str:
@@ -102,7 +105,7 @@ def rank_text(plan: Plan, rank: int) -> str:
 
 
 def stage_text(plan: Plan, rank: int) -> str:
-    """`stage 2 of 8, after rank 10, before rank 42`; says whether it is the first or the last."""
+    """`stage 2 of 8: previous rank 10, next rank 42`, or `the first` and `the last`."""
     stages = plan.layout.group_of(rank, "pp")
     stage = stages.index(rank)
     before = "the first" if stage == 0 else f"previous rank {stages[stage - 1]}"

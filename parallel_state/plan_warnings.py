@@ -34,7 +34,7 @@ def _partial_node(plan: Plan) -> Iterator[Remark]:
         yield Remark(
             "warning", "partial-node",
             f"{plan.world_size} ranks are no multiple of {plan.gpus_per_node} GPUs a node: the last of {plan.nodes} "
-            f"nodes has {rest} {'rank' if rest == 1 else 'ranks'}, and groups are cut at other places than on the rest",
+            f"nodes has {rest}, and groups that cross nodes have fewer ranks there",
         )  # fmt: skip
 
 

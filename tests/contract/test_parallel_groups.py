@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state import Layout, ParallelGroups, simulate, simulated_group
+from parallel_state import ParallelGroups, getters, simulate, simulated_group
 from tests.contract.attempts import attempt, whose, world
 from tests.workers import WorkerPool
 
@@ -97,18 +98,126 @@ GETTERS = {
 """Every getter: what it says, told by the groups that the layout gives."""
 
 
-def test_the_table_names_every_getter() -> None:
-    others = {
-        "get_pp_indices",
-        "is_registered",
-        "get_node_count",
-        "get_nodes",
-        "is_local_first_rank",
-        "is_rank_zero",
-        "try_get_current_groups",
-    }
-    getters = {name for name in ps.__all__ if name.startswith(("get_", "try_get_", "is_", "model_parallel_is"))}
-    assert getters == GETTERS.keys() | others
+FACTS = {
+    "world_size": lambda group: group.world_size,
+    "rank": lambda group: group.rank_in_group,
+    "src_rank": lambda group: group.ranks[0],
+    "global_ranks": lambda group: group.ranks,
+}
+OTHERS = {
+        "get_pp_indices", "is_registered", "get_node_count", "get_nodes", "is_local_first_rank", "is_rank_zero",
+        "try_get_current_groups", "get_device_mesh", "get_group", "try_get_group",
+        "get_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_world_size",
+        "is_rank_in_embedding_group", "is_rank_in_position_embedding_group", "get_all_ranks",
+        "get_amax_reduction_group", "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
+        "get_intra_distributed_optimizer_instance_group", "get_inter_distributed_optimizer_instance_group",
+}  # fmt: skip
+
+
+def _getters_of_the_table() -> dict[str, tuple[str, str]]:
+    """Every getter that the axis table promises -> the group's name and what it tells."""
+    promised: dict[str, tuple[str, str]] = {}
+    for axis in ps.AXES:
+        for stem in (axis.name, axis.long_name):
+            promised[f"get_{stem}_group"] = promised[f"try_get_{stem}_group"] = (axis.name, "group")
+            promised |= {f"get_{stem}_{fact}": (axis.name, fact) for fact in FACTS}
+    return promised
+
+
+def test_every_getter_is_named() -> None:
+    named = {name for name in ps.__all__ if name.startswith(("get_", "try_get_", "is_", "model_parallel_is"))}
+    assert named == GETTERS.keys() | _getters_of_the_table().keys() | OTHERS
+
+
+def test_the_stub_says_what_the_table_says() -> None:
+    """For type checkers and editors; `make stubs` writes it."""
+    path = Path(getters.__file__).with_suffix(".pyi")
+    assert path.read_text() == getters.stub()
+
+
+ROOMY = {"cp": 2, "ep": 2, "etp": 1, "dp_replicate": 2, "dcp": 2}
+"""On 48 ranks, with tp = 2 and pp = 3, every kind of group is another one."""
+
+
+@pytest.mark.parametrize("rank", [0, 5, 22, 47])
+def test_every_getter_of_the_table(rank: int) -> None:
+    """Each says what the layout says of its row; where a rank is in no such group, it says that."""
+    groups = simulate(rank, 48, 2, 3, ranks_per_node=8, **ROOMY)
+    with groups.use():
+        for name, (axis, fact) in _getters_of_the_table().items():
+            ranks = groups.layout.group_of(rank, axis)
+            getter = getattr(ps, name)
+            if not ranks:
+                assert name.startswith("try_get_") is (attempt(getter).kind == "ok"), name
+                continue
+            group = groups.get(axis)
+            assert group.ranks == ranks, axis
+            expected = group if fact == "group" else FACTS[fact](group)
+            assert getter() == expected, name
+
+
+@pytest.mark.parametrize("vp_stage", [None, 0, 1])
+def test_megatrons_flags(vp_stage: int | None) -> None:
+    groups = simulate(22, 48, 2, 3, virtual_pipeline_model_parallel_size=2, **ROOMY)
+    get = groups.get
+    with groups.use():
+        assert ps.get_data_parallel_group(with_context_parallel=True) is get("dp_cp")
+        assert ps.get_data_parallel_group(True, True) is get("fsdp")
+        assert ps.get_data_parallel_world_size(True) == get("dp_cp").world_size == 8
+        assert ps.get_data_parallel_world_size(True, True) == get("fsdp").world_size == 4
+        assert ps.get_data_parallel_rank(True) == get("dp_cp").rank_in_group
+        assert ps.get_data_parallel_src_rank(True) == get("dp_cp").ranks[0]
+        assert attempt(ps.get_data_parallel_group, False, True).kind == "InvalidArgumentError"
+        assert ps.get_tensor_and_data_parallel_group() is get("tp_dp")
+        assert ps.get_tensor_and_data_parallel_group(with_context_parallel=True) is get("tp_dp_cp")
+        assert ps.get_expert_data_parallel_group() is get("edp")
+        assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True) is get("efsdp")
+        assert ps.get_expert_data_parallel_world_size() == get("edp").world_size == 8
+        assert ps.get_expert_data_parallel_world_size(True) == get("efsdp").world_size == 4
+        assert ps.get_expert_data_parallel_rank(True) == get("efsdp").rank_in_group
+        assert ps.get_intra_distributed_optimizer_instance_group() is get("replica")
+        assert ps.get_inter_distributed_optimizer_instance_group() is get("dp_replicate")
+        scales = {(cp, tp): ps.get_amax_reduction_group(cp, tp) for cp in (False, True) for tp in (False, True)}
+        names = {(False, False): "tp_dp", (True, False): "tp_dp_cp", (False, True): "tp", (True, True): "tp_cp"}
+        assert scales == {flags: get(name) for flags, name in names.items()}
+        facts = groups.layout.coordinates(22)
+        ep = groups.get("ep").rank_in_group
+        assert ps.get_all_ranks() == "_".join(map(str, (facts["tp"], get("dp").rank_in_group, facts["cp"], 1, ep)))
+        assert ps.get_virtual_pipeline_model_parallel_world_size() == 2
+        assert ps.get_virtual_pipeline_model_parallel_rank() == 0
+        assert not ps.is_pipeline_first_stage(False, vp_stage)
+        assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", "a middle rank has no first stage"
+        assert not ps.is_rank_in_embedding_group()
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_virtual_stages(rank: int) -> None:
+    """4 ranks with 2 stages each, in turn: the first is on the first rank, the last, 7, the last one's second."""
+    with simulate(rank, 8, 2, 4, virtual_pipeline_model_parallel_size=2).use():
+        assert [ps.is_pipeline_first_stage(False, stage) for stage in (0, 1)] == [rank == 0, False]
+        assert [ps.is_pipeline_last_stage(False, stage) for stage in (0, 1)] == [False, rank == 7]
+        assert [ps.is_rank_in_embedding_group(False, stage) for stage in (0, 1)] == [rank == 0, rank == 7]
+        assert ps.is_rank_in_embedding_group()
+        assert ps.is_rank_in_position_embedding_group() == (rank == 0)
+        ps.set_virtual_pipeline_model_parallel_rank(1)
+        assert ps.get_virtual_pipeline_model_parallel_rank() == 1
+        assert (ps.is_pipeline_first_stage(), ps.is_pipeline_first_stage(False)) == (rank == 0, False)
+        assert (ps.is_pipeline_last_stage(), ps.is_pipeline_last_stage(False)) == (rank == 7, rank == 7)
+        for wrong in (2, -1):
+            assert attempt(ps.set_virtual_pipeline_model_parallel_rank, wrong).kind == "InvalidArgumentError"
+            assert attempt(ps.is_pipeline_last_stage, False, wrong).kind == ("InvalidArgumentError" if rank else "ok")
+
+
+def test_virtual_stages_need_a_pipeline() -> None:
+    with pytest.raises(ps.LayoutError, match="above 1"):
+        simulate(0, 8, 2, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(ps.LayoutError, match="positive"):
+        simulate(0, 8, 2, 4, virtual_pipeline_model_parallel_size=0)
+    with simulate(0, 8, 2, 4).use():
+        assert ps.get_virtual_pipeline_model_parallel_world_size() is None
+        assert ps.get_virtual_pipeline_model_parallel_rank() is None
+        assert ps.is_pipeline_first_stage(ignore_virtual=False)
+        assert attempt(ps.set_virtual_pipeline_model_parallel_rank, 0).kind == "InvalidArgumentError"
 
 
 @pytest.mark.parametrize("rank", range(12))
@@ -232,7 +341,7 @@ def test_what_groups_must_be() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         groups.world = groups.pp  # type: ignore[misc]
     assert groups.root is groups.world
-    assert groups.layout == Layout((("tp", 2), ("dp", 2), ("pp", 1)))
+    assert groups.layout == ps.resolve_layout(4, {"tp": 2})
     groups.close()
     groups.close()
     with pytest.raises(ps.GroupDestroyedError):
