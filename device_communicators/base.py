@@ -32,6 +32,36 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class _Done:
+    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class Then:
+    """A work, and what this rank does once with its result."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class Request(NamedTuple):
     """The facts by which a communicator is chosen. All of them are equal on every rank of the group."""
 
@@ -133,7 +163,7 @@ class Communicator(ABC):
         """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
         out = x.new_empty((self.context.size, *x.shape))
         self.flat_all_gather(out, x.contiguous())
-        return _merge_blocks(out, dim, x.dim())
+        return merge_blocks(out, dim, x.dim())
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         rows = x.movedim(dim, 0).contiguous()
@@ -162,7 +192,7 @@ class Communicator(ABC):
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
-        return x.new_empty(0) if out is None else _merge_blocks(out, dim, x.dim())
+        return x.new_empty(0) if out is None else merge_blocks(out, dim, x.dim())
 
     def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
         """Slice r of `src`'s `[…, size · d, …]` into rank r's contiguous `out`."""
@@ -195,6 +225,22 @@ class Communicator(ABC):
         self.irecv_(out, src, self.context.tag(0)).wait()
 
     # Flat operations: every tensor is contiguous, the group's dim is 0.
+
+    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
+        """Starts flat_all_reduce_; the caller keeps the tensors of a started operation alive until it is done.
+
+        This and the next two are for communicators that can go on by themselves; the others return when it is done.
+        """
+        self.flat_all_reduce_(x, reduce_op)
+        return DONE
+
+    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
+        self.flat_all_gather(out, x)
+        return DONE
+
+    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
+        self.flat_reduce_scatter(out, x, reduce_op)
+        return DONE
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
@@ -258,7 +304,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
     return out.to(dtype)
 
 
-def _merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
+def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
     """`[size, *shape]` to shape with `dim` size times as long."""
     if x_dim == 0:
         return blocks

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from device_communicators.base import Communicator, Request, Work
+from device_communicators.base import DONE, Communicator, Request, Then, Work
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -43,7 +43,7 @@ _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bytes that are 0 or 1, `or` is max and `and` is min."""
 
-_REDUCTIONS = ("all_reduce", "all_reduce_", "reduce_scatter", "reduce_scatterv")
+_REDUCTIONS = ("all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv")
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
@@ -79,33 +79,40 @@ class ProcessGroupCommunicator(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        self.iall_reduce_(x, reduce_op).wait()
+
+    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
-            return
-        x, reduce_op, narrow = _reducible(x, reduce_op)
+            return DONE
+        wide, wide_op, narrow = _reducible(x, reduce_op)
         options = AllreduceOptions()
-        options.reduceOp = _REDUCE_OPS[reduce_op]
-        self._group(x).allreduce([x], options).wait()
-        if reduce_op == "avg":
-            x.div_(self.context.size)
-        if narrow is not None:
-            narrow.copy_(x)
+        options.reduceOp = _REDUCE_OPS[wide_op]
+        return Then(self._group(x).allreduce([wide], options), lambda: self._finish(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        self.ireduce_scatter(out, x, reduce_op).wait()
+
+    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
-            return
+            return DONE
         wide_out, wide_op, narrow = _reducible(out, reduce_op)
         wide_x, _, _ = _reducible(x, reduce_op)
         options = ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
-        self._group(x)._reduce_scatter_base(wide_out, wide_x, options).wait()
+        work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
+        return Then(work, lambda: self._finish(wide_out, wide_op, narrow))
+
+    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
         if wide_op == "avg":
-            wide_out.div_(self.context.size)
+            wide.div_(self.context.size)
         if narrow is not None:
-            narrow.copy_(wide_out)
+            narrow.copy_(wide)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        if x.numel():
-            self._group(x)._allgather_base(_as_bytes(out), _as_bytes(x)).wait()
+        self.iall_gather(out, x).wait()
+
+    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._group(x)._allgather_base(_as_bytes(out), _as_bytes(x)) if x.numel() else DONE
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
@@ -140,32 +147,19 @@ class ProcessGroupCommunicator(Communicator):
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         if x.numel() == 0:
-            return _DONE
+            return DONE
         options = BroadcastOptions()
         options.rootRank = src
         return self._group(x).broadcast([_as_bytes(x)], options)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return _DONE if x.numel() == 0 else self._group(x).send([_as_bytes(x)], dst, tag)
+        return DONE if x.numel() == 0 else self._group(x).send([_as_bytes(x)], dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        return _DONE if out.numel() == 0 else self._group(out).recv([_as_bytes(out)], src, tag)
+        return DONE if out.numel() == 0 else self._group(out).recv([_as_bytes(out)], src, tag)
 
     def barrier(self) -> None:
         self.context.cpu_group.barrier().wait()
-
-
-class _Done:
-    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
-
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_DONE = _Done()
 
 
 def _as_bytes(x: Tensor) -> Tensor:

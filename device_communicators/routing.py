@@ -121,12 +121,19 @@ class Route:
         except Exception as error:
             raise self.failure_of(error, operation, started) from error
 
-    def start(self, operation: str, tensor: Tensor, *args: Any, part_of: str | None = None) -> Handle:
-        """As `run` for isend, irecv_ and ibroadcast_ of a contiguous `tensor`: returns without waiting.
+    def start(
+        self,
+        operation: str,
+        tensor: Tensor,
+        *args: Any,
+        reduce_op: str | None = None,
+        part_of: str | None = None,
+    ) -> Handle:
+        """As `run` for the operations with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`: doesn't wait.
 
         Its bytes are counted as those of `part_of`, whose calls the caller counts.
         """
-        communicator = self._begin(operation, tensor, None, part_of)
+        communicator = self._begin(operation, tensor, reduce_op, part_of)
         started = time.monotonic()
         try:
             work = getattr(communicator, operation)(tensor, *args)

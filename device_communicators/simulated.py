@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from device_communicators.base import Communicator, Request, Work
+from device_communicators.base import DONE, Communicator, Request, Work
 from device_communicators.errors import UnsupportedError
 from device_communicators.process_group import reduction_refusal
 
@@ -77,10 +77,10 @@ class SimulatedCommunicator(Communicator):
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         if src != self.context.rank:
             raise self._needs_peer("broadcast", src)
-        return _NOTHING
+        return DONE
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return _NOTHING  # nobody takes it
+        return DONE  # nobody takes it
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         raise self._needs_peer("recv", src)
@@ -93,14 +93,3 @@ class SimulatedCommunicator(Communicator):
             f"{operation} from rank {peer} needs that rank, but {self.context} is simulated: "
             f"only rank {self.context.rank} exists"
         )
-
-
-class _Nothing:
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-_NOTHING = _Nothing()

@@ -22,7 +22,7 @@ from device_communicators.routing import Handle, Traffic, register_route, unique
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
 from parallel_state.agreement import digest
-from parallel_state.collectives import TensorCollectives
+from parallel_state.async_collectives import AsyncTensorCollectives
 from parallel_state.groups import Acquired, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
 from parallel_state.ops import ordering_token
@@ -43,7 +43,7 @@ class Traits(NamedTuple):
     """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
 
 
-class GroupCoordinator(TensorCollectives):
+class GroupCoordinator(AsyncTensorCollectives):
     """This rank's view of one group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +33,30 @@ _CLOSE_GRACE_S = 5.0
 class TensorHandle:
     """A tensor to come."""
 
-    def __init__(self, handle: Handle, tensor: Tensor) -> None:
-        self._handle = handle
+    def __init__(
+        self,
+        handle: Handle | None,
+        tensor: Tensor,
+        finish: Callable[[], Tensor] | None = None,
+        *,
+        keep: Tensor | None = None,
+    ) -> None:
+        self._handle = handle  # None: it is here
         self._tensor = tensor
+        self._finish = finish
+        self._keep = keep  # the transport reads it until the handle is done
 
     def is_completed(self) -> bool:
-        return self._handle.is_completed()
+        return self._handle is None or self._handle.is_completed()
 
     def wait(self) -> Tensor:
         """The tensor, once it is here; raises what went wrong on the way. May be repeated."""
-        self._handle.wait()
+        if self._handle is not None:
+            self._handle.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._tensor = finish()
+        self._keep = None
         return self._tensor
 
 

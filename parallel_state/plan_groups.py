@@ -157,7 +157,7 @@ def abbreviate(ranks: Sequence[int]) -> str:
     if run == len(ranks):
         return _spell(ranks)
     runs = [ranks[start : start + run] for start in range(0, len(ranks), run)]
-    if run < 2 or any(_run_length(part) != len(part) for part in runs):
+    if any([rank - part[0] for rank in part] != [rank - ranks[0] for rank in runs[0]] for part in runs):
         return _shorten([str(rank) for rank in ranks])
     return _shorten([_span(part) for part in runs])
 

@@ -15,7 +15,7 @@ from typing import Any
 from parallel_state.axes import BY_NAME
 from parallel_state.layout import Grid
 from parallel_state.plan_groups import Kind, Plan
-from parallel_state.plan_picture import LIGHT, MAX_NUMBERED, STYLE, Geometry, captions, nodes
+from parallel_state.plan_picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
 from parallel_state.plan_script import PAGE_STYLE, SCRIPT
 from parallel_state.plan_warnings import Remark
 
@@ -26,7 +26,7 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
     """The page, with the groups of one kind shown first."""
     geometry = Geometry.of(plan)
     kind = next(kind for kind in plan.kinds if kind.name == name)
-    shows, read = captions(plan, kind)
+    shows, read = shown(kind), how_to_read(plan, kind)
     data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
     title = escape(str(plan.layout))
     return f"""<!DOCTYPE html>
@@ -85,7 +85,6 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
         "world": plan.world_size,
         "perNode": plan.gpus_per_node,
         "colors": len(LIGHT),
-        "numbered": plan.world_size <= MAX_NUMBERED,
         "gpuColumns": geometry.gpu_columns,
         "gpuRows": geometry.gpu_rows,
         "nodeColumns": geometry.node_columns,
@@ -115,11 +114,8 @@ def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
         places = [parent.index(rank) for rank in kind.first]
     return {
         "names": [kind.name, *kind.same_as],
-        "longNames": [BY_NAME[name].long_name for name in (kind.name, *kind.same_as)],
-        "about": kind.axis.about,
-        "count": kind.count,
         "size": kind.size,
-        "nodes": kind.nodes,
+        "shows": shown(kind),
         "grid": plan.layout.grids.index(grid),
         "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
         "places": places,

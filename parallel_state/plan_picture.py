@@ -1,7 +1,7 @@
 """A plan as one SVG: nodes as boxes, GPUs as cells, coloured by the groups of one kind. No script, no outside resource.
 
-The page in `plan_page` holds the same drawing. From `MAX_NUMBERED` ranks on cells are too small for a number, from
-`MAX_TITLED` on they carry no hover text either, so that a file stays below 2 MB.
+The page in `plan_page` holds the same drawing. Beyond `MAX_RANKED` ranks a cell has no room for the rank itself, beyond
+`MAX_NUMBERED` none for the number of its group, and beyond `MAX_TITLED` it has no hover text: a file stays below 2 MB.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from textwrap import wrap
 
 from parallel_state.plan_groups import Kind, Plan
 
+MAX_RANKED = 128
 MAX_NUMBERED = 2048
 MAX_TITLED = 4096
 MAX_RANKS = 32768
@@ -63,7 +64,8 @@ class Geometry:
         rows = ceil(plan.gpus_per_node / columns)
         width = columns * (cell_width + gap) + 2 * padding + NODE_GAP * gap
         height = rows * (cell_height + gap) + 2 * padding + label + NODE_GAP * gap
-        node_columns = _node_columns(plan.nodes, width, height)
+        shape = 2.0 if plan.world_size <= MAX_RANKED else 1.25
+        node_columns = _node_columns(plan.nodes, width / height / shape)
         return cls(cell_width, cell_height, gap, padding, label, columns, rows,
                    node_columns, ceil(plan.nodes / node_columns))  # fmt: skip
 
@@ -98,14 +100,12 @@ NODE_GAP = 4
 """Between nodes, in gaps between cells."""
 _MEASURES = (
     # up to so many ranks: width and height of a cell, gap, padding of a node, height of its label
-    (128, 54.0, 40.0, 3.0, 8.0, 18.0),
+    (MAX_RANKED, 54.0, 40.0, 3.0, 8.0, 18.0),
     (512, 34.0, 24.0, 2.0, 6.0, 14.0),
     (MAX_NUMBERED, 25.0, 17.0, 2.0, 5.0, 12.0),
     (MAX_TITLED, 13.0, 10.0, 1.0, 4.0, 10.0),
     (MAX_RANKS, 7.0, 6.0, 1.0, 2.0, 0.0),
 )
-_SHAPE = 1.25
-"""Width to height that a drawing should have: it shares a wide screen with a panel."""
 
 
 def _gpu_columns(gpus: int) -> int:
@@ -114,12 +114,13 @@ def _gpu_columns(gpus: int) -> int:
     return even[0] if even[0] <= 4 * sqrt(gpus) / 2 else ceil(sqrt(gpus))
 
 
-def _node_columns(nodes: int, width: float, height: float) -> int:
-    """Nodes in a row: near the shape, and if it can be a number that divides them, as strides then line up."""
+def _node_columns(nodes: int, shape: float) -> int:
+    """Nodes in a row. `shape`: of one node, width to height, in terms of the shape that the drawing should have: wide
+    for a few nodes, less for many, beside a panel. If it can, a number that divides them, as strides then line up."""
 
     def badness(columns: int) -> float:
-        shape = columns * width / (ceil(nodes / columns) * height) / _SHAPE
-        return max(shape, 1 / shape) * (1.0 if nodes % columns == 0 else 1.6)
+        ratio = columns * shape / ceil(nodes / columns)
+        return max(ratio, 1 / ratio) * (1.0 if nodes % columns == 0 else 1.6)
 
     return min(range(1, nodes + 1), key=badness)
 
@@ -142,9 +143,12 @@ def picture(plan: Plan, name: str) -> str:
     """An SVG file: what the layout is, what the colours mean, and the drawing."""
     kind = next(kind for kind in plan.kinds if kind.name == name)
     geometry = Geometry.of(plan)
-    margin, width = 16, max(geometry.width, 560)
-    lines = [("title", line) for line in wrap(str(plan.layout), int(width / 8.2))]
-    lines += [("", line) for text in captions(plan, kind) for line in wrap(text, int(width / 6.6))]
+    margin, width = 16, max(geometry.width, 640)
+    size = f"{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {plan.request.order}."
+    lines = [("title", line) for line in wrap(str(plan.layout), int(width / 10.5))]
+    lines += [
+        ("", line) for text in (size, shown(kind), how_to_read(plan, kind)) for line in wrap(text, int(width / 8))
+    ]
     top = margin + sum(22 if style else 18 for style, _ in lines) + 10
     parts, y = [], float(margin)
     for style, line in lines:
@@ -161,19 +165,21 @@ def picture(plan: Plan, name: str) -> str:
     )
 
 
-def captions(plan: Plan, kind: Kind) -> list[str]:
-    """What the picture shows, and how to read it."""
-    ranks, touches = "rank" if kind.size == 1 else "ranks", "1 node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
-    shows = (f"{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {plan.request.order}. "
-             f"Coloured by {kind.name} ({kind.axis.long_name}): {kind.count} groups of {kind.size} {ranks}, "
-             f"each on {touches}.")  # fmt: skip
+def shown(kind: Kind) -> str:
+    """What the colours are."""
+    name, long_name = kind.name, kind.axis.long_name
+    ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
+    return (f"Coloured by {name}{'' if long_name == name else f' ({long_name})'}: {kind.count} groups of {kind.size} "
+            f"{ranks}, each on {on}. {kind.axis.about}")  # fmt: skip
+
+
+def how_to_read(plan: Plan, kind: Kind) -> str:
+    """What stands in the cells, and where colours aren't enough."""
     if plan.world_size <= MAX_NUMBERED:
-        read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= 128 else ".")
+        read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= MAX_RANKED else ".")
     else:
         read = f"With more than {MAX_NUMBERED} ranks, cells are too small for the numbers of their groups."
-    if kind.count > len(LIGHT):
-        read += f" Colours repeat every {len(LIGHT)} groups."
-    return [shows, read]
+    return read + (f" Colours repeat every {len(LIGHT)} groups." if kind.count > len(LIGHT) else "")
 
 
 def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
@@ -205,7 +211,7 @@ def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> s
     if plan.world_size > MAX_NUMBERED:
         return f'<g class="gpu {color}">{title}<rect {box}/></g>'
     number, middle = str(group) if group >= 0 else "–", f"{x + width / 2:g}"
-    if plan.world_size > 128:
+    if plan.world_size > MAX_RANKED:
         text = (
             f'<text x="{middle}" y="{y + height / 2 + 3.5:g}" font-size="{10 if height < 20 else 12}">{number}</text>'
         )

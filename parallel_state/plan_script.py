@@ -10,8 +10,8 @@ header p,.soft,small,th,.kinds span{color:var(--soft)}
 ul{list-style:none;margin:10px 0;padding:0}
 li{margin:4px 0;padding:4px 10px;border-left:4px solid var(--line);background:var(--box);max-width:110ch}
 li.warning{border-color:#d97706}li strong{margin-right:6px;text-transform:capitalize}
-.kinds div{display:flex;flex-wrap:wrap;gap:6px;align-items:center;margin:6px 0}
-.kinds span{font-size:13px;min-width:98px}
+.kinds div{display:flex;flex-wrap:wrap;gap:6px;margin:6px 0;padding-left:104px;position:relative}
+.kinds span{font-size:13px;position:absolute;left:0;top:5px}
 button{font:inherit;font-size:14px;color:var(--text);background:var(--box);border:1px solid var(--line);
  border-radius:6px;padding:3px 9px;cursor:pointer}
 button:hover{border-color:var(--soft)}
@@ -22,7 +22,7 @@ button[aria-pressed=true] small{color:inherit;opacity:.8}
 main{display:grid;grid-template-columns:minmax(0,1fr) 350px;gap:24px;align-items:start;margin-top:12px}
 aside{position:sticky;top:12px;background:var(--box);border:1px solid var(--line);border-radius:8px;padding:14px 16px;
  max-height:calc(100vh - 24px);overflow:auto}
-#drawing{display:block;width:100%;height:auto}
+#drawing{display:block;width:100%;height:auto;overflow:visible}
 input{font:inherit;width:6.5em;padding:2px 6px;color:inherit;background:var(--page);border:1px solid var(--line);
  border-radius:5px}
 form label{font-weight:600;margin-right:4px}
@@ -96,7 +96,8 @@ function abbreviate(ranks) {                                    // as plan_group
   if (run === ranks.length) return step === 1 ? span(ranks) : shorten(ranks);
   const runs = [];
   for (let start = 0; start < ranks.length; start += run) runs.push(ranks.slice(start, start + run));
-  return runs.every(part => part.length === run) ? shorten(runs.map(span)) : shorten(ranks);
+  const alike = part => part.length === run && part.every((rank, place) => rank - part[0] === ranks[place] - ranks[0]);
+  return runs.every(alike) ? shorten(runs.map(span)) : shorten(ranks);
 }
 
 function add(parent, tag, text, className) {
@@ -117,9 +118,7 @@ function recolor() {
     if (number) number.textContent = group < 0 ? "–" : group;
   });
   buttons.forEach(button => button.setAttribute("aria-pressed", data.kinds[button.dataset.kind] === kind));
-  const nodes = kind.nodes === 1 ? "1 node" : `up to ${kind.nodes} nodes`;
-  document.getElementById("shows").textContent = `Coloured by ${kind.names[0]} (${kind.longNames[0]}): ${kind.count} ` +
-    `groups of ${kind.size} ${kind.size === 1 ? "rank" : "ranks"}, each on ${nodes}. ${kind.about}`;
+  document.getElementById("shows").textContent = kind.shows;
 }
 
 function highlight(rank) {

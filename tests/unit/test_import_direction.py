@@ -122,7 +122,11 @@ def test_exports_are_exactly_all(package: str) -> None:
         if isinstance(node, ast.ImportFrom):
             imported += [alias.asname or alias.name for alias in node.names]
         elif isinstance(node, ast.Assign):
-            exported = ast.literal_eval(node.value)
+            assert isinstance(node.value, ast.List)
+            names = [each for each in node.value.elts if not isinstance(each, ast.Starred)]
+            exported = [ast.literal_eval(name) for name in names]
+            if len(names) < len(node.value.elts):  # those of the axis table
+                imported = [name for name in imported if name not in ("*", "_getters")]
         else:
             assert isinstance(node, ast.Expr), "an __init__ holds a docstring, imports and __all__"
     assert sorted(imported) == sorted(exported)
@@ -143,6 +147,8 @@ def methods_of(public: type) -> Iterator[tuple[str, FunctionType]]:
 def test_what_is_public_is_documented(name: str) -> None:
     """A method may go without where it is one statement, and its name says all of it."""
     public = getattr(parallel_state, name)
+    if name in ("AXES", "PRESETS"):
+        return  # data, whose rows say what they are
     assert inspect.isclass(public) or inspect.isfunction(public)
     assert public.__doc__
     assert not public.__doc__.startswith(f"{name}("), "the docstring that dataclasses make up"

@@ -4,8 +4,9 @@ Megatron: its own `initialize_model_parallel`, of the installed megatron-core, r
 makes, with a recorder in place of `create_group`; what it refuses, we refuse. DeviceMesh: torch's, as torchtitan lays
 its meshes out. vLLM: its reshapes and transposes, written again with numpy.
 
-`LAYOUT_CASES=100000 pytest tests/unit/test_incumbent_layouts.py` compares more cases than the few thousand of CI
-(`LAYOUT_SEED` chooses others). What does not belong here: layouts that no incumbent has (`test_axes`).
+`LAYOUT_CASES=100000 pytest tests/unit/test_incumbent_layouts.py` compares more cases than the few thousand of CI, and
+`LAYOUT_SEED` chooses others; with fewer than a thousand a sample may lack some kind of case, which fails. What does
+not belong here: layouts that no incumbent has (`test_axes`).
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class Megatron:
         self._made: dict[str, Groups] = {}
         self._world_size = 0
         self._fresh["create_group"] = self._write_down
+        self._fresh["os"] = SimpleNamespace(environ={})  # of the real one it would delete a variable
         # Whatever it asks torch for beside these fails the test: it would do more than to lay groups out.
         self._fresh["torch"] = SimpleNamespace(
             distributed=SimpleNamespace(

@@ -1,0 +1,73 @@
+"""Tensor collectives without waiting: each returns a handle whose `wait()` gives what the collective would have given.
+
+For overlap in eager code; not for compiled code, and without gradients: the result is detached. Every rank of the group
+calls them in the same order as all its other collectives. Change an input after `wait()` only. A communicator that
+can't go on by itself has done the work when the call returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import merge_blocks
+from parallel_state import checks
+from parallel_state.collectives import TensorCollectives
+from parallel_state.messages import TensorHandle
+
+
+class AsyncTensorCollectives(TensorCollectives):
+    """The part of `GroupCoordinator` that starts tensor collectives."""
+
+    def all_reduce_async(self, x: Tensor, op: str = "sum") -> TensorHandle:
+        """Starts `all_reduce(x, op)`."""
+        checks.check_tensor(self.context, "all_reduce_async", x)
+        checks.check_reduce_op(self.context, "all_reduce_async", op)
+        if self._ends_here():
+            return TensorHandle(None, x.detach())
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        return TensorHandle(self.route.start("iall_reduce_", out, op, reduce_op=op), out)
+
+    def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
+        """Starts `all_gather(x, dim)`."""
+        checks.check_tensor(self.context, "all_gather_async", x)
+        dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
+        x = x.detach()
+        if self._ends_here():
+            return TensorHandle(None, x if x.dim() else x.reshape(1))
+        flat = x.contiguous()
+        out = x.new_empty((self.world_size, *x.shape))
+        handle = self.route.start("iall_gather", out, flat)
+        return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
+
+    def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: str = "sum") -> TensorHandle:
+        """Starts `reduce_scatter(x, dim, op)`."""
+        checks.check_tensor(self.context, "reduce_scatter_async", x)
+        checks.check_reduce_op(self.context, "reduce_scatter_async", op)
+        dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
+        checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
+        if self._ends_here():
+            return TensorHandle(None, x.detach())
+        rows = x.detach().movedim(dim, 0).contiguous()
+        out = x.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
+        handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op)
+        return TensorHandle(handle, out, lambda: out.movedim(0, dim).contiguous(), keep=rows)
+
+    def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
+        """Starts `broadcast(x, src)`."""
+        checks.check_tensor(self.context, "broadcast_async", x)
+        checks.check_rank(self.context, "broadcast_async", "src", src)
+        if self._ends_here():
+            return TensorHandle(None, x.detach())
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        return TensorHandle(self.route.start("ibroadcast_", out, src), out)
+
+    def split(self, x: Tensor, dim: int = -1) -> Tensor:
+        """This rank's slice of `x`, which every rank holds: `[…, world_size · d, …]` to a view `[…, d, …]`.
+
+        Nothing is sent; the gradient is that of a slice.
+        """
+        checks.check_tensor(self.context, "split", x)
+        dim = checks.normal_dim(self.context, "split", x, dim)
+        checks.check_divisible(self.context, "split", x, dim)
+        return x.chunk(self.world_size, dim)[self.rank_in_group] if x.shape[dim] else x
