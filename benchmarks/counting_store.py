@@ -7,7 +7,6 @@ of n. What belongs elsewhere: timing (`init_scaling`), processes (`forked_ranks`
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -153,37 +152,24 @@ class Cost(NamedTuple):
     """Operations on the store, by kind."""
     rank_sets: int
     """Different lists of ranks, of two or more, that this rank's groups have, that of the world left out."""
-    python_calls: int
-    """Calls of Python functions during initialize_model_parallel: 0 unless it was asked for."""
 
 
-def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool, profile: bool = False) -> Cost:
+def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
     """What `initialize_model_parallel(**sizes)` costs rank `rank` of `world_size`, on torch's `fake` backend.
 
-    The other ranks don't exist. The process must have no default group, and has none afterwards. With `profile` it
-    counts the Python calls too, which slows it down.
+    The other ranks don't exist. The process must have no default group, and has none afterwards.
     """
     store = StoreOfOneRank(rank, world_size)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend `fake` of older versions of torch
 
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
-    python_calls = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal python_calls
-        python_calls += event == "call"
-
     try:
         with calls_counted() as calls:
             ps.init_world_group(list(range(world_size)), 0, "fake")
-            sys.setprofile(count if profile else None)
-            try:
-                ps.initialize_model_parallel(**sizes, backend="fake", eager=eager)
-            finally:
-                sys.setprofile(None)
+            ps.initialize_model_parallel(**sizes, backend="fake", eager=eager)
         groups = ps.get_parallel_groups().groups.values()
         rank_sets = {tuple(group.ranks) for group in groups if 1 < group.world_size < world_size}
-        return Cost(calls["member of"], calls["make"], dict(store.counts), len(rank_sets), python_calls)
+        return Cost(calls["member of"], calls["make"], dict(store.counts), len(rank_sets))
     finally:
         ps.destroy_distributed_environment()
         dist.destroy_process_group()

@@ -81,7 +81,8 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
         found = [pickle.loads(answer) for answer in _answers(ranks, deadline)]
         errors = {rank: text for rank, (text, _) in enumerate(found) if text}
         if errors:
-            raise TrialFailedError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in errors.items()))
+            texts = [f"--- rank {rank} ---\n{text}" for rank, text in list(errors.items())[:2]]
+            raise TrialFailedError(f"{len(errors)} of {world_size} ranks raised\n" + "\n".join(texts))
         results = [result for _, result in found]
         os.close(release)
         release = -1

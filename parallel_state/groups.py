@@ -47,6 +47,21 @@ class Acquired:
     """A number that no other user of this group has: their transfers have other tags."""
 
 
+class OnFirstUse:
+    """Gives a process group, which it makes at the first call: one that all members make together."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._value: Any = None
+        self.made = False
+
+    def __call__(self) -> Any:
+        if not self.made:
+            self._value = self._make()
+            self.made = True
+        return self._value
+
+
 class ProcessGroupPool:
     """The process groups of one initialised world; equal rank sets with equal options are one group."""
 

@@ -36,19 +36,17 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = ()) -> DeviceMesh
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")
     grid = _grid_of(layout, names)
     wanted = list(names) or _usual(layout, grid)
-    rest = _rest(layout, grid, wanted)
-    dims = [*rest, *wanted]
-    usual = _usual(layout, grid)
-    if [name for name in usual if name in wanted] == wanted:
-        dims = usual  # one root for all meshes in the usual order: FSDP and TP want theirs to have one
-    key = tuple(dims)
-    if key not in groups.meshes:
-        groups.meshes[key] = _root(groups, grid, dims)
-    root = groups.meshes[key]
-    return root if tuple(wanted) == key else root[tuple(wanted)]
+    dims = _dims_of_root(layout, grid, wanted)
+    process_groups = [_process_group(groups, name) for name in dims]
+    root = groups.meshes.get(tuple(dims))
+    if root is None or root.get_all_groups() != process_groups:  # patch_tensor_parallel_group has others
+        root = groups.meshes[tuple(dims)] = _root(groups, grid, dims, process_groups)
+    return root if wanted == dims else root[tuple(wanted)]
 
 
 def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidArgumentError(f"the dims of a mesh must be given as names, one argument each, but are {names!r}")
     if len(set(names)) != len(names):
         raise LayoutError(f"the dims of a mesh must be different, but are {list(names)}")
     grid = layout.grid_of(*names)
@@ -73,21 +71,55 @@ def _size(layout: Layout, name: str) -> int:
     return layout.size(name) if name in layout.names else 1
 
 
-def _rest(layout: Layout, grid: Grid, names: Sequence[str]) -> list[str]:
-    """The axes that the names leave, slowest first."""
-    taken = {axis for name in names if name != "world" for axis in layout.axes_of(name)}
-    return [name for name, size in reversed(grid.axes) if size > 1 and name not in taken]
+def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
+    """`wanted` and the axes beside them, slowest first if `wanted` are, else those beside them first.
+
+    Slowest first, the ranks of all roots are in the same order, whichever dims they have: FSDP joins the meshes of its
+    own dims and of tensor parallelism, and torch refuses to join those of different ranks in different order.
+    """
+    if list(wanted) == ["world"]:
+        return ["world"]
+    place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}
+    axes_of = {name: layout.axes_of(name) for name in wanted}
+    taken = {axis for axes in axes_of.values() for axis in axes}
+    rest = [name for name in _usual(layout, grid) if name != "world" and name not in taken]
+    for name in rest:
+        if name not in layout.names:
+            raise LayoutError(
+                f"no mesh can have the dims {', '.join(wanted)}: the other ranks of {name.partition('/')[0]!r} are no "
+                f"group, and each dim of a mesh has one; get_group({wanted[0]!r}) has the group"
+            )
+    dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
+    ranks = _ranks(layout, grid, dims)
+    in_order = [name for name in dims if name in wanted] == list(wanted) and ranks == sorted(ranks)
+    return dims if in_order else [*rest, *wanted]
 
 
-def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str]) -> DeviceMesh:
+def _ranks(layout: Layout, grid: Grid, dims: Sequence[str]) -> list[int]:
+    """The positions in the world along all dims, the last one first."""
+    return [sum(steps) for steps in product(*(grid.offsets(layout.axes_of(name)) for name in dims))]
+
+
+def _process_group(groups: ParallelGroups, name: str) -> Any:
+    if name == "world":
+        return groups.world.device_group
+    group, world = groups.get(name), groups.world
+    ranks = [world.ranks[position] for position in groups.layout.group_of(world.rank_in_group, name)]
+    if group.ranks != ranks:
+        raise LayoutError(
+            f"the group along dim {name!r} of a mesh must have the ranks of the layout, {ranks}, but {group!r} is in "
+            "its place; leave patch_tensor_parallel_group first"
+        )
+    return group.device_group
+
+
+def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_groups: Sequence[Any]) -> DeviceMesh:
     world, layout = groups.world, groups.layout
     if list(dims) == ["world"]:
-        return DeviceMesh.from_group([world.device_group], world.device.type, [world.rank], mesh_dim_names=("world",))
-    offsets = [grid.offsets(layout.axes_of(name)) for name in dims]
-    ranks = torch.tensor([world.ranks[sum(steps)] for steps in product(*offsets)])
-    mesh = ranks.reshape([len(steps) for steps in offsets])
-    process_groups = [groups.get(name).device_group for name in dims]
-    return DeviceMesh.from_group(process_groups, world.device.type, mesh, mesh_dim_names=tuple(dims))
+        return DeviceMesh.from_group(process_groups[0], world.device.type, mesh_dim_names=("world",))
+    ranks = torch.tensor([world.ranks[position] for position in _ranks(layout, grid, dims)])
+    mesh = ranks.reshape([layout.size(name) for name in dims])
+    return DeviceMesh.from_group(list(process_groups), world.device.type, mesh, mesh_dim_names=tuple(dims))
 
 
 def read(
@@ -97,9 +129,13 @@ def read(
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
-    allowed = [row.name for row in BY_NAME.values() if row.size_parameter is not None and not row.experts]
+    allowed = [row.name for row in BY_NAME.values() if row.size_parameter and not (row.experts or row.within)]
     if not names or not set(names) <= set(allowed):
         raise LayoutError(f"the dims of the mesh must have names of axes, {', '.join(allowed)}, but have {names}")
+    if len(set(names)) != len(names) or ("dp" in names and set(BY_NAME["dp"].spans) & set(names)):
+        raise LayoutError(
+            f"the dims of the mesh must be different axes, and 'dp' is made of its parts, but are {names}"
+        )
     if sorted(mesh.mesh.flatten().tolist()) != sorted(world.ranks):
         raise LayoutError(
             f"the mesh must hold each rank of the world, {format_ranks(world.ranks)}, once, but holds "
@@ -111,11 +147,14 @@ def read(
         raise InvalidArgumentError(f"the mesh says the sizes of its axes, but {', '.join(twice)} are given as well")
     shape = dict(zip(names, mesh.mesh.shape, strict=True))
     order = _order_of(mesh, world)
-    process_groups = {name: mesh.get_group(name) for name in names}
+    process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
+    parts = [name for name in BY_NAME["dp"].spans if name in process_groups]
+    if len(parts) == 1 and not any(name in given for name in BY_NAME["dp"].spans):
+        process_groups["dp"] = process_groups[parts[0]]  # the same ranks
     return (
         {**given, **shape, **({} if {"dp", "dp_shard", "dp_replicate"} & set(names) else {"dp": 1})},
         order,
-        {name: group for name, group in process_groups.items() if shape[name] > 1},
+        process_groups,
     )
 
 
@@ -134,7 +173,12 @@ def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
             )
         if steps:
             strides[name] = steps.pop()
-    return "-".join(sorted(strides, key=lambda name: strides[name]))
+    order = sorted(strides, key=lambda name: strides[name])
+    # Experts take ranks of tp and of what comes behind it, as in Megatron's order.
+    order.insert(
+        max((at + 1 for at, name in enumerate(order) if name == "tp" or BY_NAME[name].cuts_sequence), default=0), "ep"
+    )
+    return "-".join(order)
 
 
 def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:

@@ -32,10 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `plan` with these arguments (default: the process's); returns the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if (options.svg or options.html) and options.world_size > MAX_RANKS:
+        parser.error(f"a picture holds at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; "
+                     f"leave out --svg and --html")  # fmt: skip
     sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
     given = {name: size for name, size in sizes.items() if size is not None}
-    order = "megatron" if options.order is None else options.order
-    request = Request(options.world_size, given, order, options.gpus_per_node)
+    request = Request(options.world_size, given, options.order, options.gpus_per_node)
     try:
         plan = make_plan(request)
     except LayoutError as error:
@@ -63,11 +65,13 @@ def _parser() -> argparse.ArgumentParser:
         description="Who would be in which group, on which node, at what cost. Starts nothing and needs no GPU.",
         epilog="Sizes that are left out are 1, but --dp, which is the rest, and --etp, which is --tp. "
         "-1 makes another one the rest.",
+        allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks, one per GPU")
     parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default: 8")
     presets = "; ".join(f"{name} ({preset.order})" for name, preset in PRESETS.items())
-    parser.add_argument("--order", help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
+    parser.add_argument("--order", default="megatron",
+                        help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
                         f"one: {presets}. Default: megatron")  # fmt: skip
     sizes = parser.add_argument_group("sizes")
     for axis in AXES:
@@ -98,9 +102,6 @@ def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namesp
     if options.color_by is not None and plan.kind(options.color_by) is None:
         parser.error(f"--color-by must be one of {', '.join(kind.name for kind in plan.kinds)}, "
                      f"but is {options.color_by!r}")  # fmt: skip
-    if (options.svg or options.html) and plan.world_size > MAX_RANKS:
-        parser.error(f"a picture holds at most {MAX_RANKS} ranks, but the world has {plan.world_size}; "
-                     f"leave out --svg and --html")  # fmt: skip
 
 
 def _dump(found: dict[str, Any]) -> str:

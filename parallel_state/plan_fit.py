@@ -20,8 +20,8 @@ from parallel_state.plan_groups import Request
 
 MAX_TRIES = 200
 """Of one search: about 0.2 s with 16,384 ranks."""
-MAX_VALUES = 32
-"""Per size: each pair of sizes has its square."""
+MAX_VALUES = 12
+"""Of a size in a pair: each pair of sizes has its square."""
 MAX_MULTIPLES = 16
 """World sizes to try on either side."""
 _TABLE = tuple(axis.name for axis in AXES)
@@ -52,8 +52,8 @@ def changes_that_fit(request: Request) -> list[Change]:
         return orders
     sizes = list(islice(_sizes(request, 1), 1)) or list(islice(_sizes(request, 2), 1))
     worlds = _worlds(request)
-    odd = request.world_size % request.gpus_per_node != 0  # likelier the slip than a size is
-    return [*worlds, *sizes] if odd else [*sizes, *worlds]
+    nodes, rest = divmod(request.world_size, request.gpus_per_node)
+    return [*worlds, *sizes] if nodes and rest else [*sizes, *worlds]  # a partly filled node is likelier the slip
 
 
 def _fits(request: Request) -> bool:
@@ -98,7 +98,8 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
     candidates = divisors(request.world_size)
     options: list[tuple[float, tuple[tuple[str, int | None], ...]]] = []
     for names in combinations(request.sizes, count):
-        choices = [[*_nearest(request.sizes[name], candidates), None] for name in names]
+        limit = MAX_VALUES if count > 1 else len(candidates)
+        choices = [[*_nearest(request.sizes[name], candidates)[:limit], None] for name in names]
         options += (
             (prod(_distance(request.sizes[name], value) for name, value in zip(names, values, strict=True)),
              tuple(zip(names, values, strict=True)))
@@ -117,7 +118,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
 
 def _nearest(before: int, candidates: Sequence[int]) -> list[int]:
     others = [value for value in candidates if value != before]
-    return sorted(others, key=lambda value: _distance(before, value))[:MAX_VALUES]
+    return sorted(others, key=lambda value: _distance(before, value))
 
 
 def _distance(before: int, after: int | None) -> float:

@@ -17,7 +17,7 @@ from parallel_state.plan_groups import Kind, Plan
 MAX_RANKED = 128
 MAX_NUMBERED = 2048
 MAX_TITLED = 4096
-MAX_RANKS = 32768
+MAX_RANKS = 16384
 
 # Hues 150° apart in OKLCH, so that neighbouring groups differ most, light and dark in turn for those who see few hues.
 LIGHT = ("#b3d4ff", "#ee8f63", "#4aebeb", "#e488be", "#ace48c", "#a39ef9",

@@ -201,7 +201,8 @@ drawing.addEventListener("pointerover", event => {
   if (cell && !held) show(rankOf.get(cell));
 });
 drawing.addEventListener("pointerleave", () => { if (!held && !drawing.contains(document.activeElement)) letGo(); });
-drawing.addEventListener("focusin", event => { const cell = cellOf(event); if (cell) show(rankOf.get(cell)); });
+// Not on the drawing: a browser lets one tab to an svg that listens for focus.
+document.addEventListener("focusin", event => { const cell = cellOf(event); if (cell) show(rankOf.get(cell)); });
 drawing.addEventListener("click", event => {
   const cell = cellOf(event);
   if (!cell) return letGo();

@@ -247,3 +247,163 @@ def test_a_world_group_by_hand(pools: Pools) -> None:
             "tp": [rank // 2 * 2, rank // 2 * 2 + 1],
             "stays": True,
         }
+
+
+# Lists of ranks that two ranks share, asymmetric membership, and the gloo group beside a device group.
+
+PAIRED = {name: ps.GroupOptions("cpu:gloo") for name in ("tp", "dp", "cp", "tp_cp", "embedding")}
+"""A backend that isn't called gloo has a gloo group beside it, as NCCL has: to test that on CPUs."""
+
+
+def _paired() -> dict[str, Any]:
+    with world(2, 1, context_parallel_size=4, axis_options=PAIRED):
+        groups = ps.get_parallel_groups()
+        cp, tp, rank = ps.get_cp_group(), ps.get_tp_group(), ps.get_rank()
+        before = set(dist.distributed_c10d._world.pg_map)
+        refused = [attempt(cp.send_object, 5), attempt(cp.recv_object), attempt(cp.isend_tensor_dict, {})]
+        facts: dict[str, Any] = {
+            "pairs": [tp.cpu_group is not tp.device_group, tp.cpu_group.name(), cp.backend],
+            "refused": [outcome.kind for outcome in refused],
+            "advice": all("barrier() on every rank" in outcome.text for outcome in refused),
+            "carries tensors": whose(cp),
+        }
+        cp.barrier()
+        facts["made by the barrier"] = len(set(dist.distributed_c10d._world.pg_map) - before)
+        facts["its own"] = cp.cpu_group is cp.cpu_group and cp.cpu_group is not cp.device_group
+        facts["ranks"] = dist.get_process_group_ranks(cp.cpu_group) == cp.ranks
+        facts["messages"] = cp.broadcast_object({"from": rank}, 2)["from"]
+        if cp.rank_in_group == 0:
+            cp.send_object("over gloo", 3)
+        elif cp.rank_in_group == 3:
+            facts["sent"] = cp.recv_object(0)
+        facts["timeouts"] = {group.context.timeout_s for group in groups.groups.values()}
+        ps.destroy_model_parallel()
+        facts["left"] = len(dist.distributed_c10d._world.pg_map)
+    return facts
+
+
+def test_the_gloo_group_beside_a_device_group_is_made_at_its_first_use(pools: Pools) -> None:
+    """By all ranks: two that would need it for a message among themselves are told how."""
+    for rank, facts in enumerate(pools(8).run(_paired, timeout_s=DEADLINE_S)):
+        assert facts.pop("sent", "over gloo") == "over gloo"
+        assert facts == {
+            "pairs": [True, "gloo", "cpu:gloo"],
+            "refused": ["GroupNotInitializedError"] * 3,
+            "advice": True,
+            "carries tensors": list(range(rank % 2, 8, 2)),
+            "made by the barrier": 1,
+            "its own": True,
+            "ranks": True,
+            "messages": 4 + rank % 2,
+            "timeouts": {60.0},
+            "left": 1,
+        }
+
+
+def _derived() -> dict[str, Any]:
+    with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
+        groups = ps.get_parallel_groups()
+        facts: dict[str, Any] = {"at start": list(groups.groups)}
+        made = groups.world.pool.groups_made  # type: ignore[union-attr]
+        facts["model"] = whose(ps.get_model_parallel_group())
+        facts["again"] = ps.get_model_group() is groups.get("model") is ps.get_group("model")
+        facts["one more"] = groups.world.pool.groups_made - made  # type: ignore[union-attr]
+        facts["shared"] = ps.get_tp_ep_group().device_group is ps.get_ep_group().device_group
+        embedding = ps.try_get_embedding_group()
+        facts["embedding"] = embedding and whose(embedding)
+        facts["position"] = attempt(ps.get_position_embedding_group).kind
+        rows = [axis.name for axis in ps.AXES if axis.name in groups.layout.names]
+        groups.make_all()
+        groups.warm_up()
+        facts["all"] = {name: group.ranks for name, group in groups.groups.items()}
+        facts["sums"] = all(whose(group) == group.ranks for group in groups.groups.values())
+        facts["rows"] = sorted(groups.groups) == sorted(
+            name for name in rows if groups.layout.group_of(ps.get_rank(), name)
+        )
+        lists = {tuple(group.ranks) for group in groups.groups.values() if 1 < group.world_size < 8}
+        facts["each set once"] = groups.world.pool.groups_made == len(lists)  # type: ignore[union-attr]
+        ps.destroy_model_parallel()
+        facts["left"] = len(dist.distributed_c10d._world.pg_map)
+    return facts
+
+
+def test_derived_groups_are_made_at_their_first_use(pools: Pools) -> None:
+    """By their members; equal rank sets share one process group, and all are gone after the destroy."""
+    layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}, ranks_per_node=8)
+    for rank, facts in enumerate(pools(8).run(_derived, timeout_s=DEADLINE_S)):
+        assert facts["at start"] == ["tp", "cp", "ep", "dp", "pp"]
+        assert facts["model"] == layout.group_of(rank, "model")
+        assert facts["again"]
+        assert facts["one more"] == 1
+        assert facts["shared"], "with one rank in each expert-tensor group"
+        assert facts["embedding"] == layout.group_of(rank, "pp")
+        assert facts["position"] == ("ok" if rank < 4 else "GroupNotInitializedError")
+        assert facts["all"] == {name: layout.group_of(rank, name) for name in facts["all"]}
+        assert facts["sums"] and facts["rows"] and facts["each set once"], facts
+        assert facts["left"] == 1
+
+
+def _uneven_membership() -> list[Any]:
+    """Ranks that are in different numbers of groups make one together: torch's names would differ."""
+    with world(1, 4):
+        rank = ps.get_rank()
+        facts: list[Any] = [ps.get_parallel_groups().try_get("embedding") is not None]
+        if rank == 0:
+            _ = ps.get_tp_group().device_group  # of one rank, and of this process only
+        pair = ps.get_pp_group().make_sub_group([0, 1])
+        last = ps.get_pp_group().make_sub_group([1, 2, 3])
+        facts += [None if group is None else whose(group) for group in (pair, last)]
+        if last is not None:
+            last.destroy()
+        again = ps.get_pp_group().make_sub_group([1, 2, 3])
+        facts.append(None if again is None else whose(again))
+    return facts
+
+
+def test_members_in_different_numbers_of_groups(pools: Pools) -> None:
+    for rank, facts in enumerate(pools(4).run(_uneven_membership, timeout_s=DEADLINE_S)):
+        last = [1, 2, 3] if rank else None
+        assert facts == [rank in (0, 3), [0, 1] if rank < 2 else None, last, last]
+
+
+def _two_models() -> dict[str, Any]:
+    """A prefill engine on ranks 0 … 3, a decode engine on the others: each with a layout of its own."""
+    with world() as everyone:
+        mine = [rank for rank in range(8) if (rank < 4) == (everyone.rank < 4)]
+        engine = everyone.make_sub_group(list(range(4))) or None
+        other = everyone.make_sub_group(list(range(4, 8)))
+        engine = engine or other
+        assert engine is not None
+        sizes = {"tp": 2, "pp": 2} if everyone.rank < 4 else {"tp": 4}
+        groups = ps.create_parallel_groups(engine, sizes)
+        facts: dict[str, Any] = {
+            "world": groups.world.ranks == mine,
+            "layout": str(groups.layout),
+            "tp": whose(groups.tp),
+            "pp": whose(groups.pp),
+            "model": whose(groups.get("model")),
+        }
+        with groups.use():
+            facts["stage"] = ps.is_pipeline_first_stage(), ps.is_rank_in_embedding_group()
+            facts["mesh"] = ps.get_device_mesh("pp", "tp").mesh.tolist()
+        differing = {"tp": 2 if everyone.rank == 5 else 4}
+        wrong = attempt(ps.create_parallel_groups, engine, differing) if everyone.rank >= 4 else None
+        both = "tp=4 × dp=1 × pp=1 on rank 4 and tp=2 × dp=2 × pp=1 on rank 5"
+        facts["wrong"] = wrong and (wrong.kind, both in wrong.text)
+        groups.close()
+    return facts
+
+
+def test_two_models_on_parts_of_one_world(pools: Pools) -> None:
+    for rank, facts in enumerate(pools(8).run(_two_models, timeout_s=DEADLINE_S)):
+        first = rank < 4
+        assert facts == {
+            "world": True,
+            "layout": "tp=2 × dp=1 × pp=2" if first else "tp=4 × dp=1 × pp=1",
+            "tp": [rank // 2 * 2, rank // 2 * 2 + 1] if first else [4, 5, 6, 7],
+            "pp": [rank % 2, rank % 2 + 2] if first else [rank],
+            "model": [0, 1, 2, 3] if first else [4, 5, 6, 7],
+            "stage": (rank < 2, True) if first else (True, True),
+            "mesh": [[0, 1], [2, 3]] if first else [[4, 5, 6, 7]],
+            "wrong": None if first else ("ConfigMismatchError", True),
+        }

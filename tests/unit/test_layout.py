@@ -345,11 +345,12 @@ def test_ends_must_be_ranks_of_the_group_and_may_differ_in_size() -> None:
     for call in (lambda: outside.groups("rim"), lambda: outside.group_of(0, "rim"), lambda: outside.size("rim")):
         with pytest.raises(LayoutError, match=r"'rim' must be among .* \[0, 1, 2, 3\], but are \[0, 9\]"):
             call()
-    uneven = Layout((grid,), ends={"rim": ("pp", lambda ranks: ranks if 0 in ranks else ranks[1:2])}, rank_offset=0)
-    assert uneven.groups("rim") == [[0, 1, 2, 3], [5]]
+    uneven = Layout((grid,), ends={"rim": ("pp", lambda ranks: ranks[1:2] if 0 in ranks else ranks)})
+    assert uneven.groups("rim") == [[1], [4, 5, 6, 7]]
     assert uneven.size("rim") == 4
-    assert uneven.group_of(5, "rim") == [5]
-    assert uneven.group_of(4, "rim") == []
+    assert uneven.group_of(5, "rim") == [4, 5, 6, 7]
+    assert uneven.group_of(1, "rim") == [1]
+    assert uneven.group_of(0, "rim") == []
 
 
 def test_what_picks_ends_gets_a_list_of_its_own() -> None:

@@ -1,0 +1,199 @@
+"""Messages of a group: tensors sent without waiting, objects, and tensor dicts. A `Messenger` carries them.
+
+`src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.routing import Handle
+from parallel_state import checks
+from parallel_state import tensor_dict as by_spec
+from parallel_state.async_collectives import AsyncTensorCollectives
+from parallel_state.groups import OnFirstUse
+from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
+from parallel_state.tensor_dict import TensorDictSpec
+from parallel_state.wire import AllGatherGroup
+
+
+class GroupMessages(AsyncTensorCollectives):
+    """The part of `GroupCoordinator` for messages."""
+
+    _messenger: Messenger
+
+    # Tensors, without waiting.
+
+    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
+        """As send without waiting. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
+        checks.check_tensor(self.context, "isend", x)
+        dst = self._destination("isend", dst)
+        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
+
+    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
+        """As recv without waiting: `wait()` gives the tensor. Not for compiled code."""
+        checks.check_lengths(self.context, "irecv", "size", size)
+        checks.check_dtype(self.context, "irecv", dtype)
+        src = self._source("irecv", src)
+        out = torch.empty(size, dtype=dtype, device=self.device)
+        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
+
+    # Objects.
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Rank `src`'s object on every rank. Tensors may be in it, at any depth.
+
+        Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
+        """
+        checks.check_rank(self.context, "broadcast_object", "src", src)
+        return obj if self._ends_here() else self._messenger.broadcast(obj, src)
+
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
+        """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
+        checks.check_rank(self.context, "broadcast_object_list", "src", src)
+        if not self._ends_here():
+            received = self._messenger.broadcast(obj_list, src, must_be=list)
+            if not isinstance(obj_list, list) or len(received) != len(obj_list):
+                found = f"has {len(obj_list)}" if isinstance(obj_list, list) else f"is a {type(obj_list).__name__}"
+                raise InvalidArgumentError(
+                    f"obj_list of broadcast_object_list on {self.context} must be a list as long as rank {src}'s, "
+                    f"{len(received)}, but {found}"
+                )
+            obj_list[:] = received
+        return obj_list
+
+    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
+        """Rank `src`'s flag on every rank."""
+        return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
+
+    def all_sum(self, value: float) -> float:
+        """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
+        return sum(self.all_gather_object(value))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order, on every rank."""
+        return [obj] if self._ends_here() else self._messenger.all_gather(obj)
+
+    def send_object(self, obj: Any, dst: int | None = None) -> None:
+        """Sends an object to rank `dst` (default: the next), which calls recv_object."""
+        self.isend_object(obj, dst).wait()
+
+    def recv_object(self, src: int | None = None) -> Any:
+        """The object that rank `src` (default: the previous) sends with send_object."""
+        return self._messenger.recv(self._source("recv_object", src, message=True))
+
+    def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
+        """As send_object without waiting: the object is encoded now, its tensors must stay unchanged until `wait()`."""
+        return self._messenger.isend(obj, self._destination("isend_object", dst, message=True))
+
+    def irecv_object(self, src: int | None = None) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
+        return self._messenger.irecv(self._source("irecv_object", src, message=True))
+
+    # Tensor dicts.
+
+    def broadcast_tensor_dict(
+        self, tensor_dict: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
+    ) -> dict[Any, Any]:
+        """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
+
+        CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
+        With `spec` (see TensorDictSpec) nothing but tensor data is sent, and the call compiles.
+        """
+        checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        if spec is not None:
+            return by_spec.broadcast(self, tensor_dict, src, spec)
+        if self._ends_here():
+            return _own(tensor_dict)
+        return self._messenger.broadcast(tensor_dict, src, must_be=dict)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+    ) -> None:
+        """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
+
+        With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
+        that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
+        differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
+        With `spec` no metadata is sent, and the call compiles.
+        """
+        if spec is not None:
+            dst = self._destination("send_tensor_dict", dst)
+            return by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
+        return self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+    ) -> dict[Any, Any]:
+        """The dict that rank `src` (default: the previous) sends. Without `spec`, what is cut into slices is told
+        by the sender, and `all_gather_tensors` is not needed."""
+        src = self._source("recv_tensor_dict", src, message=spec is None)
+        if spec is not None:
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
+        return self._messenger.recv(src, all_gather_group)
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> SendHandle:
+        """As send_tensor_dict without waiting. The tensors are kept alive; change them after `wait()` only."""
+        dst = self._destination("isend_tensor_dict", dst, message=True)
+        return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
+
+        What is cut into slices is told by the sender; `all_gather_tensors` is taken for vLLM's callers only.
+        """
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src, message=True), all_gather_group)
+
+    def _destination(self, operation: str, dst: int | None, *, message: bool = False) -> int:
+        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        checks.check_peer(self.context, operation, "dst", dst)
+        self._check_pair(operation, message)
+        return dst
+
+    def _source(self, operation: str, src: int | None, *, message: bool = False) -> int:
+        src = (self.rank_in_group - 1) % self.world_size if src is None else src
+        checks.check_peer(self.context, operation, "src", src)
+        self._check_pair(operation, message)
+        return src
+
+    def _check_pair(self, operation: str, message: bool) -> None:
+        """Two ranks alone can't make the gloo group of more: the others would never come."""
+        make = self.context.make_cpu_group
+        if message and self.world_size > 2 and isinstance(make, OnFirstUse) and not make.made and not self._destroyed:
+            raise GroupNotInitializedError(
+                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
+                "group make together at its first use; call barrier() on every rank once before"
+            )
+
+
+def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
+    if not isinstance(tensor_dict, dict):
+        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensor_dict).__name__}")
+    return tensor_dict
