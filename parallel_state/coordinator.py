@@ -222,7 +222,7 @@ def create_group(
             timeout_s=traits.options.timeout_s,
             device_group=device.process_group,
             make_cpu_group=cpu_group,
-            channel=max(acquired.channel for acquired in taken),
+            channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)

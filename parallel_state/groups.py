@@ -43,8 +43,6 @@ class Acquired:
     process_group: Any
     """This rank's torch ProcessGroup; None where it is alone."""
     keys: tuple[_Key, ...]
-    channel: int
-    """A number that no other user of this group has: their transfers have other tags."""
 
 
 class OnFirstUse:
@@ -76,7 +74,7 @@ class ProcessGroupPool:
         default: _Key = (tuple(range(self.world_size)), self.default_options, False)
         self._groups: dict[_Key, Any] = {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
-        self._channels: Counter[_Key] = Counter()
+        self._channels: Counter[tuple[int, ...]] = Counter()
         self._made: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
@@ -107,10 +105,12 @@ class ProcessGroupPool:
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
-        strategy = self._strategy(options, division is not None)
+        same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
+        own: _Key = next(same, (tuple(ranks), options, False))
+        there = division is None and (own in self._groups or len(ranks) == 1)
+        strategy = "local" if there else self._strategy(options, division is not None)
         if strategy == "local" or division is None:
-            same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
-            keys = [next(same, (tuple(ranks), options, False))]
+            keys = [own]
         else:
             # Every rank keeps account of every list: it must know when all of them make a group, and when not.
             keys = [(tuple(each), options, len(each) < self.world_size) for each in division()]
@@ -118,10 +118,15 @@ class ProcessGroupPool:
         self._make(strategy, [key for key in keys if key not in self._groups])
         self._users.update(keys)
         mine = next((key for key in keys if self.rank in key[0]), None)
-        if mine is None:
-            return Acquired(None, tuple(keys), 0)
-        self._channels[mine] += 1
-        return Acquired(self._groups[mine], tuple(keys), self._channels[mine] - 1)
+        return Acquired(None if mine is None else self._groups[mine], tuple(keys))
+
+    def next_channel(self, ranks: Sequence[int]) -> int:
+        """A number that no other user of a group of these ranks has: their transfers have other tags.
+
+        Every member calls it in the same order.
+        """
+        self._channels[tuple(ranks)] += 1
+        return self._channels[tuple(ranks)] - 1
 
     def _strategy(self, options: GroupOptions, everyone: bool) -> str:
         chosen = settings.GROUP_CREATION.get()
@@ -175,12 +180,12 @@ class ProcessGroupPool:
         """
         key: _Key = (tuple(ranks), options, False)
         if len(ranks) == 1:
-            return Acquired(None, (), 0)
+            return Acquired(None, ())
         if key not in self._groups:
             self._groups[key] = process_group
             self._borrowed.add(key)
         self._users[key] += 1
-        return Acquired(self._groups[key], (key,), 0)
+        return Acquired(self._groups[key], (key,))
 
     def release(self, acquired: Acquired) -> None:
         """Destroys the groups that nobody uses any more. Whoever acquired together releases together."""

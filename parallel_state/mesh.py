@@ -149,8 +149,8 @@ def read(
     order = _order_of(mesh, world)
     process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
     parts = [name for name in BY_NAME["dp"].spans if name in process_groups]
-    if len(parts) == 1 and not any(name in given for name in BY_NAME["dp"].spans):
-        process_groups["dp"] = process_groups[parts[0]]  # the same ranks
+    if len(parts) == 1:
+        process_groups["dp"] = process_groups[parts[0]]  # made of the two, and the other one has one rank
     return (
         {**given, **shape, **({} if {"dp", "dp_shard", "dp_replicate"} & set(names) else {"dp": 1})},
         order,
@@ -159,7 +159,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """The dims from the fastest to the slowest, by how far apart in the world neighbours on them are."""
+    """The dims from the fastest to the slowest, by how far apart in the world neighbours on them are; and `ep`."""
     position = {rank: index for index, rank in enumerate(world.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()
@@ -174,10 +174,8 @@ def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
         if steps:
             strides[name] = steps.pop()
     order = sorted(strides, key=lambda name: strides[name])
-    # Experts take ranks of tp and of what comes behind it, as in Megatron's order.
-    order.insert(
-        max((at + 1 for at, name in enumerate(order) if name == "tp" or BY_NAME[name].cuts_sequence), default=0), "ep"
-    )
+    within = [at for at, name in enumerate(order) if name == "tp" or BY_NAME[name].cuts_sequence]
+    order.insert(within[-1] + 1 if within else 0, "ep")  # experts divide those and what comes next, as in Megatron
     return "-".join(order)
 
 

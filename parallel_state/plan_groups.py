@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel_state.axes import AXES, BY_NAME, Axis, resolve_layout
+from parallel_state.division import made_at_start
 from parallel_state.layout import Layout
 
 
@@ -111,20 +112,19 @@ def make_plan(request: Request) -> Plan:
     for name, groups in lists.items():
         same.setdefault(tuple(map(tuple, groups)), []).append(name)
     twins = {name: tuple(other for other in names if other != name) for names in same.values() for name in names}
-    kinds = []
+    made, kinds = made_at_start(layout, request.sizes), []
     for name, groups in lists.items():
         touched = [len({rank // request.gpus_per_node for rank in ranks}) for ranks in groups]
-        size = max(map(len, groups))
         kinds.append(
             Kind(
                 axis=BY_NAME[name],
                 count=len(groups),
-                size=size,
+                size=max(map(len, groups)),
                 first=tuple(groups[0]),
                 nodes=max(touched),
                 crossing=sum(nodes > 1 for nodes in touched),
                 same_as=twins[name],
-                made=BY_NAME[name].always_made or (request.sizes.get(name, 1) != 1 and size > 1),
+                made=name in made,
             )
         )
     return Plan(request, layout, tuple(kinds))

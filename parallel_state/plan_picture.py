@@ -120,7 +120,7 @@ def _node_columns(nodes: int, shape: float) -> int:
 
     def badness(columns: int) -> float:
         ratio = columns * shape / ceil(nodes / columns)
-        return max(ratio, 1 / ratio) * (1.0 if nodes % columns == 0 else 1.6)
+        return max(ratio, 1 / ratio) * (1.0 if nodes % columns == 0 else 2.5)
 
     return min(range(1, nodes + 1), key=badness)
 
@@ -147,7 +147,7 @@ def picture(plan: Plan, name: str) -> str:
     size = f"{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {plan.request.order}."
     lines = [("title", line) for line in wrap(str(plan.layout), int(width / 10.5))]
     lines += [
-        ("", line) for text in (size, shown(kind), how_to_read(plan, kind)) for line in wrap(text, int(width / 8))
+        ("", line) for text in (size, shown(kind), how_to_read(plan, kind)) for line in wrap(text, int(width / 7.5))
     ]
     top = margin + sum(22 if style else 18 for style, _ in lines) + 10
     parts, y = [], float(margin)

@@ -1,0 +1,132 @@
+"""Which strategy makes a group, and which calls it takes: with torch's fake backend, one rank of eight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from device_communicators.errors import SettingError, UnsupportedError
+from parallel_state import GroupOptions, groups
+from parallel_state.groups import ProcessGroupPool
+
+PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+NCCL = GroupOptions("nccl", 5.0)
+
+
+class Calls(list[Any]):
+    """What was asked of torch, which is not asked."""
+
+    def split(self, *, split_ranks: list[list[int]], **options: Any) -> object:
+        self.append(("split", split_ranks))
+        return object()
+
+    def of_members(self, name: str, ranks: Any, *options: Any) -> object:
+        self.append(("members", list(ranks)))
+        return object()
+
+    def globally(self, ranks: list[int], *options: Any) -> object:
+        self.append(("global", ranks))
+        return object()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    made = Calls()
+    monkeypatch.setattr(dist, "split_group", made.split)
+    monkeypatch.setattr(dist, "new_group", made.globally)
+    monkeypatch.setattr(groups, "new_group_of_members", made.of_members)
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def pool(calls: Calls) -> ProcessGroupPool:
+    return ProcessGroupPool(5.0)
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the default group were NCCL's, made at once for a device."""
+    monkeypatch.setattr(groups, "bound_device", lambda: torch.device("cuda", 0))
+
+
+def test_members_make_a_group_where_no_device_is_bound(pool: ProcessGroupPool, calls: Calls) -> None:
+    for options in (NCCL, GroupOptions("gloo", 5.0)):
+        pool.acquire([2, 3], options, division=lambda: PAIRS)
+    assert calls == [("members", [2, 3])] * 2
+    assert pool.groups_made == 2
+
+
+@pytest.mark.usefixtures("bound")
+def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool, calls: Calls) -> None:
+    """The same lists again take no call, on no rank; of other lists, those that aren't there yet."""
+    first = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
+    second = pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
+    assert calls == [("split", PAIRS)]
+    assert first.process_group is second.process_group
+    assert [pool.next_channel([2, 3]), pool.next_channel([2, 3]), pool.next_channel([2, 3, 4])] == [0, 1, 0]
+    uneven = [[0, 1], [2, 3, 4, 5], [6, 7]]
+    pool.acquire([2, 3, 4, 5], NCCL, division=lambda: uneven)
+    assert calls[1:] == [("split", [[2, 3, 4, 5]])]
+    pool.release(first)
+    pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
+    assert len(calls) == 2, "somebody still uses them"
+
+
+@pytest.mark.usefixtures("bound")
+def test_what_only_members_ask_for_is_made_by_them(pool: ProcessGroupPool, calls: Calls) -> None:
+    """At its first use, or as a sub-group: the others aren't there to join a split. Beside one that there is: that."""
+    pool.acquire([2, 3], NCCL)
+    axis = pool.acquire([0, 1, 2, 3], NCCL, division=lambda: HALVES)
+    near = pool.acquire([0, 1, 2, 3], NCCL, near=[axis])
+    assert near.process_group is axis.process_group
+    pool.acquire([2, 3], GroupOptions("gloo", 5.0), division=lambda: PAIRS)
+    assert calls == [("members", [2, 3]), ("split", HALVES), ("members", [2, 3])]
+
+
+def test_the_world_and_one_rank_need_no_group(pool: ProcessGroupPool, calls: Calls) -> None:
+    everyone = pool.acquire(range(8), pool.default_options, division=lambda: [list(range(8))])
+    assert everyone.process_group is dist.group.WORLD
+    assert pool.acquire([2], NCCL, division=lambda: [[rank] for rank in range(8)]).process_group is None
+    assert calls == []
+    pool.release(everyone)
+    assert dist.is_initialized()
+
+
+def test_mpi_needs_all_ranks_for_each_list(pool: ProcessGroupPool, calls: Calls) -> None:
+    options = GroupOptions("mpi", 5.0)
+    pool.acquire([2, 3], options, division=lambda: PAIRS)
+    assert calls == [("global", pair) for pair in PAIRS]
+    assert pool.groups_made == 1
+    with pytest.raises(UnsupportedError, match="made by all ranks of the world together"):
+        pool.acquire([2, 3], options)
+
+
+def test_a_split_without_a_bound_device_is_refused(
+    pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARALLEL_STATE_GROUP_CREATION", "split")
+    with pytest.raises(SettingError, match="device_id"):
+        pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
+    pool.acquire([2, 3], GroupOptions("gloo", 5.0), division=lambda: PAIRS)
+    assert calls == [("members", [2, 3])], "gloo has nothing to split"
+
+
+@pytest.mark.usefixtures("bound")
+@pytest.mark.parametrize(("setting", "call"), [("local", "members"), ("split", "split"), ("global", "global")])
+def test_the_setting_chooses(
+    pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch, setting: str, call: str
+) -> None:
+    monkeypatch.setenv("PARALLEL_STATE_GROUP_CREATION", setting)
+    pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
+    assert calls[0][0] == call
