@@ -3,6 +3,6 @@
 from setuptools import setup
 
 setup(
-    packages=["parallel_state", "device_communicators"],
-    package_data={"parallel_state": ["py.typed"], "device_communicators": ["py.typed"]},
+    packages=["parallel_state", "parallel_state.plan", "device_communicators"],
+    package_data={"parallel_state": ["py.typed", "getters.pyi"], "device_communicators": ["py.typed"]},
 )

@@ -23,7 +23,6 @@ import parallel_state as ps
 from parallel_state.axes import resolve_layout
 
 
-
 class Case(NamedTuple):
     """A layout of a number of ranks."""
 

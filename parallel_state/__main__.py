@@ -13,7 +13,7 @@ from importlib import import_module
 PROGRAM = "python -m parallel_state"
 
 COMMANDS = {
-    "plan": ("parallel_state.plan", "groups, warnings and a picture of a layout, before anything is started"),
+    "plan": ("parallel_state.plan.command", "groups, warnings and a picture of a layout, before anything is started"),
 }
 """Name -> module, what it is for."""
 

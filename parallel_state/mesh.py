@@ -129,10 +129,11 @@ def read(
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
+    parts = {"dp_shard", "dp_replicate"}
     allowed = [row.name for row in BY_NAME.values() if row.size_parameter and not (row.experts or row.within)]
     if not names or not set(names) <= set(allowed):
         raise LayoutError(f"the dims of the mesh must have names of axes, {', '.join(allowed)}, but have {names}")
-    if len(set(names)) != len(names) or ("dp" in names and set(BY_NAME["dp"].spans) & set(names)):
+    if len(set(names)) != len(names) or ("dp" in names and parts & set(names)):
         raise LayoutError(
             f"the dims of the mesh must be different axes, and 'dp' is made of its parts, but are {names}"
         )
@@ -141,21 +142,20 @@ def read(
             f"the mesh must hold each rank of the world, {format_ranks(world.ranks)}, once, but holds "
             f"{format_ranks(sorted(mesh.mesh.flatten().tolist()))}"
         )
-    given = {name: size for name, size in by_axis(sizes).items() if size not in (None, 1)}
-    twice = [name for name in given if name in names or (name == "dp" and {"dp_shard", "dp_replicate"} & set(names))]
+    given = {name: size for name, size in by_axis(sizes).items() if size is not None}
+    twice = [
+        name for name, size in given.items() if size != 1 and (name in names or (name == "dp" and parts & set(names)))
+    ]
     if twice:
         raise InvalidArgumentError(f"the mesh says the sizes of its axes, but {', '.join(twice)} are given as well")
     shape = dict(zip(names, mesh.mesh.shape, strict=True))
     order = _order_of(mesh, world)
     process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
-    parts = [name for name in BY_NAME["dp"].spans if name in process_groups]
-    if len(parts) == 1:
-        process_groups["dp"] = process_groups[parts[0]]  # made of the two, and the other one has one rank
-    return (
-        {**given, **shape, **({} if {"dp", "dp_shard", "dp_replicate"} & set(names) else {"dp": 1})},
-        order,
-        process_groups,
-    )
+    cut = [name for name in parts if name in process_groups]
+    if len(cut) == 1:
+        process_groups["dp"] = process_groups[cut[0]]  # made of the two, and the other one has one rank
+    data = {} if {"dp", *parts} & set(names) else {"dp": 1}
+    return {**data, **given, **shape}, order, process_groups
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:

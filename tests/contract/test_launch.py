@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import parallel_state
 from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
+from parallel_state import GroupOptions
 from parallel_state.launch import LaunchConfig, launch
 
 ROOT = Path(__file__).parents[2]
@@ -184,16 +185,17 @@ def record_call() -> tuple[list[str], str]:
 
 
 def test_logging_then_setup_then_groups_then_the_function(name):
-    backends = {"backend": "gloo", "axis_backends": {"tp": "gloo"}}
-    options = {"tensor_model_parallel_size": 2, **backends}
+    options = {"tensor_model_parallel_size": 2, "sizes": {"cp": 1}, "order": "tp-cp-dp-pp"}
+    options |= {"backend": "gloo", "axis_backends": {"tp": "gloo"}}
+    asked = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, "order": "tp-cp-dp-pp"}
+    asked |= {"backend": "gloo", "axis_options": {"tp": GroupOptions("gloo")}, "cp": 1}
     results = launch(record_call, 2, setup=set_up, log_level="INFO", timeout=DEADLINE_S, name=name, **options)
     for index, (order, line) in enumerate(results):
         assert order == [
             "logging at INFO",
             "setup",
             "init_distributed_environment {'distributed_init_method': 'env://', 'backend': 'gloo'}",
-            "initialize_model_parallel "
-            + str({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1, **backends}),
+            "initialize_model_parallel " + str(asked),
             "fn",
             "destroy_model_parallel {}",
             "destroy_distributed_environment {}",

@@ -98,7 +98,7 @@ def test_sizes_that_do_not_fit_are_refused_on_every_rank(pools: Pools) -> None:
         "one is wrong": ("ConfigMismatchError", ["tp=2 × dp=2 × pp=1 on rank 0", "tp=3", "on rank 2"]),
         "orders": ("ConfigMismatchError", ["tp=2 × dp=2 × pp=1 on rank 0", "tp=2 × pp=1 × dp=2 on rank 3"]),
         "timeouts": ("ConfigMismatchError", ["timeout_s", "5.0 on rank 0", "6.0 on rank 1"]),
-        "axis backend": ("InvalidArgumentError", ["tp, dp, pp", "'xp'"]),
+        "axis backend": ("InvalidArgumentError", ["tp, cp, pcp", "'xp'"]),
         "custom all-reduce": ("ConfigMismatchError", ["custom_all_reduce", "True on rank 0", "False on rank 3"]),
         "none made": ("ok", ["(False, None)"]),
         "then": ("ok", []),

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from parallel_state.__main__ import main
-from parallel_state.plan_groups import Plan, Request, make_plan
-from parallel_state.plan_page import page
-from parallel_state.plan_picture import (
+from parallel_state.plan.groups import Plan, Request, make_plan
+from parallel_state.plan.page import for_script, page
+from parallel_state.plan.picture import (
     DARK,
     DARK_TEXT,
     LIGHT,
@@ -30,7 +30,7 @@ from parallel_state.plan_picture import (
     group_of_each_rank,
     picture,
 )
-from parallel_state.plan_warnings import Remark, remarks_on
+from parallel_state.plan.remarks import Remark, remarks_on
 
 SVG = "{http://www.w3.org/2000/svg}"
 MAX_BYTES = 2_000_000
@@ -270,6 +270,12 @@ def test_escaping() -> None:
     assert any(HOSTILE in text for text in found.texts["li"])
     assert HOSTILE in str(found.all("button")[0]["title"])
     assert HOSTILE in found.data["kinds"][0]["shows"]
+
+
+def test_no_text_ends_the_script_that_holds_it() -> None:
+    escaped = for_script(json.dumps([HOSTILE]))
+    assert not set("<>&") & set(escaped)
+    assert json.loads(escaped) == [HOSTILE]
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import fill
 
-from parallel_state.plan_communicators import ALL_TO_ALL, BASIS, HIGH, LOW, Communicators
-from parallel_state.plan_groups import Kind, Plan, abbreviate, coordinates
-from parallel_state.plan_warnings import Remark
+from parallel_state.plan.communicators import ALL_TO_ALL, BASIS, HIGH, LOW, Communicators
+from parallel_state.plan.groups import Kind, Plan, abbreviate, coordinates
+from parallel_state.plan.remarks import Remark
 
 WIDTH = 120
 

@@ -1,4 +1,4 @@
-"""Style and script of the page in `plan_page`. The script reads the page's data and writes text only, never HTML."""
+"""Style and script of the page in `page`. The script reads the page's data and writes text only, never HTML."""
 
 PAGE_STYLE = """
 *{box-sizing:border-box}
@@ -86,7 +86,7 @@ function shorten(words) {
   return words.length <= 4 ? words.join(" ") : [...words.slice(0, 3), "…", words[words.length - 1]].join(" ");
 }
 
-function abbreviate(ranks) {                                    // as plan_groups.abbreviate
+function abbreviate(ranks) {                                    // as groups.abbreviate
   if (ranks.length < 3) return ranks.join(" ");
   const step = ranks[1] - ranks[0];
   let run = 2;

@@ -1,6 +1,6 @@
 """A plan as one SVG: nodes as boxes, GPUs as cells, coloured by the groups of one kind. No script, no outside resource.
 
-The page in `plan_page` holds the same drawing. Beyond `MAX_RANKED` ranks a cell has no room for the rank itself, beyond
+The page in `page` holds the same drawing. Beyond `MAX_RANKED` ranks a cell has no room for the rank itself, beyond
 `MAX_NUMBERED` none for the number of its group, and beyond `MAX_TITLED` it has no hover text: a file stays below 2 MB.
 """
 
@@ -12,7 +12,7 @@ from html import escape
 from math import ceil, sqrt
 from textwrap import wrap
 
-from parallel_state.plan_groups import Kind, Plan
+from parallel_state.plan.groups import Kind, Plan
 
 MAX_RANKED = 128
 MAX_NUMBERED = 2048

@@ -1,6 +1,6 @@
 """A layout on nodes: every kind of group with its size, its ranks and the nodes that it touches. Arithmetic only.
 
-What is worth a warning is in `plan_warnings`, what it costs in `plan_communicators`, how it is printed in `plan_text`.
+What is worth a warning is in `remarks`, what it costs in `communicators`, how it is printed in `as_text`.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from device_communicators.errors import LayoutError
-from parallel_state.plan_communicators import BASIS, FIGURES, Communicators
-from parallel_state.plan_fit import Change
-from parallel_state.plan_groups import Kind, Plan, coordinates, steps_of
-from parallel_state.plan_warnings import Remark
+from parallel_state.plan.communicators import BASIS, FIGURES, Communicators
+from parallel_state.plan.fit import Change
+from parallel_state.plan.groups import Kind, Plan, coordinates, steps_of
+from parallel_state.plan.remarks import Remark
 
 
 def plan_json(

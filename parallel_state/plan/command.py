@@ -1,7 +1,7 @@
 """`python -m parallel_state plan`: what a layout means, before anything is started. Options, files and exit codes.
 
 Exit code 0, also with warnings; 2 for sizes that don't fit, with the smallest change that would make them fit, and for
-options that make no sense. What `--json` writes is in `plan_json`.
+options that make no sense. What `--json` writes is in `as_json`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from device_communicators.errors import LayoutError
 from parallel_state.axes import AXES, PRESETS
-from parallel_state.plan_communicators import count_communicators
-from parallel_state.plan_fit import changes_that_fit
-from parallel_state.plan_groups import Plan, Request, make_plan
-from parallel_state.plan_json import plan_json, refusal_json
-from parallel_state.plan_page import page
-from parallel_state.plan_picture import MAX_RANKS, default_kind, picture
-from parallel_state.plan_text import plan_text, rank_text
-from parallel_state.plan_warnings import remarks_on
+from parallel_state.plan.as_json import plan_json, refusal_json
+from parallel_state.plan.as_text import plan_text, rank_text
+from parallel_state.plan.communicators import count_communicators
+from parallel_state.plan.fit import changes_that_fit
+from parallel_state.plan.groups import Plan, Request, make_plan
+from parallel_state.plan.page import page
+from parallel_state.plan.picture import MAX_RANKS, default_kind, picture
+from parallel_state.plan.remarks import remarks_on
 
 BAD_SIZES = 2
 STDOUT = "-"

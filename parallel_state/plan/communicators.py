@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from parallel_state.plan_groups import Plan
+from parallel_state.plan.groups import Plan
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""A plan as one HTML page: the drawing of `plan_picture`, buttons for the kinds of groups, and a panel for one rank.
+"""A plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
 
 Works from a file, without network: styles and script are inside, and the page's own policy forbids anything else. The
 page holds no lists of ranks: the script computes groups from the axes, as `layout.Grid` does. The script is in
-`plan_script`.
+`script`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from parallel_state.axes import BY_NAME
 from parallel_state.layout import Grid
-from parallel_state.plan_groups import Kind, Plan
-from parallel_state.plan_picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
-from parallel_state.plan_script import PAGE_STYLE, SCRIPT
-from parallel_state.plan_warnings import Remark
+from parallel_state.plan.groups import Kind, Plan
+from parallel_state.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
+from parallel_state.plan.remarks import Remark
+from parallel_state.plan.script import PAGE_STYLE, SCRIPT
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 

@@ -16,7 +16,7 @@ from math import lcm, prod
 from device_communicators.errors import LayoutError
 from parallel_state.axes import AXES, BY_NAME, PRESETS
 from parallel_state.layout import divisors, split_order
-from parallel_state.plan_groups import Request
+from parallel_state.plan.groups import Request
 
 MAX_TRIES = 200
 """Of one search: about 0.2 s with 16,384 ranks."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from device_communicators.errors import LayoutError
-from parallel_state.plan_groups import Kind, Plan, steps_of
+from parallel_state.plan.groups import Kind, Plan, steps_of
 
 
 @dataclass(frozen=True)
