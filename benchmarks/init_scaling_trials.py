@@ -6,6 +6,7 @@ Ours beside what Megatron and vLLM do, one `new_group` on every rank for every l
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections import Counter
@@ -20,8 +21,8 @@ from forked_ranks import Result, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel_state as ps
-from parallel_state import rendezvous
-from parallel_state.axes import AXES, resolve_layout
+from parallel_state import rendezvous, resolve_layout
+from parallel_state.axes import AXES
 from parallel_state.division import made_at_start
 from parallel_state.layout import Layout
 
@@ -71,8 +72,32 @@ class Trial(NamedTuple):
     """Whether gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1) instead of all at creation."""
 
 
+class Report(NamedTuple):
+    """What a rank tells beside its times."""
+
+    steps: dict[str, dict[str, int]]
+    """After each step: operations on the store by kind, where they are counted, `groups` it is in, `calls` for them."""
+    modules: list[str]
+    """What was imported meanwhile."""
+
+
+def preload(deadline: float) -> list[str]:
+    """Imports what any variant imports while it starts, which it then doesn't do in each rank; returns the names.
+
+    In an engine, it is there by then or is imported once; in forks on few cores, it would be most of the time.
+    """
+    division = Division("dense", 2, {"tp": 2})
+    names: dict[str, None] = {}
+    for variant in VARIANTS:
+        report = run_trial(Trial(division, variant, False), deadline)[0].value
+        names.update(dict.fromkeys(report.modules))
+    for name in names:
+        importlib.import_module(name)
+    return list(names)
+
+
 def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
-    """Each rank's result; with `count`, where times mean nothing, its value has the counts after each step."""
+    """Each rank's result; with `count`, where times mean nothing, their value has operations on the store too."""
     lists = _lists(trial.division, trial.variant)  # before the start: Megatron's own arithmetic isn't what is compared
     function = partial(_rank, trial, lists, count)
     return run_ranks(trial.division.world_size, function, deadline)
@@ -87,7 +112,8 @@ def _lists(division: Division, variant: str) -> list[list[list[int]]]:
 
 def _rank(
     trial: Trial, lists: Sequence[Sequence[Sequence[int]]], count: bool, rank: int, port: int, mark: Mark
-) -> dict[str, Any]:
+) -> Report:
+    loaded = set(sys.modules)
     size = str(trial.division.world_size)
     os.environ.update(
         RANK=str(rank),
@@ -115,7 +141,7 @@ def _rank(
             _device_mesh(trial, ended)
         else:
             _plain(lists, ended)
-    return steps
+    return Report(steps, sorted(set(sys.modules) - loaded))
 
 
 def _ours(trial: Trial, ended: Mark) -> None:
@@ -176,10 +202,13 @@ def _count_store_operations() -> list[CountingStore]:
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
     stores: list[CountingStore] = []
     for module, name in ((rendezvous, "_tcp_store"), (of_torch, "_create_c10d_store")):
-
-        def counting(*args: Any, make: Callable[..., Any] = getattr(module, name), **named: Any) -> CountingStore:
-            stores.append(CountingStore(make(*args, **named)))
-            return stores[-1]
-
-        setattr(module, name, counting)
+        setattr(module, name, _counting(getattr(module, name), stores))
     return stores
+
+
+def _counting(make: Callable[..., dist.Store], stores: list[CountingStore]) -> Callable[..., CountingStore]:
+    def counting(*args: Any, **named: Any) -> CountingStore:
+        stores.append(CountingStore(make(*args, **named)))
+        return stores[-1]
+
+    return counting

@@ -70,12 +70,7 @@ from parallel_state.aliases import (
     tensor_model_parallel_gather,
     tensor_model_parallel_reduce_scatter,
 )
-from parallel_state.axes import (
-    AXES,
-    PRESETS,
-    Axis,
-    resolve_layout,
-)
+from parallel_state.axes import AXES, PRESETS, Axis
 from parallel_state.capture import (
     GraphCaptureContext,
     graph_capture,
@@ -128,6 +123,7 @@ from parallel_state.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from parallel_state.resolution import resolve_layout
 from parallel_state.same_node import (
     in_the_same_node_as,
 )

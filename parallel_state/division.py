@@ -17,11 +17,12 @@ from device_communicators import settings
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from parallel_state import mesh
 from parallel_state.agreement import digest
-from parallel_state.axes import AXES, BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, resolve_layout
+from parallel_state.axes import AXES, BY_NAME, DEFAULT_ORDER, RankPicker, by_axis
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.layout import Layout
 from parallel_state.options import GroupOptions, seconds
 from parallel_state.parallel_groups import ParallelGroups, VirtualPipeline
+from parallel_state.resolution import resolve_layout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

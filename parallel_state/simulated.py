@@ -17,10 +17,11 @@ from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing import unique_name
-from parallel_state.axes import DEFAULT_ORDER, named_sizes, resolve_layout
+from parallel_state.axes import DEFAULT_ORDER, named_sizes
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.division import made_at_start, virtual_pipeline
 from parallel_state.parallel_groups import ParallelGroups
+from parallel_state.resolution import resolve_layout
 
 
 def simulate(

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel_state.axes import AXES, BY_NAME, Axis, resolve_layout
+from parallel_state.axes import AXES, BY_NAME, Axis
 from parallel_state.division import made_at_start
 from parallel_state.layout import Layout
+from parallel_state.resolution import resolve_layout
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import parallel_state as ps
+from tests.contract.attempts import world
 from tests.workers import WorkerPool
 
 BACKENDS = ("aot_eager", "inductor")
@@ -283,3 +284,36 @@ def _cached_body(backend: str) -> None:
 def test_cached_code_of_another_rank_or_world_size_is_not_used(pools: Callable[[int], WorkerPool]) -> None:
     for world_size in (2, 4):
         pools(world_size).run(_cached_body, "inductor", tp=world_size, timeout_s=300)
+
+
+def _over_axes(x: Tensor) -> Tensor:
+    """What a layer with context and expert parallelism asks for: groups, ranks and sizes of the axis table."""
+    x = ps.get_cp_group().all_reduce(x) * (1 + ps.get_context_parallel_rank())
+    x = ps.get_expert_model_parallel_group().all_reduce(x) / ps.get_ep_world_size()
+    if ps.is_pipeline_first_stage(ignore_virtual=False):
+        x = x + ps.get_dp_shard_group().all_reduce(x)
+    return x + ps.get_group("model").all_reduce(x) + ps.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _axes_body(backend: str) -> str:
+    torch._dynamo.reset()
+    with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
+        x = torch.arange(6.0) + ps.get_rank()
+        compiled = torch.compile(_over_axes, fullgraph=True, backend=backend)
+        try:
+            compiled(x)
+            told = "nothing"
+        except Exception as error:
+            told = str(error)
+        torch._dynamo.reset()
+        with torch.inference_mode():
+            expected = _over_axes(x)  # makes what isn't made at start
+            assert torch.equal(compiled(x), expected)
+    return told
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
+    """A group that would have to be made while compiling is refused, with what to do."""
+    for told in pools(8).run(_axes_body, backend, timeout_s=120.0):
+        assert "eager=True" in told, told

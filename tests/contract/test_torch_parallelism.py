@@ -85,7 +85,7 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 
 def _sharded(sizes: dict[str, Any], dims: tuple[str, ...], data: str) -> dict[str, Any]:
-    with world(**sizes):
+    with world(1, **sizes):
         group, model = ps.get_group(data), _transformer()
         parallelize_module(model, ps.get_device_mesh("tp"), PLAN)
         mesh = ps.get_device_mesh(*dims)
@@ -151,7 +151,7 @@ def _piped(pp: int, schedule_name: str, microbatches: int) -> dict[str, Any]:
         grads = {}
         for name, parameter in module.named_parameters():
             layer, _, rest = name.partition(".")
-            name = f"{cuts[at] + int(layer)}.{rest}" if list(module._modules)[0] == "0" else name
+            name = f"{cuts[at] + int(layer)}.{rest}" if next(iter(module._modules)) == "0" else name
             grads[name] = data.all_reduce(parameter.grad) / data.world_size
         return {"losses": [loss.item() for loss in losses], "grads": grads}
 

@@ -16,6 +16,7 @@ import pytest
 
 from device_communicators.errors import InvalidArgumentError, LayoutError
 from parallel_state import axes as axes_module
+from parallel_state import resolution
 from parallel_state.axes import (
     AXES,
     BY_NAME,
@@ -25,9 +26,9 @@ from parallel_state.axes import (
     by_axis,
     embedding_ranks,
     position_embedding_ranks,
-    resolve_layout,
 )
 from parallel_state.layout import Grid, Layout
+from parallel_state.resolution import resolve_layout
 
 EXPERT_ROWS = {"ep", "etp", "efsdp", "edp", "tp_ep", "tp_ep_pp"}
 NODE_ROWS = {"dp_intra_node", "dp_inter_node"}
@@ -80,11 +81,14 @@ def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row()
 
 
 def table_with(row: str) -> ModuleType:
-    """The module, had its table one row more."""
+    """What table and resolution would be, had the table one row more."""
     source = Path(str(axes_module.__file__)).read_text()
     assert source.count("\nAXES = (\n") == 1
     changed = ModuleType("axes_with_a_row")
     exec(compile(source.replace("\nAXES = (\n", f"\nAXES = (\n{row},\n"), "axes_with_a_row", "exec"), vars(changed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "parallel_state.axes", changed)
+        exec(compile(Path(str(resolution.__file__)).read_text(), "resolution", "exec"), vars(changed))
     return changed
 
 

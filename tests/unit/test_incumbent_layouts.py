@@ -30,8 +30,9 @@ import numpy as np
 import pytest
 
 from device_communicators.errors import LayoutError
-from parallel_state.axes import DEFAULT_ORDER, PRESETS, resolve_layout
+from parallel_state.axes import DEFAULT_ORDER, PRESETS
 from parallel_state.layout import Layout
+from parallel_state.resolution import resolve_layout
 
 CASES = int(os.environ.get("LAYOUT_CASES", "2500"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from device_communicators.errors import LayoutError
 from parallel_state.__main__ import COMMANDS, main
-from parallel_state.axes import AXES, BY_NAME, PRESETS, resolve_layout
+from parallel_state.axes import AXES, BY_NAME, PRESETS
 from parallel_state.plan.communicators import ALL_TO_ALL, FIGURES, HIGH, LOW, count_communicators
 from parallel_state.plan.fit import changes_that_fit
 from parallel_state.plan.groups import Plan, Request, abbreviate, make_plan
 from parallel_state.plan.remarks import CHECKS, remarks_on
+from parallel_state.resolution import resolve_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60

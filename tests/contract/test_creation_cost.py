@@ -1,0 +1,96 @@
+"""What making groups costs a rank: nothing that grows with the world, and nothing that stays when they end.
+
+The first by counts, in a process that plays one rank of many on torch's `fake` backend; the second on real ranks.
+Times are measured by `benchmarks/init_scaling.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import parallel_state as ps
+from benchmarks.counting_store import Cost, cost_of_start
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 120.0
+
+SIZES = {
+    "tensor_model_parallel_size": 8,
+    "pipeline_model_parallel_size": 8,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 8,
+}
+AGREEMENT = 8  # operations on the store that the last of the ranks to come needs, which has the most to do
+
+
+def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:
+    return [cost_of_start(rank, world_size, SIZES, eager=eager) for rank, world_size in places]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["made at start", "all kinds"])
+def test_what_a_rank_does_does_not_grow_with_the_world(pools: Pools, eager: bool) -> None:
+    """The same calls and store operations in a world of 1,024 and of 16,384: 28 and 448 tensor-parallel groups more."""
+    small, large = 1024, 16384
+    places = [(rank, size) for size in (small, large) for rank in (0, size // 2, size - 1)]
+    first, *others = pools(1).run(_costs, places, eager, timeout_s=DEADLINE_S)[0]
+    # A middle stage is in no group of the first and last ones, which share the word embedding.
+    fewer = first._replace(groups=first.groups - eager, calls=first.calls - eager, rank_sets=first.rank_sets - eager)
+    for place, cost in zip(places[1:], others, strict=True):
+        assert cost in (first, fewer), place
+    assert others[:2] == others[3:]  # ranks at the same place of either world
+    assert others[2] == first
+    assert first.calls == first.groups == (14 if eager else 5)  # no call for a group that this rank isn't in
+    assert sum(first.store.values()) == AGREEMENT, first.store
+
+
+class Footprint(NamedTuple):
+    """Of one process."""
+
+    threads: int
+    descriptors: int
+    rss_kib: int
+
+
+def _footprint() -> Footprint:
+    gc.collect()
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    return Footprint(int(status["Threads"]), len(os.listdir("/proc/self/fd")), int(status["VmRSS"].split()[0]))
+
+
+def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footprint, Footprint]:
+    """What the process has after `settled` rounds of making and ending its groups, and after all."""
+    found = []
+    if not world_too:
+        ps.init_distributed_environment()
+    for number in range(1, rounds + 1):
+        if world_too:
+            ps.init_distributed_environment()
+        ps.initialize_model_parallel(2)
+        for group in (ps.get_tp_group(), ps.get_dp_group()):
+            assert group.all_reduce(torch.tensor([group.rank])).item() == sum(group.ranks)
+            group.barrier()
+        if world_too:
+            ps.destroy_distributed_environment()
+        else:
+            ps.destroy_model_parallel()
+        if number in (settled, rounds):
+            found.append(_footprint())
+    ps.destroy_distributed_environment()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("world_too", [False, True], ids=["division", "world and division"])
+def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool) -> None:
+    """A hundred times: as many threads and descriptors as after twenty, and no more memory than an allocator's slack."""
+    for rank, (settled, after) in enumerate(pools(4).run(_again_and_again, world_too, 20, 100, timeout_s=DEADLINE_S)):
+        assert after.threads == settled.threads, rank
+        assert after.descriptors == settled.descriptors, rank
+        assert after.rss_kib - settled.rss_kib < 6 * 1024, rank

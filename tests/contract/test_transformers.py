@@ -1,0 +1,78 @@
+"""transformers' own tensor parallelism, on our mesh: its plan for Llama, its sharded loading, our groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import world
+from tests.workers import WorkerPool
+
+try:
+    import transformers
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import TransformersDeviceMesh
+except ImportError as error:
+    pytest.skip(f"needs transformers 5.20 or newer: {error}", allow_module_level=True)
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 90.0
+
+
+class OnOurMesh(transformers.LlamaForCausalLM):
+    """from_pretrained makes meshes of its own, with these dims and groups for each; here they are over our groups."""
+
+    @classmethod
+    def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+        dense = ps.get_device_mesh("pp", "dp_replicate", "fsdp", "tp")
+        experts = ps.get_device_mesh("pp", "dp_replicate", "efsdp", "ep")
+        return distributed_config, None, TransformersDeviceMesh(dense, experts)
+
+
+def _config() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=False, dtype="float64",
+    )  # fmt: skip
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def _logits(path: str, order: str) -> dict[str, Any]:
+    with world(2, data_parallel_replicate_size=2, order=order):
+        config = DistributedConfig(tp_size=2, tp_plan="auto")
+        model = OnOurMesh.from_pretrained(path, distributed_config=config, dtype=torch.float64)
+        weight = model.model.layers[0].mlp.down_proj.weight
+        with torch.no_grad():
+            logits = model(_tokens()).logits
+        return {
+            "logits": getattr(logits, "full_tensor", lambda: logits)(),
+            "local": tuple(weight.to_local().shape),
+            "group": weight.device_mesh.get_group() is ps.get_tp_group().device_group,
+            "tp": ps.get_tp_group().ranks,
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "apart"), [("tp-dp-pp", 1), ("dp-tp-pp", 2)])
+def test_llama_with_the_plan_of_transformers(pools: Pools, tmp_path: Path, order: str, apart: int) -> None:
+    """Two copies of the model, each on two ranks, which are neighbours or not."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(_config()).double().eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(_tokens()).logits
+    for rank, facts in enumerate(pools(4).run(_logits, str(tmp_path), order, timeout_s=DEADLINE_S)):
+        assert facts["tp"][1] - facts["tp"][0] == apart
+        assert rank in facts["tp"]
+        assert facts["group"]
+        assert facts["local"] == (16, 12)
+        # float64; the two halves of each row-parallel product are added after each was summed.
+        torch.testing.assert_close(facts["logits"], expected, rtol=0, atol=1e-13)
