@@ -60,17 +60,12 @@ def main() -> None:
         "counts": [],
         "times": [],
     }
-    for world_size in options.ranks:
-        rows = measure(world_size, options.repetitions, deadline, result["failures"])
-        print_real(rows)
-        result["real"] += rows
-    if not options.no_counts:
-        for case in (*GROWING, *CITED):
-            result["counts"] += counts_of(case, deadline)
-        check_constant([row for row in result["counts"] if row["pp"] == GROWING[0].pp])
-        for case in GROWING:
-            result["times"] += times_of(case, options.repetitions, deadline)
-        print_counts(result["counts"], result["times"])
+    try:
+        real(result, options, deadline)
+        if not options.no_counts:
+            counts(result, options, deadline)
+    except TrialFailedError as error:  # what was measured until then is written all the same
+        result["failures"].append(str(error))
     if options.json:
         options.json.write_text(dumps(result))
     if options.plot:
@@ -78,6 +73,22 @@ def main() -> None:
     for failure in result["failures"]:
         print(f"failed: {failure}", file=sys.stderr)
     sys.exit(1 if result["failures"] else 0)
+
+
+def real(result: dict[str, Any], options: argparse.Namespace, deadline: float) -> None:
+    for world_size in options.ranks:
+        rows = measure(world_size, options.repetitions, deadline, result["failures"])
+        print_real(rows)
+        result["real"] += rows
+
+
+def counts(result: dict[str, Any], options: argparse.Namespace, deadline: float) -> None:
+    for case in (*GROWING, *CITED):
+        result["counts"] += counts_of(case, deadline)
+    check_constant([row for row in result["counts"] if row["pp"] == GROWING[0].pp])
+    for case in GROWING:
+        result["times"] += times_of(case, options.repetitions, deadline)
+    print_counts(result["counts"], result["times"])
 
 
 def parse() -> argparse.Namespace:

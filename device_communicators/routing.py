@@ -7,6 +7,7 @@ communicator raises into this library's errors. It holds no membership logic and
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 import weakref
@@ -235,11 +236,13 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the communicators. Twice is fine."""
+        """Closes the communicators and lets go of the process groups, whose threads end with them. Twice is fine."""
         if not self.closed:
             self.closed = True
             for communicator in self.communicators:
                 communicator.close()
+            self.communicators = ()
+            self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None)
 
 
 def _is_communication_error(error: Exception) -> bool:

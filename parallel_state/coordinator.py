@@ -175,9 +175,12 @@ class GroupCoordinator(GroupMessages):
         self._destroyed = True
         self._messenger.close()
         self.route.close()
-        if self.pool is not None:
+        self.context = self.route.context
+        pool, self.pool = self.pool, None
+        if pool is not None:
             for acquired in self.acquired:
-                self.pool.release(acquired)
+                pool.release(acquired)
+        self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
 
     def close(self) -> None:
         self.destroy()

@@ -17,7 +17,15 @@ from device_communicators import settings
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from parallel_state import mesh
 from parallel_state.agreement import digest
-from parallel_state.axes import AXES, BY_NAME, DEFAULT_ORDER, RankPicker, by_axis
+from parallel_state.axes import (
+    AXES,
+    BY_NAME,
+    DEFAULT_ORDER,
+    RankPicker,
+    by_axis,
+    embedding_ranks,
+    position_embedding_ranks,
+)
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.layout import Layout
 from parallel_state.options import GroupOptions, seconds
@@ -55,6 +63,7 @@ def create_parallel_groups(
     them, before any group is made. Raises LayoutError for sizes that don't fit and InvalidArgumentError for a backend,
     timeout or option that can't be.
     """
+    world.route.check_usable()
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
 
@@ -116,7 +125,10 @@ class _Division:
     def described(self) -> dict[str, str]:
         """What must be the same on all ranks, each part with its name in messages."""
         layout = self.layout
-        ends = [layout.groups(name) for name in layout.ends]
+        ends = [
+            "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
+            for name, (_, pick) in layout.ends.items()
+        ]
         return {
             "layout": str(layout),
             "backends": _each_once(str(options.backend) for options in self.options.values()),

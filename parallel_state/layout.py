@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -130,7 +131,7 @@ class Layout:
     def world_size(self) -> int:
         return self.grids[0].world_size
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Every kind of group that there is."""
         axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)

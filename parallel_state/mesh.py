@@ -90,14 +90,7 @@ def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str
                 f"group, and each dim of a mesh has one; get_group({wanted[0]!r}) has the group"
             )
     dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
-    ranks = _ranks(layout, grid, dims)
-    in_order = [name for name in dims if name in wanted] == list(wanted) and ranks == sorted(ranks)
-    return dims if in_order else [*rest, *wanted]
-
-
-def _ranks(layout: Layout, grid: Grid, dims: Sequence[str]) -> list[int]:
-    """The positions in the world along all dims, the last one first."""
-    return [sum(steps) for steps in product(*(grid.offsets(layout.axes_of(name)) for name in dims))]
+    return dims if [name for name in dims if name in wanted] == list(wanted) else [*rest, *wanted]
 
 
 def _process_group(groups: ParallelGroups, name: str) -> Any:
@@ -117,8 +110,9 @@ def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_group
     world, layout = groups.world, groups.layout
     if list(dims) == ["world"]:
         return DeviceMesh.from_group(process_groups[0], world.device.type, mesh_dim_names=("world",))
-    ranks = torch.tensor([world.ranks[position] for position in _ranks(layout, grid, dims)])
-    mesh = ranks.reshape([layout.size(name) for name in dims])
+    offsets = [grid.offsets(layout.axes_of(name)) for name in dims]
+    ranks = torch.tensor([world.ranks[sum(steps)] for steps in product(*offsets)])
+    mesh = ranks.reshape([len(steps) for steps in offsets])
     return DeviceMesh.from_group(list(process_groups), world.device.type, mesh, mesh_dim_names=tuple(dims))
 
 

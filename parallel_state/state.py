@@ -146,9 +146,10 @@ def destroy_distributed_environment() -> None:
     destroy_model_parallel()
     world, _WORLD, _NODES = _WORLD, None, None
     if world is not None:
+        pool = world.pool
         world.destroy()
-        if world.pool is not None:
-            world.pool.close()
+        if pool is not None:
+            pool.close()
     if _OWNS_DEFAULT_GROUP and dist.is_initialized():
         dist.destroy_process_group()
     _OWNS_DEFAULT_GROUP = False

@@ -191,6 +191,9 @@ def test_dims_made_of_axes_and_experts(pools: Pools) -> None:
 
 def _permuted() -> dict[str, Any]:
     facts: dict[str, Any] = {}
+    with world(2, context_parallel_size=2):
+        around = ps.get_device_mesh("tp_dp")
+        facts["around cp"] = (around.mesh.tolist(), _sum_by_torch(around.get_group()))
     with world(2, 2, order="pp-dp-tp") as everyone:
         mesh = ps.get_device_mesh("pp", "dp", "tp")
         facts["by name"] = mesh.mesh.tolist()
@@ -208,8 +211,10 @@ def _permuted() -> dict[str, Any]:
 
 
 def test_another_order_and_a_part_of_the_world(pools: Pools) -> None:
-    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp."""
+    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp. And a dim of axes that have another one between them."""
     for rank, facts in enumerate(pools(8).run(_permuted, timeout_s=DEADLINE_S)):
+        around = [each + rank // 2 % 2 * 2 for each in (0, 1, 4, 5)]
+        assert facts["around cp"] == (around, _sum_of(around))
         assert facts["by name"] == [[[p + 2 * d + 4 * t for t in (0, 1)] for d in (0, 1)] for p in (0, 1)]
         assert facts["usual"] == (("tp", "dp_shard", "pp"), list(range(8)))
         assert facts["pp"] == ([rank // 2 * 2, rank // 2 * 2 + 1], rank % 2)
@@ -260,20 +265,20 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
 
 
 def test_a_simulated_world_has_no_mesh() -> None:
-    with simulate(0, 8, 2).use(), pytest.raises(ps.GroupNotInitializedError, match="simulated"):
+    with simulate(0, 8, 2).use(), pytest.raises(ps.GroupNotInitializedError, match="no DeviceMesh"):
         ps.get_device_mesh("tp")
 
 
 def _patched() -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    with world(4):
+    with world(4) as everyone:
         rank, own = ps.get_rank(), ps.get_tp_group().device_group
         pairs = ps.init_model_parallel_group([[0, 1], [2, 3]], rank, "gloo")
-        twin = ps.init_model_parallel_group([[0, 1, 2, 3]], rank, "gloo", group_name="twin")
+        twin = ps.create_parallel_groups(everyone, {"tp": 4}, timeout=30).tp  # other options: another process group
         with ps.patch_tensor_parallel_group(pairs):
             facts["other ranks"] = attempt(ps.get_device_mesh, "tp")
         with ps.patch_tensor_parallel_group(twin):
-            facts["same ranks"] = ps.get_device_mesh("tp").get_group() is twin.device_group
+            facts["same ranks"] = ps.get_device_mesh("tp").get_group() is twin.device_group is not own
         facts["after"] = ps.get_device_mesh("tp").get_group() is own
     return facts
 

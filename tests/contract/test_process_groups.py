@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -457,3 +459,38 @@ def test_groups_made_by_all_ranks(pools: Pools) -> None:
         assert "creation strategy is auto on rank 0 and global on rank 1" in facts["differs"].text
         assert facts["wrong"].kind == "SettingError"
         assert facts["left"] == 1
+
+
+def _kept() -> dict[str, Any]:
+    """What stays of process groups while somebody, as a layer does, holds destroyed groups."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/task"))
+    with world(2, 2) as everyone:
+        held = [everyone, ps.get_tp_group(), ps.get_pp_group(), ps.get_parallel_groups()]
+        ps.get_tp_group().broadcast_object("hello")
+        during = len(os.listdir("/proc/self/task"))
+        everyone.barrier()
+    gc.collect()
+    deadline = time.monotonic() + SOON_S
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return {
+        "grew": during > before,
+        "back": len(os.listdir("/proc/self/task")) <= before,
+        "told": [attempt(group.barrier).kind for group in held[:3]],
+        "divide": attempt(ps.create_parallel_groups, everyone, {"tp": 2}).kind,
+        "sub-group": attempt(everyone.make_sub_group, [0]).kind,
+        "words": "group 'tp" in repr(held[1]),
+    }
+
+
+def test_a_destroyed_group_that_is_held_keeps_no_process_group(pools: Pools) -> None:
+    for facts in pools(4).run(_kept, timeout_s=DEADLINE_S):
+        assert facts == {
+            "grew": True,
+            "back": True,
+            "told": ["GroupDestroyedError"] * 3,
+            "divide": "GroupDestroyedError",
+            "sub-group": "GroupDestroyedError",
+            "words": True,
+        }

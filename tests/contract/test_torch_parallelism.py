@@ -56,7 +56,7 @@ def _transformer(blocks: int = 2) -> nn.Sequential:
 
 def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(VOCABULARY, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
-    return tokens[:, :-1], tokens[:, 1:]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # torch 2.10's pipelining refuses other strides
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
