@@ -71,6 +71,8 @@ def create_parallel_groups(
         given, wanted = sizes, order
         adopted: Mapping[str, Any] = {}
         if device_mesh is not None:
+            if order != DEFAULT_ORDER:
+                raise InvalidArgumentError(f"the mesh says the order of the axes, but order={order!r} is given as well")
             given, wanted, adopted = mesh.read(device_mesh, world, sizes)
         layout = resolve_layout(
             world.world_size,
@@ -96,7 +98,7 @@ def create_parallel_groups(
     division = _agreed(world, resolve)
     groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline)
     try:
-        for name in division.made:
+        for name in sorted(division.made, key=lambda name: name not in division.adopted):  # before others of its ranks
             groups.groups[name] = division.group(name, groups, at_start=True)
         if eager:
             groups.make_all()

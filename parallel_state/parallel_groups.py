@@ -167,7 +167,7 @@ def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinat
     _CURRENT.patched = True
     try:
         patched = {**groups.groups, "tp": tp_group}
-        with replace(groups, groups=patched, make=lambda name, _: groups.try_get(name)).use():
+        with replace(groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}).use():
             yield
     finally:
         _CURRENT.patched = False

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 3.0
+_SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
+"""Of tests with torch's own parallelism: once in the fork server instead of once in each rank."""
 
 
 class WorkersFailedError(AssertionError):
@@ -80,7 +82,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "parallel_state"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "parallel_state", *_SLOW_IMPORTS])
         # The parent hosts the store, as torchrun does, so that no port is guessed and worlds can follow each other.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):

@@ -303,6 +303,12 @@ GIVEN: list[tuple[tuple[int, ...], tuple[str, ...], dict[str, int], str]] = [
     ((8,), ("tp",), {}, "tp=8"),
     ((4, 2), ("dp", "tp"), {"decode_context_model_parallel_size": 2}, "tp=2 × dp=4, dcp=2 in tp"),
     ((4, 2), ("dp", "tp"), {"ep": 8, "etp": 1}, "tp=2 × dp=4; experts etp=1 × ep=8 × efsdp=1"),
+    (
+        (2, 2, 2),
+        ("dp_replicate", "dp_shard", "tp"),
+        {"ep": 2},  # whose groups have the ranks of dp_shard's
+        "tp=2 × dp_shard=2 × dp_replicate=2; experts etp=2 × ep=2 × efsdp=1 × dp_replicate=2",
+    ),
 ]
 
 
