@@ -350,7 +350,7 @@ def test_groups_of_a_given_mesh(pools: Pools) -> None:
             assert facts["alive after first"] == facts["alive after again"] == sums
 
 
-def _taken(mesh: Any, **sizes: int) -> Any:
+def _taken(mesh: Any, **sizes: Any) -> Any:
     outcome = attempt(ps.initialize_model_parallel, device_mesh=mesh, **sizes)
     ps.destroy_model_parallel()
     return outcome
@@ -405,6 +405,7 @@ def _refused_in() -> dict[str, Any]:
             "downwards": _taken(mesh(("dp", "tp"), [[1, 0], [3, 2], [5, 4], [7, 6]])),
             "no mesh": _taken("dp, tp"),
             "size again": _taken(good, tensor_model_parallel_size=2),
+            "order again": _taken(good, order="tp-dp-pp"),
             "dp again": _taken(mesh(("dp_shard", "tp")), data_parallel_size=4),
             "too many": _taken(good, context_parallel_size=2),
             "dp of a mesh without": _taken(mesh(("pp", "tp")), data_parallel_size=2),
@@ -427,6 +428,7 @@ def test_meshes_that_are_no_layout(pools: Pools) -> None:
         "downwards": ("LayoutError", "along 'tp' they go by [-1]"),
         "no mesh": ("InvalidArgumentError", "must be a torch DeviceMesh, but is a str"),
         "size again": ("InvalidArgumentError", "tp are given as well"),
+        "order again": ("InvalidArgumentError", "order='tp-dp-pp' is given as well"),
         "dp again": ("InvalidArgumentError", "dp are given as well"),
         "too many": ("LayoutError", "not divisible by"),
         "dp of a mesh without": ("LayoutError", "not divisible by"),
