@@ -109,6 +109,10 @@ class GroupContext:
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
+    def cpu_group_is_made(self) -> bool:
+        return getattr(self.make_cpu_group, "made", True)
+
+    @property
     def key(self) -> str:
         """What the ops are called with: the name, and the rank and size that the compiler's cached code depends on.
 

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from device_communicators.base import DONE, Communicator, Request, Then, Work
+from device_communicators.errors import GroupNotInitializedError
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -77,6 +78,15 @@ class ProcessGroupCommunicator(Communicator):
 
     def _group(self, x: Tensor) -> Any:
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
+
+    def _pair_group(self, x: Tensor, operation: str) -> Any:
+        """Two ranks alone can't make the gloo group of more: the others would never come."""
+        if x.device.type == "cpu" and self.context.size > 2 and not self.context.cpu_group_is_made:
+            raise GroupNotInitializedError(
+                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
+                "group make together at its first use; call barrier() on every rank once before"
+            )
+        return self._group(x)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         self.iall_reduce_(x, reduce_op).wait()
@@ -153,10 +163,10 @@ class ProcessGroupCommunicator(Communicator):
         return self._group(x).broadcast([_as_bytes(x)], options)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return DONE if x.numel() == 0 else self._group(x).send([_as_bytes(x)], dst, tag)
+        return DONE if x.numel() == 0 else self._pair_group(x, "send").send([_as_bytes(x)], dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        return DONE if out.numel() == 0 else self._group(out).recv([_as_bytes(out)], src, tag)
+        return DONE if out.numel() == 0 else self._pair_group(out, "recv").recv([_as_bytes(out)], src, tag)
 
     def barrier(self) -> None:
         self.context.cpu_group.barrier().wait()

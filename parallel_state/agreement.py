@@ -1,8 +1,9 @@
 """Whether all ranks ask for the same, found out through the store, before anything is made that could wait for a peer.
 
-Per rank and question seven store operations, however many ranks there are. The reference is the first rank's
-request; the last rank to come gives the verdict, and only where somebody differs does it read all requests. Who waits
-in vain writes the verdict himself, with the ranks that are missing, so that a late one hears it too.
+Per rank and question seven store operations (the last to come has some more), however many ranks there are. The
+reference is the first rank's request; the last rank to come gives the verdict, and only where somebody differs does it
+read all requests. Who waits in vain writes the verdict himself, with the ranks that are missing, so that a late one
+hears it too.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from device_communicators.errors import (
     format_ranks,
 )
 
+T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
 """The key of a request that can't be: its value is the error."""
@@ -45,6 +47,21 @@ class Agreement:
         self._rank = rank
         self._asked: Counter[str] = Counter()
 
+    def settle(self, what: str, ranks: Sequence[int], resolve: Callable[[], tuple[T, Request]], timeout_s: float) -> T:
+        """What `resolve` gives beside its request, once all of `ranks` asked for the same; each of them calls it.
+
+        A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
+        that error where all ranks' are wrong, or where it is no UsageError; ConfigMismatchError with both sides where
+        two differ, CollectiveTimeoutError with the ranks that never came, CommunicationError where the store is gone.
+        """
+        try:
+            value, request = resolve()
+        except Exception as error:
+            self.require(what, ranks, {}, timeout_s, wrong=error)
+            raise
+        self.require(what, ranks, request, timeout_s)
+        return value
+
     def require(
         self,
         what: str,
@@ -52,21 +69,16 @@ class Agreement:
         request: Request,
         timeout_s: float,
         *,
-        wrong: UsageError | None = None,
+        wrong: Exception | None = None,
     ) -> None:
-        """Returns when all of `ranks` asked for the same `what`; each of them calls it.
-
-        With `wrong`, this rank's request can't be: it comes to tell the others. Raises it where all ranks' are wrong,
-        ConfigMismatchError with both sides where two differ, CollectiveTimeoutError with the ranks that never came,
-        CommunicationError where the store is gone.
-        """
+        """As `settle`, for a request that is there; with `wrong`, which is raised, it can't be."""
         if len(ranks) == 1:
             if wrong is not None:
                 raise wrong
             return
-        scope = f"{self._prefix}/{digest(tuple(ranks))}"
+        scope = f"{self._prefix}/{digest((what, tuple(ranks)))}"
         number = self._asked[scope] = self._asked[scope] + 1
-        mine = dict(request) if wrong is None else {_WRONG: str(wrong)}
+        mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         started = time.monotonic()
         try:
             verdict = self._verdict(scope, number, ranks, mine, started + timeout_s)
@@ -83,13 +95,13 @@ class Agreement:
             ) from error
         if verdict["kind"] == "same" and wrong is None:
             return
-        if verdict["kind"] in ("same", _WRONG) and wrong is not None:
+        if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
             raise wrong
         if verdict["kind"] == "missing":
             raise CollectiveTimeoutError(
-                f"rank {self._rank} of the world asks for {what} ({_words(mine)}), but not every rank came to do so "
-                f"within {timeout_s:g} s: ranks {format_ranks(verdict['ranks'])} are missing. Look for a rank that "
-                "failed or took another branch",
+                f"ranks {format_ranks(verdict['ranks'])} of the world did not come within {timeout_s:g} s to ask for "
+                f"{what} as rank {self._rank} does; look for a rank that failed or took another branch. This rank asks "
+                f"for {_words(mine)}",
                 group="world",
                 operation="new_group",
                 rank=self._rank,
@@ -105,15 +117,17 @@ class Agreement:
     def _verdict(self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float) -> Any:
         store, key, before = self._store, f"{scope}/{number}", f"{scope}/{number - 1}"
         store.set(f"{key}/{self._rank}", json.dumps(mine))
-        if number > 1:
+        if number > 1 and self._rank != ranks[0]:
             self._forget(f"{before}/{self._rank}")
         try:
             if self._read(f"{key}/{ranks[0]}", deadline) != mine:
                 store.set(f"{key}/differs", "1")
             if store.add(f"{key}/count", 1) == len(ranks):
-                self._decide(key, self._compare(key, ranks))
-                if number > 1:  # all ranks are here, so all have read the verdict before
-                    self._forget(f"{before}/count", f"{before}/verdict", f"{before}/differs")
+                if not store.check([f"{key}/verdict"]):  # others may have waited in vain before this one came
+                    self._decide(key, self._compare(key, ranks))
+                if number > 1:  # all ranks are here, so all have read what was said before
+                    shared = ("count", "verdict", "differs", str(ranks[0]))
+                    self._forget(*(f"{before}/{name}" for name in shared))
             return self._read(f"{key}/verdict", deadline)
         except dist.DistStoreError:
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]

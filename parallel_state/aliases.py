@@ -19,6 +19,8 @@ from parallel_state.state import (
     destroy_distributed_environment,
     destroy_model_parallel,
     get_group,
+    get_group_rank,
+    get_group_ranks,
     get_parallel_groups,
     get_pp_group,
     get_tp_group,
@@ -34,7 +36,7 @@ def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
     """`get_dp_group()`; with context parallelism the `dp_cp` group, and of that one shard, `fsdp`, if partial."""
-    return _data_parallel("dp", "dp_cp", "fsdp", with_context_parallel, partial_data_parallel)
+    return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
@@ -44,17 +46,17 @@ def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_da
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """The number of ranks in `get_data_parallel_group(…)`."""
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel).world_size
+    return len(get_group_ranks(_data_parallel(with_context_parallel, partial_data_parallel)))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This process' rank in `get_data_parallel_group(…)`."""
-    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank_in_group
+    return get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Global rank of the first rank in `get_data_parallel_group(…)`."""
-    return get_data_parallel_group(with_context_parallel).first_rank
+    return get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
 def get_tensor_and_data_parallel_group(
@@ -80,12 +82,12 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """The number of ranks in `get_expert_data_parallel_group(…)`."""
-    return get_group("efsdp" if partial_expert_data_parallel else "edp").world_size
+    return len(get_group_ranks("efsdp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This process' rank in `get_expert_data_parallel_group(…)`."""
-    return get_group("efsdp" if partial_expert_data_parallel else "edp").rank_in_group
+    return get_group_rank("efsdp" if partial_expert_data_parallel else "edp")
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupCoordinator | None:
@@ -105,10 +107,11 @@ def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_r
     return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
 
 
-def _data_parallel(plain: str, with_cp: str, shard: str, context: bool, partial: bool) -> GroupCoordinator:
+def _data_parallel(context: bool, partial: bool) -> str:
+    """The name of the group that Megatron's flags mean."""
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
-    return get_group(shard if partial else with_cp if context else plain)
+    return "fsdp" if partial else "dp_cp" if context else "dp"
 
 
 # The pipeline, with virtual stages.
@@ -201,7 +204,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_all_ranks() -> str:
     """This process' ranks in its tp, dp, cp, pp and ep groups, as `0_1_0_3_0`: Megatron's names of shards."""
-    return "_".join(str(get_group(name).rank_in_group) for name in ("tp", "dp", "cp", "pp", "ep"))
+    return "_".join(str(get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 # The world.

@@ -141,6 +141,8 @@ def named_sizes(
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     """Sizes by axis name, from names of axes or of arguments; InvalidArgumentError for one that nobody knows."""
+    if not isinstance(sizes, Mapping):
+        raise InvalidArgumentError(f"the sizes must map axes to numbers of ranks, but are {sizes!r}")
     found: dict[str, int | None] = {}
     for name, size in sizes.items():
         axis = BY_PARAMETER.get(name) or BY_NAME.get(name)

@@ -18,7 +18,7 @@ from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
 from device_communicators.routing import Traffic, register_route, unique_name
 from parallel_state import checks
-from parallel_state.agreement import digest
+from parallel_state.agreement import Request, digest
 from parallel_state.group_messages import GroupMessages
 from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger
@@ -140,6 +140,24 @@ class GroupCoordinator(GroupMessages):
         same at the same time. Raises InvalidArgumentError, or ConfigMismatchError on every rank where ranks differ.
         """
         self.route.check_usable()
+
+        def resolve() -> tuple[list[int], Request]:
+            inside = self._ranks_inside(ranks)
+            return inside, {"list of ranks": format_ranks(ranks), "digest": digest(list(ranks))}
+
+        if self.pool is None:
+            inside, _ = resolve()
+            if self.rank not in inside:
+                return None
+            context = dataclasses.replace(
+                self.context, name=unique_name(name), ranks=tuple(inside), rank=inside.index(self.rank)
+            )
+            return GroupCoordinator(context, self.traits)
+        inside = self.pool.agreement.settle("sub-group", self.ranks, resolve, self.context.timeout_s)
+        return create_group(self.pool, inside, name, self.traits) if self.rank in inside else None
+
+    def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
+        """The global ranks of a sub-group; InvalidArgumentError for what can't be one."""
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"
@@ -147,18 +165,10 @@ class GroupCoordinator(GroupMessages):
         for rank in ranks:
             checks.check_rank(self.context, "make_sub_group", "ranks", rank)
         inside = [self.ranks[rank] for rank in ranks]
-        if self.pool is None:
-            context = dataclasses.replace(
-                self.context, name=unique_name(name), ranks=tuple(inside), rank=list(ranks).index(self.rank_in_group)
-            ) if self.rank_in_group in ranks else None  # fmt: skip
-            return GroupCoordinator(context, self.traits) if context is not None else None
-        if inside != sorted(inside):
+        if self.pool is not None and inside != sorted(inside):
             # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
-        self.pool.agreement.require(
-            "sub-group", self.ranks, {"ranks": format_ranks(ranks), "digest": digest(ranks)}, self.context.timeout_s
-        )
-        return create_group(self.pool, inside, name, self.traits) if self.rank in inside else None
+        return inside
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""

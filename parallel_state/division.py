@@ -5,8 +5,9 @@ What the globals are made with, and what makes groups beside them. Nothing here 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from device_communicators import settings
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
 from parallel_state import mesh
-from parallel_state.agreement import digest
+from parallel_state.agreement import Request, digest
 from parallel_state.axes import (
     AXES,
     BY_NAME,
@@ -67,7 +68,9 @@ def create_parallel_groups(
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
 
-    def resolve() -> _Division:
+    def resolve() -> tuple[_Division, Request]:
+        if not isinstance(eager, bool):
+            raise InvalidArgumentError(f"eager must be a bool, but is {eager!r}")
         given, wanted = sizes, order
         adopted: Mapping[str, Any] = {}
         if device_mesh is not None:
@@ -84,7 +87,7 @@ def create_parallel_groups(
         )
         if device_mesh is not None:
             mesh.check(device_mesh, layout, world)
-        return _Division(
+        division = _Division(
             layout=layout,
             made=made_at_start(layout, given),
             options=_options_by_axis(world, layout, backend, axis_options, timeout, adopted),
@@ -94,14 +97,14 @@ def create_parallel_groups(
             custom_all_reduce=custom_all_reduce,
             adopted=adopted,
         )
+        return division, division.described()
 
-    division = _agreed(world, resolve)
+    division = world.pool.agreement.settle("parallel groups", world.ranks, resolve, world.context.timeout_s)
     groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline)
     try:
-        for name in sorted(division.made, key=lambda name: name not in division.adopted):  # before others of its ranks
-            groups.groups[name] = division.group(name, groups, at_start=True)
-        if eager:
-            groups.make_all()
+        kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
+        for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
+            division.make_at_start(name, groups)
     except BaseException:
         groups.close()
         raise
@@ -140,31 +143,63 @@ class _Division:
             "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
             "creation strategy": settings.GROUP_CREATION.get(),
             "adopted groups": ", ".join(self.adopted) or "none",
-            "options": digest(sorted(self.options.items())),
-            "lists of ranks": digest((layout.grids, sorted(layout.spans.items()), ends, self.made)),
+            "options of the groups": "; ".join(f"{name}: {options}" for name, options in self.tuned()),
+            "embedding ranks": f"{str(ends)[:80]} ({digest(ends)})",
+            "numberings of the ranks": f"{'; '.join(map(str, layout.grids))} ({digest(sorted(layout.spans.items()))})",
+            "groups made at start": ", ".join(self.made),
         }
 
-    def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """This rank's group of a kind that wasn't made at start; None where it is in none."""
-        if not self.layout.group_of(groups.world.rank_in_group, name):
-            return None
-        return self.group(name, groups)
+    def tuned(self) -> list[tuple[str, GroupOptions]]:
+        """The options that aren't those of most groups, by name."""
+        kinds = list(self.options.values())
+        usual = max(kinds, key=kinds.count)
+        return sorted((name, options) for name, options in self.options.items() if options != usual)
 
-    def group(self, name: str, groups: ParallelGroups, at_start: bool = False) -> GroupCoordinator:
+    def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
+        """This rank's group of a kind that wasn't made at start; None where it is in none. Its ranks call it."""
+        world = groups.world
+        world.route.check_usable()
+        ranks = self._ranks(name, groups)
+        if not ranks or world.pool is None:
+            return None
+        if len(ranks) > 1:
+            request = {"group": name, "options": repr(self.options[name])}
+            world.pool.agreement.require("a group of one kind", ranks, request, self.options[name].timeout_s)
+        return self._create(name, groups, ranks, everyone=False)
+
+    def make_at_start(self, name: str, groups: ParallelGroups) -> None:
+        """Puts this rank's group into `groups`; all ranks, which agreed to, call it, those in no such group too."""
         world = groups.world
         pool = world.pool
         if pool is None:
             raise GroupNotInitializedError("a simulated world has no process groups")
-        everyone = at_start and world.world_size == pool.world_size and name not in self.adopted
+        ranks = self._ranks(name, groups)
+        everyone = world.world_size == pool.world_size and name not in self.adopted
+        if ranks:
+            groups.groups[name] = self._create(name, groups, ranks, everyone)
+        elif everyone:  # strategies that need all ranks need this one
+            for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
+                acquired = pool.acquire([], options, division=lambda: self.layout.groups(name))
+                groups.held.append(functools.partial(pool.release, acquired))
+
+    def _ranks(self, name: str, groups: ParallelGroups) -> list[int]:
+        world = groups.world
+        return [world.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
+
+    def _create(self, name: str, groups: ParallelGroups, ranks: list[int], everyone: bool) -> GroupCoordinator:
+        world = groups.world
+        pool = world.pool
+        if pool is None:
+            raise GroupNotInitializedError("a simulated world has no process groups")
         traits = Traits(
             device=world.device,
             local_rank=world.local_rank,
             options=self.options[name],
             allow_pickle=self.allow_pickle,
             custom_all_reduce=self.custom_all_reduce and name == "tp",
-            lazy_cpu_group=not BY_NAME[name].always_made,
+            # Later only its members would call, which is not enough for every strategy.
+            lazy_cpu_group=not BY_NAME[name].always_made and settings.GROUP_CREATION.get() != "global",
         )
-        ranks = [world.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
         borrowed = [pool.adopt(ranks, traits.options, self.adopted[name])] if name in self.adopted else []
         try:
             group = create_group(
@@ -230,23 +265,6 @@ def virtual_pipeline(layout: Layout, size: int | None) -> VirtualPipeline | None
     if layout.size("pp") == 1:
         raise LayoutError(f"virtual pipeline stages need a pipeline-parallel size above 1, but the layout is {layout}")
     return VirtualPipeline(size)
-
-
-def _agreed(world: GroupCoordinator, resolve: Callable[[], _Division]) -> _Division:
-    """The division, after all ranks told that they ask for the same: where one differs or is wrong, all raise."""
-    division: _Division | None = None
-    wrong: UsageError | None = None
-    try:
-        division = resolve()
-    except UsageError as error:
-        wrong = error
-    described = division.described() if division is not None else {}
-    if world.pool is None:
-        raise GroupNotInitializedError("a simulated world has no process groups")
-    world.pool.agreement.require("groups", world.ranks, described, world.context.timeout_s, wrong=wrong)
-    if division is None:
-        raise wrong or InvalidArgumentError("the request could not be resolved")
-    return division
 
 
 def _each_once(values: Any) -> str:

@@ -19,6 +19,8 @@ from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import (
     get_dp_group,
     get_group,
+    get_group_rank,
+    get_group_ranks,
     get_pp_group,
     get_tp_group,
     try_get_dp_group,
@@ -39,12 +41,13 @@ _WITH_FLAGS = {
     "get_tensor_and_data_parallel_group",
 }
 """Megatron's take flags; they are in `aliases`."""
-_FACTS: dict[str, tuple[str, Callable[[GroupCoordinator], Any], str]] = {
-    "world_size": ("int", lambda group: group.world_size, "The number of ranks in this rank's {} group."),
-    "rank": ("int", lambda group: group.rank_in_group, "This rank's position in its {} group."),
-    "src_rank": ("int", lambda group: group.ranks[0], "Global rank of the first rank in this rank's {} group."),
-    "global_ranks": ("list[int]", lambda group: list(group.ranks), "Global ranks of this rank's {} group, a new list."),
+_FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "world_size": ("int", lambda name: len(get_group_ranks(name)), "The number of ranks in this rank's {} group."),
+    "rank": ("int", get_group_rank, "This rank's position in its {} group."),
+    "src_rank": ("int", lambda name: get_group_ranks(name)[0], "Global rank of the first one in this rank's {} group."),
+    "global_ranks": ("list[int]", get_group_ranks, "Global ranks of this rank's {} group, a new list."),
 }
+"""What is known without a group: these make none, and any rank may ask."""
 
 
 def _getters_of(axis: Axis, stem: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -61,20 +64,27 @@ def _getters_of(axis: Axis, stem: str) -> Iterator[tuple[str, str, Callable[...,
     def try_get() -> GroupCoordinator | None:
         return try_find() if try_find is not None else try_get_group(name)
 
+    first = "" if axis.always_made else " Every rank of the group makes the first call: it may make the group."
     get.__doc__ = (
-        f"This rank's {what} group. {axis.about} GroupNotInitializedError before initialize_model_parallel; with "
-        "check_initialized=False None, as in Megatron."
+        f"This rank's {what} group. {axis.about}{first} GroupNotInitializedError before initialize_model_parallel; "
+        "with check_initialized=False None, as in Megatron."
     )
-    try_get.__doc__ = f"This rank's {what} group; None before initialize_model_parallel."
-    yield f"get_{stem}_group", "(check_initialized: bool = True) -> GroupCoordinator", get
+    try_get.__doc__ = (
+        f"This rank's {what} group; None before initialize_model_parallel, or where this rank is in none.{first}"
+    )
+    yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", get
     yield f"try_get_{stem}_group", "() -> GroupCoordinator | None", try_get
     for fact, (kind, of, text) in _FACTS.items():
-
-        def tell(of: Callable[[GroupCoordinator], Any] = of) -> Any:
-            return of(find() if find is not None else get_group(name))
-
-        tell.__doc__ = text.format(what)
+        tell = _teller(name, of)
+        tell.__doc__ = f"{text.format(what)} No call to other ranks."
         yield f"get_{stem}_{fact}", f"() -> {kind}", tell
+
+
+def _teller(name: str, of: Callable[[str], Any]) -> Callable[[], Any]:
+    def tell() -> Any:
+        return of(name)
+
+    return tell
 
 
 def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
@@ -94,14 +104,24 @@ globals().update({name: function for name, (_, function) in _MADE.items()})
 __all__ = sorted(_MADE)
 
 
+def _definition(name: str, signature: str) -> str:
+    if "Literal" not in signature:
+        return f"def {name}{signature}: ...\n"
+    other = "(check_initialized: bool) -> GroupCoordinator | None"
+    return f"@overload\ndef {name}{signature}: ...\n@overload\ndef {name}{other}: ...\n"
+
+
 def stub() -> str:
     """The text of getters.pyi."""
     names = "".join(f'    "{name}",\n' for name in __all__)
-    defs = "".join(f"def {name}{_MADE[name][0]}: ...\n" for name in __all__)
+    defs = "".join(_definition(name, _MADE[name][0]) for name in __all__)
     return (
         "# Written by `make stubs` from the axis table.\n"
+        "from typing import Literal, overload\n\n"
         "from parallel_state.coordinator import GroupCoordinator\n\n"
-        f"__all__ = [\n{names}]\n\n{defs}def stub() -> str: ...\ndef write_stub() -> None: ...\n"
+        f"__all__ = [\n{names}]\n\n{defs}"
+        "def stub() -> str: ...\n"
+        "def write_stub() -> None: ...\n"
     )
 
 

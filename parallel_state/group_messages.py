@@ -16,7 +16,6 @@ from device_communicators.routing import Handle
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
 from parallel_state.async_collectives import AsyncTensorCollectives
-from parallel_state.groups import OnFirstUse
 from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
 from parallel_state.tensor_dict import TensorDictSpec
 from parallel_state.wire import AllGatherGroup
@@ -185,8 +184,7 @@ class GroupMessages(AsyncTensorCollectives):
 
     def _check_pair(self, operation: str, message: bool) -> None:
         """Two ranks alone can't make the gloo group of more: the others would never come."""
-        make = self.context.make_cpu_group
-        if message and self.world_size > 2 and isinstance(make, OnFirstUse) and not make.made and not self._destroyed:
+        if message and self.world_size > 2 and not self.context.cpu_group_is_made:
             raise GroupNotInitializedError(
                 f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
                 "group make together at its first use; call barrier() on every rank once before"

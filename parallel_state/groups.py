@@ -11,6 +11,8 @@ the same is found out before, by `agreement`.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ import torch.distributed as dist
 
 from device_communicators import settings
 from device_communicators.errors import (
+    CommunicationError,
     GroupDestroyedError,
     SettingError,
     UnsupportedError,
+    format_ranks,
 )
 from parallel_state.agreement import Agreement, digest
 from parallel_state.options import GroupOptions
@@ -51,13 +55,15 @@ class OnFirstUse:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._value: Any = None
+        self._lock = threading.RLock()
         self.made = False
 
     def __call__(self) -> Any:
-        if not self.made:
-            self._value = self._make()
-            self.made = True
-        return self._value
+        with self._lock:  # of two threads one makes it
+            if not self.made:
+                self._value = self._make()
+                self.made = True
+            return self._value
 
 
 class ProcessGroupPool:
@@ -78,7 +84,9 @@ class ProcessGroupPool:
         self._made: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
+        self._tried: Counter[_Key] = Counter()
         self._closed = False
+        self._lock = threading.RLock()
 
     @property
     def default_options(self) -> GroupOptions:
@@ -103,6 +111,16 @@ class ProcessGroupPool:
         With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
         that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken.
         """
+        with self._lock:
+            return self._acquire(ranks, options, division, near)
+
+    def _acquire(
+        self,
+        ranks: Sequence[int],
+        options: GroupOptions,
+        division: Callable[[], RankLists] | None,
+        near: Sequence[Acquired],
+    ) -> Acquired:
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
         same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
@@ -140,7 +158,7 @@ class ProcessGroupPool:
             if not everyone:
                 raise UnsupportedError(
                     f"a group of backend {options.backend!r} with strategy 'global' is made by all ranks of the world "
-                    "together, but here only its members call; make it with init_model_parallel_group"
+                    "together, but here only its members call; make all groups at start (eager=True)"
                 )
             return "global"
         if splits and everyone and chosen in ("auto", "split"):
@@ -170,8 +188,22 @@ class ProcessGroupPool:
 
     def _new_group_of_members(self, key: _Key) -> Any:
         ranks, options, _ = key
-        name = f"{self._prefix}/{digest(key)}/{self._made[key]}"
-        return new_group_of_members(name, ranks, str(options.backend), options.timeout_s, options.for_backend())
+        name = f"{self._prefix}/{digest(key)}/{self._tried[key]}"
+        self._tried[key] += 1  # a name isn't used again after a failure: the store still has its addresses
+        started = time.monotonic()
+        try:
+            return new_group_of_members(name, ranks, str(options.backend), options.timeout_s, options.for_backend())
+        except RuntimeError as error:
+            elapsed_s = time.monotonic() - started
+            raise CommunicationError(
+                f"rank {self.rank} could not make the {options.backend} group of global ranks {format_ranks(ranks)}: "
+                f"not all of them met within {options.timeout_s:g} s, or the connection failed "
+                f"({str(error).splitlines()[0]}). Look for a rank that failed or makes its groups in another order",
+                operation="new_group",
+                rank=self.rank,
+                elapsed_s=elapsed_s,
+                timeout_s=options.timeout_s,
+            ) from error
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any) -> Acquired:
         """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.
@@ -189,15 +221,16 @@ class ProcessGroupPool:
 
     def release(self, acquired: Acquired) -> None:
         """Destroys the groups that nobody uses any more. Whoever acquired together releases together."""
-        for key in acquired.keys:
-            self._users[key] -= 1
-            if self._users[key] == 0:
-                del self._users[key]
-                group = self._groups.pop(key)
-                if key in self._borrowed:
-                    self._borrowed.remove(key)
-                else:
-                    _destroy(group)
+        with self._lock:
+            for key in acquired.keys:
+                self._users[key] -= 1
+                if self._users[key] == 0:
+                    del self._users[key]
+                    group = self._groups.pop(key)
+                    if key in self._borrowed:
+                        self._borrowed.remove(key)
+                    else:
+                        _destroy(group)
 
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import isqrt, prod
 
 from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks
 
@@ -244,7 +244,7 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
     """All sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise LayoutError(f"the world size must be at least 1, but is {world_size}")
+        raise LayoutError(f"the world size must be an int of at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
     for name, size in sizes.items():
         if name not in open_axes:
@@ -277,7 +277,8 @@ def check_size(name: str, size: object) -> None:
 
 
 def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -137,12 +138,15 @@ def read(
             f"{format_ranks(sorted(mesh.mesh.flatten().tolist()))}"
         )
     given = {name: size for name, size in by_axis(sizes).items() if size is not None}
-    twice = [
-        name for name, size in given.items() if size != 1 and (name in names or (name == "dp" and parts & set(names)))
-    ]
+    shape: dict[str, int] = dict(zip(names, mesh.mesh.shape, strict=True))
+    said = {**shape, "dp": prod(shape[name] for name in parts & set(names))} if parts & set(names) else shape
+    twice = [name for name, size in given.items() if name in said and size not in (-1, said[name])]
     if twice:
-        raise InvalidArgumentError(f"the mesh says the sizes of its axes, but {', '.join(twice)} are given as well")
-    shape = dict(zip(names, mesh.mesh.shape, strict=True))
+        raise InvalidArgumentError(
+            f"the mesh says the sizes of its axes, {', '.join(f'{name}={said[name]}' for name in twice)}, but "
+            f"{', '.join(f'{name}={given[name]}' for name in twice)} are given as well"
+        )
+    given = {name: size for name, size in given.items() if name not in said}
     order = _order_of(mesh, world)
     process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
     cut = [name for name in parts if name in process_groups]

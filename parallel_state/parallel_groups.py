@@ -49,6 +49,11 @@ class ParallelGroups:
     virtual_pipeline: VirtualPipeline | None = None
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     """The DeviceMeshes that were asked for, by their dims."""
+    is_view: bool = False
+    """Whether the groups are another one's, who closes them."""
+    held: list[Callable[[], None]] = field(default_factory=list)
+    """What `close` gives back beside the groups."""
+    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for group in self.groups.values():
@@ -68,16 +73,38 @@ class ParallelGroups:
         """
         group = self.try_get(name)
         if group is None:
-            raise GroupNotInitializedError(
-                f"rank {self.world.rank} is in no {name!r} group of the layout {self.layout}; "
-                f"try_get_{name}_group() is None there"
-            )
+            raise self._in_none(name)
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
-        """As `get`, but None where this rank is in no such group."""
+        """As `get`, but None where this rank is in no such group, or the layout has none."""
         group = self.groups.get(name)
-        return self._made(name) if group is None else group
+        if group is not None:
+            return group
+        return None if name in self.layout.missing else self._made(name)
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+
+        Raises as `get`, but for what happens among ranks.
+        """
+        group = self.groups.get(name)
+        if group is not None:
+            return list(group.ranks)
+        positions = self.layout.group_of(self.world.rank_in_group, name)
+        if not positions:
+            raise self._in_none(name)
+        return [self.world.ranks[position] for position in positions]
+
+    def _in_none(self, name: str) -> GroupNotInitializedError:
+        if name in self.layout.missing:
+            return GroupNotInitializedError(
+                f"the layout {self.layout} has no {name!r} group: {self.layout.missing[name]}"
+            )
+        return GroupNotInitializedError(
+            f"rank {self.world.rank} is in no {name!r} group of the layout {self.layout}; "
+            f"try_get_{name}_group() is None there"
+        )
 
     def _made(self, name: str) -> GroupCoordinator | None:
         if torch.compiler.is_compiling():
@@ -85,11 +112,14 @@ class ParallelGroups:
                 f"the {name!r} group is made at its first use, which can't be within torch.compile; ask for it once "
                 "before, or initialise with eager=True"
             )
-        group = None if self.make is None else self.make(name, self)
-        if group is not None:
-            self._check(group)
-            self.groups[name] = group
-        return group
+        with self.lock:  # of two threads one makes it
+            group = self.groups.get(name)
+            if group is None and self.make is not None:
+                group = self.make(name, self)
+                if group is not None:
+                    self._check(group)
+                    self.groups[name] = group
+            return group
 
     def make_all(self) -> None:
         """Makes every kind of group that the layout has, in the table's order. Every rank of the world calls it."""
@@ -149,9 +179,13 @@ class ParallelGroups:
 
     def close(self) -> None:
         """Destroys the groups, not the world. Every rank calls it; twice is fine."""
+        if self.is_view:
+            return
         self.meshes.clear()
         for group in reversed(self.groups.values()):
             group.destroy()
+        while self.held:
+            self.held.pop()()
 
 
 _CURRENT = threading.local()
@@ -167,7 +201,8 @@ def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinat
     _CURRENT.patched = True
     try:
         patched = {**groups.groups, "tp": tp_group}
-        with replace(groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}).use():
+        view = replace(groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}, is_view=True)
+        with view.use():
             yield
     finally:
         _CURRENT.patched = False

@@ -52,7 +52,7 @@ def resolve_layout(
     Raises LayoutError for sizes and orders that don't fit: among them, as Megatron does, for experts in an order
     whose pipeline groups would differ from those of the other layers.
     """
-    if not isinstance(rank_offset, int) or rank_offset < 0:
+    if not isinstance(rank_offset, int) or isinstance(rank_offset, bool) or rank_offset < 0:
         raise LayoutError(f"rank_offset must be a rank, 0 or more, but is {rank_offset!r}")
     preset = PRESETS.get(order) if isinstance(order, str) else None
     tokens = [token.lower() for token in split_order(order if preset is None else preset.order)]

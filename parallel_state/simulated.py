@@ -43,6 +43,8 @@ def simulate(
     """
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
+    if not isinstance(rank, int):
+        raise InvalidArgumentError(f"rank must be an int, but is {rank!r}")
     layout.coordinates(rank)  # raises for a rank that isn't in it
 
     def make(name: str, _: ParallelGroups | None = None) -> GroupCoordinator | None:

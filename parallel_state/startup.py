@@ -94,12 +94,14 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
 
 
 def make_default_group(
-    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float
+    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False
 ) -> torch.device:
     """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
     backend = backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
     check_backend(backend)
     device = device_of(backend, place)
+    if bind_device and device.type == "cpu":
+        raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
     start_timeout_s = settings.START_TIMEOUT_S.get()
     store = make_store(init_method, place, start_timeout_s)
     try:
@@ -109,6 +111,7 @@ def make_default_group(
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
+            device_id=device if bind_device else None,
         )
     except RuntimeError as error:
         if dist.is_initialized():

@@ -30,7 +30,7 @@ from device_communicators.errors import (
     format_ranks,
 )
 from parallel_state import environment, mesh, parallel_groups, startup
-from parallel_state.agreement import digest
+from parallel_state.agreement import Request, digest
 from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.division import create_parallel_groups
@@ -38,6 +38,7 @@ from parallel_state.groups import ProcessGroupPool
 from parallel_state.layout import check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
 from parallel_state.parallel_groups import ParallelGroups, try_get_current_groups
+from parallel_state.resolution import resolve_layout
 from parallel_state.same_node import nodes_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def init_distributed_environment(
     timeout: timedelta | float | None = None,
     *,
     allow_pickle: bool = False,
+    bind_device: bool = False,
 ) -> None:
     """Joins this process with the others of its world; every process calls it once.
 
@@ -78,6 +80,7 @@ def init_distributed_environment(
     `backend` of device tensors: nccl with CUDA, else gloo (or PARALLEL_STATE_BACKEND). `timeout`, seconds or
     timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
     PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group.
+    `bind_device` makes NCCL's communicator now, for this rank's device; those of groups are then split from it.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -98,7 +101,7 @@ def init_distributed_environment(
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
             if distributed_init_method == "env://":
                 _EXPORTED.update(environment.export(place))
-            device = startup.make_default_group(place, distributed_init_method, backend, timeout_s)
+            device = startup.make_default_group(place, distributed_init_method, backend, timeout_s, bind_device)
             _OWNS_DEFAULT_GROUP = True
         pool = ProcessGroupPool(timeout_s, token="" if _OWNS_DEFAULT_GROUP else startup.agree_on_token(device))
         everyone = list(range(place.world_size))
@@ -257,12 +260,14 @@ def ensure_model_parallel_initialized(
     pipeline_model_parallel_size: int,
     data_parallel_size: int | None = None,
     *,
+    order: str | None = None,
     backend: str | None = None,
     **sizes: int | None,
 ) -> None:
-    """Initialises, or checks that the groups that exist have these sizes (ConfigMismatchError if not)."""
-    if _GROUPS is None:
-        others: dict[str, Any] = dict(sizes)
+    """Initialises, or checks that the groups that exist have these sizes and order (ConfigMismatchError if not)."""
+    groups = try_get_current_groups() or _GROUPS
+    if groups is None:
+        others: dict[str, Any] = {**sizes, "order": order or DEFAULT_ORDER}
         initialize_model_parallel(
             tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, backend=backend, **others
         )
@@ -270,12 +275,15 @@ def ensure_model_parallel_initialized(
     asked = by_axis(
         {"tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "dp": data_parallel_size, **sizes}
     )
-    for axis, size in asked.items():
-        if size not in (None, -1, _GROUPS.layout.size(axis)):
-            raise ConfigMismatchError(
-                f"the model-parallel groups exist with {_GROUPS.layout}, but {axis}={size} was asked for; "
-                "call destroy_model_parallel() first to have other sizes"
-            )
+    wrong = {axis: size for axis, size in asked.items() if size not in (None, -1, groups.layout.size(axis))}
+    if not wrong and order is not None:
+        wanted = resolve_layout(groups.world.world_size, {k: v for k, v in asked.items() if v is not None}, order)
+        wrong = {} if wanted.grids[0] == groups.layout.grids[0] else {f"order={order}, axes": wanted.grids[0]}  # type: ignore[dict-item]
+    for axis, size in wrong.items():
+        raise ConfigMismatchError(
+            f"the model-parallel groups exist with {groups.layout}, but {axis}={size} was asked for; "
+            "call destroy_model_parallel() first to have other sizes"
+        )
 
 
 def init_model_parallel_group(
@@ -292,18 +300,22 @@ def init_model_parallel_group(
 
     `use_message_queue_broadcaster` is taken for vLLM's callers: objects go over the CPU group until there is a queue.
     """
-    check_backend(backend)
     world = get_world_group()
-    if world.pool is None:
+    pool = world.pool
+    if pool is None:
         raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
-    check_division(group_ranks, world.pool.world_size)
+
+    def resolve() -> tuple[GroupOptions, Request]:
+        check_backend(backend)
+        check_division(group_ranks, pool.world_size)
+        lists = ", ".join(format_ranks(each) for each in group_ranks[:4]) + (", …" if len(group_ranks) > 4 else "")
+        options = GroupOptions(backend).resolve(backend, world.context.timeout_s)
+        return options, {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
+
+    options = pool.agreement.settle("groups by lists of ranks", world.ranks, resolve, world.context.timeout_s)
     ranks = group_ranks[position_in(group_ranks, world.rank)]
-    options = GroupOptions(backend).resolve(backend, world.context.timeout_s)
-    lists = ", ".join(format_ranks(each) for each in group_ranks[:4]) + (", …" if len(group_ranks) > 4 else "")
-    request = {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
-    world.pool.agreement.require("groups", world.ranks, request, world.context.timeout_s)
     traits = Traits(world.device, local_rank, options, allow_pickle, use_device_communicator)
-    return create_group(world.pool, ranks, group_name, traits, division=lambda: group_ranks)
+    return create_group(pool, ranks, group_name, traits, division=lambda: group_ranks)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -400,6 +412,20 @@ def get_device_mesh(*names: str) -> DeviceMesh:
 def get_group(name: str) -> GroupCoordinator:
     """This rank's group of a kind, by the name in the axis table: `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
+
+
+def get_group_ranks(name: str) -> list[int]:
+    """The global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+
+    GroupNotInitializedError before initialize_model_parallel, or where this rank is in no such group.
+    """
+    return get_parallel_groups().ranks_of(name)
+
+
+def get_group_rank(name: str) -> int:
+    """This rank's position in its group of a kind. Makes no group, as get_group_ranks."""
+    groups = get_parallel_groups()
+    return groups.ranks_of(name).index(groups.world.rank)
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:

@@ -32,7 +32,7 @@ SIZES = {
     "context_parallel_size": 2,
     "expert_model_parallel_size": 8,
 }
-AGREEMENT = 8  # operations on the store that the last of the ranks to come needs, which has the most to do
+AGREEMENT = 9  # operations on the store that the last of the ranks to come needs, which has the most to do
 
 
 def _costs(places: list[tuple[int, int]], eager: bool) -> list[Cost]:

@@ -404,9 +404,9 @@ def _refused_in() -> dict[str, Any]:
             "rows out of order": _taken(mesh(("dp", "tp"), [[0, 1], [4, 5], [2, 3], [6, 7]])),
             "downwards": _taken(mesh(("dp", "tp"), [[1, 0], [3, 2], [5, 4], [7, 6]])),
             "no mesh": _taken("dp, tp"),
-            "size again": _taken(good, tensor_model_parallel_size=2),
+            "size again": _taken(good, tensor_model_parallel_size=4),
             "order again": _taken(good, order="tp-dp-pp"),
-            "dp again": _taken(mesh(("dp_shard", "tp")), data_parallel_size=4),
+            "dp again": _taken(mesh(("dp_shard", "tp")), data_parallel_size=2),
             "too many": _taken(good, context_parallel_size=2),
             "dp of a mesh without": _taken(mesh(("pp", "tp")), data_parallel_size=2),
             "then": _taken(good),
@@ -427,9 +427,9 @@ def test_meshes_that_are_no_layout(pools: Pools) -> None:
         "rows out of order": ("LayoutError", "along 'dp' they go by [-2, 4]"),
         "downwards": ("LayoutError", "along 'tp' they go by [-1]"),
         "no mesh": ("InvalidArgumentError", "must be a torch DeviceMesh, but is a str"),
-        "size again": ("InvalidArgumentError", "tp are given as well"),
+        "size again": ("InvalidArgumentError", "tp=2, but tp=4 are given as well"),
         "order again": ("InvalidArgumentError", "order='tp-dp-pp' is given as well"),
-        "dp again": ("InvalidArgumentError", "dp are given as well"),
+        "dp again": ("InvalidArgumentError", "dp=4, but dp=2 are given as well"),
         "too many": ("LayoutError", "not divisible by"),
         "dp of a mesh without": ("LayoutError", "not divisible by"),
         "then": ("ok", ""),
@@ -465,3 +465,14 @@ def test_a_mesh_on_one_rank_only(pools: Pools, giver: int) -> None:
             assert facts[name].seconds < SOON_S
         assert "adopted groups" in facts["same layout"].text
         assert facts["then"].kind == "ok"
+
+
+def _sizes_that_the_mesh_confirms() -> list[str]:
+    with world():
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+        return [_taken(mesh, data_parallel_size=size).kind for size in (2, -1, 1, 4)] + [_taken(mesh, tp=2).kind]
+
+
+def test_a_size_beside_a_mesh_must_be_the_meshs(pools: Pools) -> None:
+    for kinds in pools(8).run(_sizes_that_the_mesh_confirms, timeout_s=DEADLINE_S):
+        assert kinds == ["ok", "ok", "InvalidArgumentError", "InvalidArgumentError", "ok"]

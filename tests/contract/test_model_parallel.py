@@ -172,6 +172,9 @@ def _ensure() -> dict[str, Outcome]:
         "tp differs": attempt(ensure, 4, 2),
         "pp differs": attempt(ensure, 2, 1),
         "dp differs": attempt(ensure, 2, 2, 2),
+        "order": attempt(lambda: ensure(2, 2, order="megatron")),
+        "order differs": attempt(lambda: ensure(2, 2, order="pp-tp-dp")),
+        "cp differs": attempt(lambda: ensure(2, 2, context_parallel_size=2)),
         "kept": attempt(lambda: ps.get_parallel_groups() is groups),
     }
     ps.destroy_distributed_environment()
@@ -180,13 +183,14 @@ def _ensure() -> dict[str, Outcome]:
 
 def test_ensure_model_parallel_initialized(pools: Pools) -> None:
     for outcomes in pools(4).run(_ensure, timeout_s=DEADLINE_S):
-        for name, asked in (("tp differs", "tp=4"), ("pp differs", "pp=1"), ("dp differs", "dp=2")):
+        differing = {"tp differs": "tp=4", "pp differs": "pp=1", "dp differs": "dp=2", "cp differs": "cp=2"}
+        for name, asked in {**differing, "order differs": "order=pp-tp-dp, axes=pp=2"}.items():
             outcome = outcomes.pop(name)
             assert outcome.kind == "ConfigMismatchError"
             assert all(part in outcome.text for part in ("tp=2 × dp=1 × pp=2", asked, "destroy_model_parallel"))
         assert outcomes.pop("kept").text == "True"
         assert {name: outcome.kind for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "ok")
-        assert outcomes.keys() == {"makes", "same", "same with dp", "rest"}
+        assert outcomes.keys() == {"makes", "same", "same with dp", "rest", "order"}
 
 
 # Its end.
