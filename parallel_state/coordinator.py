@@ -76,6 +76,7 @@ class GroupCoordinator(GroupMessages):
 
     @property
     def size(self) -> int:
+        """fairseq2's name of `world_size`."""
         return self.world_size
 
     @property
@@ -90,10 +91,12 @@ class GroupCoordinator(GroupMessages):
 
     @property
     def is_first_rank(self) -> bool:
+        """Whether this rank is the group's first."""
         return self.rank_in_group == 0
 
     @property
     def is_last_rank(self) -> bool:
+        """Whether this rank is the group's last."""
         return self.rank_in_group == self.world_size - 1
 
     @property
@@ -121,6 +124,7 @@ class GroupCoordinator(GroupMessages):
         return self._process_group(lambda: self.context.cpu_group, self.traits.options.for_cpu)
 
     def as_process_group(self) -> Any:
+        """fairseq2's name of `device_group`."""
         return self.device_group
 
     def _process_group(self, find: Callable[[], Any], options: GroupOptions) -> Any:
@@ -193,6 +197,7 @@ class GroupCoordinator(GroupMessages):
         self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
 
     def close(self) -> None:
+        """fairseq2's name of `destroy`."""
         self.destroy()
 
     def __repr__(self) -> str:

@@ -43,10 +43,12 @@ class Grid:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return prod(size for _, size in self.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The axes, fastest first."""
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
@@ -109,7 +111,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks share a group, for every kind of group; `axes.resolve_layout` makes one from sizes and an order.
+    """Which ranks share a group, for every kind of group; `resolve_layout` makes one from sizes and an order.
 
     Names are those of axes (`tp`), and of what is made of them (`dp`, `model`); each method that takes names takes
     several, for the group that spans them all. Ranks are global ones, from `rank_offset` on.
@@ -129,6 +131,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.grids[0].world_size
 
     @cached_property

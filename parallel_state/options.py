@@ -30,6 +30,7 @@ class GroupOptions:
 
     @property
     def timeout_s(self) -> float:
+        """The timeout in seconds; the default one where it is left out."""
         return seconds(self.timeout)
 
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
@@ -58,6 +59,7 @@ class GroupOptions:
 
     @property
     def is_nccl(self) -> bool:
+        """Whether the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)
 
     def for_backend(self) -> Any:

@@ -138,14 +138,17 @@ class ParallelGroups:
 
     @property
     def tp(self) -> GroupCoordinator:
+        """The tensor-parallel group."""
         return self.get("tp")
 
     @property
     def pp(self) -> GroupCoordinator:
+        """The pipeline-parallel group."""
         return self.get("pp")
 
     @property
     def dp(self) -> GroupCoordinator:
+        """The data-parallel group."""
         return self.get("dp")
 
     @property
@@ -160,6 +163,7 @@ class ParallelGroups:
 
     @property
     def root(self) -> GroupCoordinator:
+        """fairseq2's name of `world`."""
         return self.world
 
     @property

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(options.html, page(plan, kind, remarks))
     except OSError as error:
         parser.error(f"cannot write {error.filename}: {error.strerror}")
-    if options.json != STDOUT:
+    if STDOUT not in (options.json, options.svg, options.html):
         print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
     return 0
 

@@ -393,3 +393,12 @@ def test_as_a_process() -> None:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert process.returncode == 2
     assert process.stderr.startswith("error: the world size must be divisible")
+
+
+@pytest.mark.parametrize("option", ["--svg", "--html", "--json"])
+def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--world-size", "8", "--tp", "2", option, "-"]) == 0
+    out = capsys.readouterr().out
+    assert out.lstrip().startswith(("<", "{"))
+    assert "long name" not in out.splitlines()[-1]
+    assert out.rstrip().endswith((">", "}"))
