@@ -18,6 +18,7 @@ from device_communicators.errors import (
     AlreadyInitializedError,
     GroupNotInitializedError,
     LayoutError,
+    UsageError,
 )
 from parallel_state import startup
 from parallel_state.axes import AXES
@@ -96,11 +97,9 @@ class ParallelGroups:
             raise self._in_none(name)
         return [self.world.ranks[position] for position in positions]
 
-    def _in_none(self, name: str) -> GroupNotInitializedError:
+    def _in_none(self, name: str) -> UsageError:
         if name in self.layout.missing:
-            return GroupNotInitializedError(
-                f"the layout {self.layout} has no {name!r} group: {self.layout.missing[name]}"
-            )
+            return LayoutError(f"the layout {self.layout} has no {name!r} group: {self.layout.missing[name]}")
         return GroupNotInitializedError(
             f"rank {self.world.rank} is in no {name!r} group of the layout {self.layout}; "
             f"try_get_{name}_group() is None there"
