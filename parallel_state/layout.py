@@ -247,7 +247,7 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
     """All sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise LayoutError(f"the world size must be an int of at least 1, but is {world_size!r}")
+        raise LayoutError(f"the world size must be at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
     for name, size in sizes.items():
         if name not in open_axes:

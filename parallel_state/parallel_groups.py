@@ -48,6 +48,8 @@ class ParallelGroups:
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
     """Makes one more, at its first use; None for a kind that this rank is in no group of."""
     virtual_pipeline: VirtualPipeline | None = None
+    ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
+    """The global ranks of this rank's group of each kind, made or not; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     """The DeviceMeshes that were asked for, by their dims."""
     is_view: bool = False
@@ -57,6 +59,9 @@ class ParallelGroups:
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in self.layout.names:
+            positions = self.layout.group_of(self.world.rank_in_group, name)
+            self.ranks[name] = [self.world.ranks[position] for position in positions]
         for group in self.groups.values():
             self._check(group)
 
@@ -92,10 +97,11 @@ class ParallelGroups:
         group = self.groups.get(name)
         if group is not None:
             return list(group.ranks)
-        positions = self.layout.group_of(self.world.rank_in_group, name)
-        if not positions:
+        if name not in self.ranks:
+            self.layout.axes_of(name)  # raises, with the names that there are
+        if not self.ranks[name]:
             raise self._in_none(name)
-        return [self.world.ranks[position] for position in positions]
+        return list(self.ranks[name])
 
     def _in_none(self, name: str) -> UsageError:
         if name in self.layout.missing:
