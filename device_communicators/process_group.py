@@ -94,7 +94,7 @@ class ProcessGroupCommunicator(Communicator):
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
             return DONE
-        wide, wide_op, narrow = _reducible(x, reduce_op)
+        wide, wide_op, narrow = reducible(x, reduce_op)
         options = AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
         return Then(self._group(x).allreduce([wide], options), lambda: self._finish(wide, wide_op, narrow))
@@ -105,8 +105,8 @@ class ProcessGroupCommunicator(Communicator):
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
             return DONE
-        wide_out, wide_op, narrow = _reducible(out, reduce_op)
-        wide_x, _, _ = _reducible(x, reduce_op)
+        wide_out, wide_op, narrow = reducible(out, reduce_op)
+        wide_x, _, _ = reducible(x, reduce_op)
         options = ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
@@ -180,7 +180,7 @@ def _as_bytes(x: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
+def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
         return x.float(), reduce_op, x

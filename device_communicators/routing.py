@@ -31,6 +31,9 @@ from device_communicators.errors import (
     UnsupportedError,
 )
 
+_Kind = tuple[str, torch.dtype | None, str, str | None]
+"""A request without its size."""
+
 
 @dataclass
 class Traffic:
@@ -99,6 +102,8 @@ class Route:
         self.refusals = refusals
         """Name of each communicator that the group doesn't have -> the reason."""
         self.traffic: dict[str, Traffic] = {}
+        self._chosen: dict[_Kind, Communicator] = {}
+        self._chosen_of = self.communicators
         self.sequence = 0
         self.first_failure: CommunicationError | None = None
         self.closed = False
@@ -115,12 +120,16 @@ class Route:
 
         Raises GroupDestroyedError, GroupFailedError, UnsupportedError, or the CommunicationError that happened.
         """
-        communicator = self._begin(operation, tensor, reduce_op, part_of)
         started = time.monotonic()
         try:
+            # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
+            communicator = self._begin(operation, tensor, reduce_op, part_of)
             return getattr(communicator, operation)(*args)
         except Exception as error:
-            raise self.failure_of(error, operation, started) from error
+            failure = self.failure_of(error, operation, started)
+            if failure is error:
+                raise
+            raise failure from error
 
     def start(
         self,
@@ -134,23 +143,32 @@ class Route:
 
         Its bytes are counted as those of `part_of`, whose calls the caller counts.
         """
-        communicator = self._begin(operation, tensor, reduce_op, part_of)
         started = time.monotonic()
         try:
+            communicator = self._begin(operation, tensor, reduce_op, part_of)
             work = getattr(communicator, operation)(tensor, *args)
         except Exception as error:
-            raise self.failure_of(error, operation, started) from error
+            failure = self.failure_of(error, operation, started)
+            if failure is error:
+                raise
+            raise failure from error
         return Handle(self, operation, work, tensor)
 
     def _begin(
         self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None = None
     ) -> Communicator:
         self.check_usable()
-        if tensor is None:
-            request = Request(operation, None, "cpu", 0)
-        else:
-            request = Request(operation, tensor.dtype, tensor.device.type, tensor.numel(), reduce_op)
-        communicator = self.pick(request)
+        kind: _Kind = (operation, None, "cpu", None)
+        numel = 0
+        if tensor is not None:
+            kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
+        if self._chosen_of is not self.communicators:
+            self._chosen, self._chosen_of = {}, self.communicators
+        communicator = self._chosen.get(kind)
+        if communicator is None:
+            communicator = self.pick(Request(*kind[:3], numel, kind[3]))
+            if not any(each.picks_by_size for each in self.communicators):
+                self._chosen[kind] = communicator
         self.sequence += 1
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
         return communicator
@@ -241,7 +259,8 @@ class Route:
             self.closed = True
             for communicator in self.communicators:
                 communicator.close()
-            self.communicators = ()
+            self.communicators = self._chosen_of = ()
+            self._chosen = {}
             self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None)
 
 

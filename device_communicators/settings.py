@@ -59,6 +59,25 @@ def _word(text: str) -> str:
     return text
 
 
+def _on_off(text: str) -> bool:
+    if text.lower() not in ("on", "off", "true", "false", "1", "0"):
+        raise ValueError(text)
+    return text.lower() in ("on", "true", "1")
+
+
+def _build(text: str) -> str:
+    if text.lower() not in ("auto", "never"):
+        raise ValueError(text)
+    return text.lower()
+
+
+def _microseconds(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1e6:
+        raise ValueError(text)
+    return number
+
+
 def _group_creation(text: str) -> str:
     if text.lower() not in ("auto", "local", "split", "global"):
         raise ValueError(text)
@@ -92,6 +111,18 @@ GROUP_CREATION: Setting[str] = Setting(
     "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
     "one group after the other (global); auto is what the backend can do best.",
 )  # fmt: skip
+SHARED_MEMORY: Setting[bool] = Setting(
+    "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",
+    "Whether collectives of CPU tensors within a host go over shared memory.",
+)  # fmt: skip
+BUILD: Setting[str] = Setting(
+    "PARALLEL_STATE_BUILD", "auto", _build, "auto or never",
+    "Whether the compiled part may be compiled at its first use, into the user's cache.",
+)  # fmt: skip
+SPIN_US: Setting[float | None] = Setting(
+    "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",
+    "How long a rank that waits in shared memory spins before it sleeps: 150, with more ranks than cores 5.",
+)  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
@@ -102,7 +133,8 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, GROUP_CREATION, MAX_METADATA_BYTES, LOG_LEVEL,
+    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, GROUP_CREATION, SHARED_MEMORY, BUILD, SPIN_US,
+    MAX_METADATA_BYTES, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
 from datetime import timedelta
@@ -12,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
+from device_communicators import native, settings
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -72,7 +73,9 @@ def join_default_group(
             "leave backend out to join it"
         )
     place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
-    return place, device_of(found_backend, place)
+    device = device_of(found_backend, place)
+    prepare(device, found_size)
+    return place, device
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
@@ -93,6 +96,16 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
     return torch.device("cuda", index)
 
 
+def prepare(device: torch.device, world_size: int) -> None:
+    """Has the compiled part ready where it will be used: the first use may compile it, which takes its time.
+
+    Before the ranks look for each other, whose deadlines begin then. What speaks against it is told by `explain()`.
+    """
+    if device.type == "cpu" and world_size > 1 and settings.SHARED_MEMORY.get():
+        with contextlib.suppress(native.NativeUnavailableError):
+            native.load()
+
+
 def make_default_group(
     place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False
 ) -> torch.device:
@@ -102,6 +115,7 @@ def make_default_group(
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
         raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
+    prepare(device, place.world_size)
     start_timeout_s = settings.START_TIMEOUT_S.get()
     store = make_store(init_method, place, start_timeout_s)
     try:

@@ -25,6 +25,7 @@ class SmallFloats(ProcessGroupCommunicator):
     """Carries all-reduces of at most LIMIT float32 numbers, and tells how many it had."""
 
     name = "small_floats"
+    picks_by_size = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
@@ -66,13 +67,14 @@ def _fails_on_rank_one(context: GroupContext) -> str | None:
     return "its library is not here" if context.rank == 1 else None
 
 
+GENERAL = tuple(row for row in CATALOG if row.name != "shared_memory")
 SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
 
 
 def _member(*rows: Row) -> ps.GroupCoordinator:
     """This rank's tp group with `rows` before those of the catalog."""
     group = twin_of(ps.get_tp_group())
-    group.route = build_route(group.context, (*rows, *CATALOG))
+    group.route = build_route(group.context, (*rows, *GENERAL))
     register_route(group.route)
     return group
 
@@ -184,7 +186,7 @@ def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | 
         ps.set_custom_all_reduce(enable)
         ps.initialize_model_parallel(2, 2)
         row = dataclasses.replace(SMALL, custom_all_reduce=True)
-        tp, pp = (build_route(group.context, (row, *CATALOG)) for group in (ps.get_tp_group(), ps.get_pp_group()))
+        tp, pp = (build_route(group.context, (row, *GENERAL)) for group in (ps.get_tp_group(), ps.get_pp_group()))
         return (
             [c.name for c in tp.communicators], [c.name for c in pp.communicators],
             tp.refusals.get("small_floats"), pp.refusals.get("small_floats"),
@@ -269,8 +271,9 @@ class _Noted(ProcessGroupCommunicator):
 
 
 def _capture_body() -> list[str]:
+    before = [group.route.communicators for group in (ps.get_tp_group(), ps.get_pp_group())]
     for group in (ps.get_tp_group(), ps.get_pp_group()):
-        group.route.communicators = tuple(_Noted(group.context) for _ in group.route.communicators)
+        group.route.communicators = (_Noted(group.context),)
     _Noted.log.clear()
     with ps.graph_capture() as capture:
         assert isinstance(capture, ps.GraphCaptureContext)
@@ -278,8 +281,8 @@ def _capture_body() -> list[str]:
         ps.get_tp_group().all_reduce(torch.ones(1))
     with pytest.raises(ZeroDivisionError), ps.graph_capture():
         raise ZeroDivisionError
-    for group in (ps.get_tp_group(), ps.get_pp_group()):
-        group.route.communicators = tuple(ProcessGroupCommunicator(group.context) for _ in group.route.communicators)
+    for group, communicators in zip((ps.get_tp_group(), ps.get_pp_group()), before, strict=True):
+        group.route.communicators = communicators
     return _Noted.log[:4]
 
 

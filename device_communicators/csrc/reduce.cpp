@@ -1,0 +1,95 @@
+#include "reduce.h"
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace parallel_state {
+namespace plain {
+#include "reduce_kernels.inc"
+}  // namespace plain
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+namespace avx2 {
+#include "reduce_kernels.inc"
+}  // namespace avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
+namespace avx512 {
+#include "reduce_kernels.inc"
+}  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace {
+
+enum class Isa { kPlain, kAvx2, kAvx512 };
+
+Isa detect() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return Isa::kAvx512;
+  }
+  if (__builtin_cpu_supports("avx2")) return Isa::kAvx2;
+#endif
+  return Isa::kPlain;  // on ARM the plain loops are NEON: every 64-bit ARM has it
+}
+
+Isa isa() {
+  static const Isa chosen = detect();
+  return chosen;
+}
+
+}  // namespace
+
+std::size_t size_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat64:
+    case Dtype::kInt64: return 8;
+    case Dtype::kFloat32:
+    case Dtype::kInt32: return 4;
+    case Dtype::kFloat16:
+    case Dtype::kBfloat16:
+    case Dtype::kInt16: return 2;
+    case Dtype::kInt8:
+    case Dtype::kUint8: return 1;
+  }
+  return 0;
+}
+
+ReduceFunction reduce_function(Dtype dtype, ReduceOp op) {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return avx512::find(dtype, op);
+  if (isa() == Isa::kAvx2) return avx2::find(dtype, op);
+#endif
+  return plain::find(dtype, op);
+}
+
+const char* instruction_set() {
+  switch (isa()) {
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kPlain: break;
+  }
+  return "plain";
+}
+
+}  // namespace parallel_state

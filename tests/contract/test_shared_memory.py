@@ -1,0 +1,259 @@
+"""The shared-memory communicator, beyond what the contract tests ask of all: long mixed runs, failures, who has it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from device_communicators import native
+from tests.contract.attempts import attempt, environment, world
+from tests.workers import WorkerPool, WorkersFailedError
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 120.0
+SOON_S = 10.0
+
+try:
+    native.load()
+except native.NativeUnavailableError as error:
+    pytest.skip(f"no shared-memory library: {error}", allow_module_level=True)
+
+
+def _carried_by(group: ps.GroupCoordinator) -> str:
+    return group.route.communicators[0].name
+
+
+def _numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers that every rank can compute: their sums are exact in any order and dtype."""
+    generator = torch.Generator().manual_seed(seed * 64 + rank)
+    return torch.randint(0, 4, (count,), generator=generator).to(dtype)
+
+
+SIZES = (1, 7, 1000, 16384, 16385, 32768, 32769, 65536, 65537, 131072, 200_001, 524_288, 1_000_003)
+"""Around the sizes of small slots, large slots and chunks."""
+
+
+def _one(group: ps.GroupCoordinator, kind: str, seed: int, count: int, dtype: torch.dtype) -> None:
+    size, rank = group.world_size, group.rank_in_group
+    inputs = [_numbers(seed, each, count, dtype) for each in range(size)]
+    x = inputs[rank]
+    if kind == "all_reduce":
+        assert torch.equal(group.all_reduce(x), torch.stack(inputs).sum(0).to(dtype))
+    elif kind == "all_reduce_":
+        assert torch.equal(group.all_reduce_(x.clone(), "max"), torch.stack(inputs).amax(0))
+    elif kind == "all_gather":
+        assert torch.equal(group.all_gather(x), torch.cat(inputs))
+    elif kind == "reduce_scatter":
+        rows = count // size
+        whole = torch.stack(inputs)[:, : rows * size].sum(0).to(dtype)
+        assert torch.equal(group.reduce_scatter(x[: rows * size]), whole[rank * rows : (rank + 1) * rows])
+    elif kind == "broadcast":
+        src = seed % size
+        assert torch.equal(group.broadcast(x, src), inputs[src])
+    elif kind == "gather":
+        dst = seed % size
+        gathered = group.gather(x, dst)
+        assert (gathered is None) == (rank != dst)
+        assert gathered is None or torch.equal(gathered, torch.cat(inputs))
+    elif kind == "scatter":
+        src, rows = seed % size, count // size
+        if rows:
+            given = inputs[src][: rows * size] if rank == src else None
+            got = group.scatter(given, src, 0)
+            assert torch.equal(got, inputs[src][rank * rows : (rank + 1) * rows])
+    elif kind == "all_to_all":
+        rows = count // size
+        got = group.all_to_all(x[: rows * size])
+        assert torch.equal(got, torch.cat([each[rank * rows : (rank + 1) * rows] for each in inputs]))
+    else:
+        group.barrier()
+
+
+KINDS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "gather", "scatter", "all_to_all",
+         "barrier")  # fmt: skip
+
+
+def _mixed(seed: int, calls: int, pauses: bool) -> str:
+    """The same random calls on every rank; a rank now and then comes late, so that the others run ahead."""
+    with world(int(os.environ["WORLD_SIZE"])):
+        group = ps.get_tp_group()
+        draw, own = random.Random(seed), random.Random(seed * 64 + group.rank)
+        for number in range(calls):
+            kind, count = draw.choice(KINDS), draw.choice(SIZES)
+            dtype = draw.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
+            if draw.random() < 0.5:  # many small ones in a row use every slot
+                count = min(count, 1000)
+            if pauses and own.random() < 0.1:
+                time.sleep(own.random() * 0.004)
+            try:
+                _one(group, kind, seed * 1000 + number, count, dtype)
+            except AssertionError as error:
+                raise AssertionError(f"call {number}: {kind} of {count} {dtype}") from error
+        return _carried_by(group)
+
+
+@pytest.mark.parametrize(("ranks", "pauses"), [(2, True), (3, False), (4, True), (8, True)])
+def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
+    """Slots are used again in every order of operations and sizes: nobody reads what is being written."""
+    for seed in range(3):
+        found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 40, pauses, timeout_s=DEADLINE_S)
+        assert found == ["shared_memory"] * ranks
+
+
+def _bits() -> list[int]:
+    """Sums that depend on the order of summation, of both algorithms."""
+    with world(4):
+        group = ps.get_tp_group()
+        found = []
+        for count in (1000, 300_001):
+            for dtype in (torch.float32, torch.bfloat16):
+                torch.manual_seed(group.rank)
+                x = torch.randn(count).mul(torch.logspace(-4, 4, count)).to(dtype)
+                y = group.all_reduce(x)
+                found.append(hash(y.view(torch.uint8).numpy().tobytes()))
+        return found
+
+
+def test_every_rank_has_the_same_bits(pools: Pools) -> None:
+    with environment(PYTHONHASHSEED="0"):
+        pool = WorkerPool(4)
+        try:
+            first, *others = pool.run(_bits, timeout_s=DEADLINE_S)
+        finally:
+            pool.kill()
+    assert all(other == first for other in others)
+
+
+# Failures.
+
+
+def _late() -> tuple[str, list[int], float, str]:
+    with world(4):
+        group = ps.get_tp_group()
+        narrow = ps.create_parallel_groups(ps.get_world_group(), {"tp": 4}, timeout=1.0).tp
+        narrow.barrier()
+        if group.rank == 2:
+            time.sleep(2.5)
+            told = attempt(narrow.all_reduce, torch.ones(10))
+        else:
+            told = attempt(narrow.all_reduce, torch.ones(10))
+        after = attempt(narrow.all_reduce, torch.ones(10))
+        group.barrier()
+        return told.kind, list(told.suspect_ranks), told.seconds, after.kind
+
+
+def test_a_rank_that_does_not_come_is_named(pools: Pools) -> None:
+    outcomes = pools(4).run(_late, timeout_s=DEADLINE_S)
+    for rank, (kind, suspects, seconds, after) in enumerate(outcomes):
+        if rank != 2:
+            assert kind == "CollectiveTimeoutError"
+            assert suspects == [2]
+            assert 0.9 < seconds < 1 + SOON_S
+            assert after == "GroupFailedError"
+
+
+def _dies(moment: str, count: int, outcomes: str) -> tuple[str, list[int], float]:
+    with world(4):
+        group = ps.get_tp_group()
+        group.all_reduce(torch.ones(count))
+        if group.rank == 3:
+            if moment == "amid":
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                while True:
+                    group.all_reduce(torch.ones(count))
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            told = attempt(group.all_reduce, torch.ones(count))
+            if told.kind != "ok":
+                Path(outcomes, str(group.rank)).write_text(repr(told))
+                return told.kind, list(told.suspect_ranks), told.seconds
+
+
+@pytest.mark.parametrize(("moment", "count"), [("before", 10), ("amid", 10), ("amid", 300_000)])
+def test_a_rank_that_dies_is_named_at_once(tmp_path: Path, moment: str, count: int) -> None:
+    pool = WorkerPool(4)
+    try:
+        with pytest.raises(WorkersFailedError):
+            pool.run(_dies, moment, count, str(tmp_path), timeout_s=DEADLINE_S)
+    finally:
+        pool.kill()
+    outcomes = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert outcomes.keys() == {"0", "1", "2"}
+    for text in outcomes.values():
+        assert "kind='PeerDiedError'" in text
+        assert "suspect_ranks=(3,)" in text
+
+
+def _mismatch(first: str) -> tuple[str, str]:
+    with world(2):
+        group = ps.get_tp_group()
+        group.barrier()
+        calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "sizes": (lambda: group.all_reduce(torch.ones(10)), lambda: group.all_reduce(torch.ones(20))),
+            "dtypes": (lambda: group.all_reduce(torch.ones(10)), lambda: group.all_reduce(torch.ones(10).int())),
+            "ops": (lambda: group.all_reduce(torch.ones(10)), lambda: group.all_reduce(torch.ones(10), "max")),
+            "kinds": (lambda: group.all_reduce(torch.ones(10)), group.barrier),
+            "large": (lambda: group.all_reduce(torch.ones(100_000)), lambda: group.all_gather(torch.ones(100_000))),
+            "sources": (lambda: group.broadcast(torch.ones(3), 0), lambda: group.broadcast(torch.ones(3), 1)),
+        }
+        told = attempt(calls[first][group.rank])
+        return told.kind, told.text
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("sizes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 20 × torch.float32)")),
+        ("dtypes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 10 × torch.int32)")),
+        ("ops", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (max of 10 × torch.float32)")),
+        ("kinds", ("all_reduce (sum of 10 × torch.float32)", "barrier")),
+        ("large", ("all_reduce (sum of 100000 × torch.float32)", "all_gather (400000 bytes)")),
+    ],
+)
+def test_calls_that_differ_are_told_with_both_sides(pools: Pools, which: str, words: tuple[str, str]) -> None:
+    outcomes = pools(2).run(_mismatch, which, timeout_s=DEADLINE_S)
+    for kind, text in outcomes:
+        assert kind == "CollectiveMismatchError", text
+        assert all(word in text for word in words), text
+
+
+# Who has it.
+
+
+def _routes() -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
+        facts["off"] = (
+            _carried_by(ps.get_tp_group()),
+            "PARALLEL_STATE_SHARED_MEMORY is off" in ps.get_tp_group().explain(),
+        )
+    with world(2):
+        group = ps.get_tp_group()
+        facts["before"] = "from the first collective on" in group.explain()
+        before = set(os.listdir("/dev/shm"))
+        group.all_reduce(torch.ones(3))
+        facts["after"] = "over a shared segment" in group.explain()
+        group.barrier()
+        facts["left"] = sorted(name for name in set(os.listdir("/dev/shm")) - before if "parallel_state" in name)
+        maps = Path("/proc/self/maps").read_text().count("parallel_state-")
+        group.destroy()
+        facts["maps"] = (maps, Path("/proc/self/maps").read_text().count("parallel_state-"))
+    return facts
+
+
+def test_routes_and_what_is_left(pools: Pools) -> None:
+    for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
+        assert facts == {"off": ("process_group", True), "before": True, "after": True, "left": [], "maps": (2, 1)}, (
+            "the world's stays"
+        )
