@@ -14,7 +14,6 @@ from importlib import import_module
 
 import torch
 
-from device_communicators import settings
 from device_communicators.base import Communicator, GroupContext
 from device_communicators.routing import Route
 
@@ -39,8 +38,6 @@ class Row:
 
 
 def _no_shared_memory(context: GroupContext) -> str | None:
-    if not settings.SHARED_MEMORY.get():
-        return f"{settings.SHARED_MEMORY.name} is off"
     if context.device.type != "cpu":
         return f"the group's tensors are on {context.device.type}"
     return f"it has more than {MAX_RANKS} ranks" if context.size > MAX_RANKS else None

@@ -94,7 +94,7 @@ def _built() -> Path:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise NativeUnavailableError("there is no C++ compiler (c++, g++, clang++ or $CXX) to build it with")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # what lies there is loaded as code
     with _locked(target.with_suffix(".lock")):
         if not target.exists():
             _compile(compiler, [path for path in sources if path.suffix == ".cpp"], target)

@@ -65,12 +65,6 @@ def _on_off(text: str) -> bool:
     return text.lower() in ("on", "true", "1")
 
 
-def _build(text: str) -> str:
-    if text.lower() not in ("auto", "never"):
-        raise ValueError(text)
-    return text.lower()
-
-
 def _microseconds(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 1e6:
@@ -78,10 +72,13 @@ def _microseconds(text: str) -> float:
     return number
 
 
-def _group_creation(text: str) -> str:
-    if text.lower() not in ("auto", "local", "split", "global"):
-        raise ValueError(text)
-    return text.lower()
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(text)
+        return text.lower()
+
+    return parse
 
 
 def _log_level(text: str) -> str:
@@ -107,7 +104,7 @@ BACKEND: Setting[str | None] = Setting(
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
 )  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
-    "PARALLEL_STATE_GROUP_CREATION", "auto", _group_creation, "auto, local, split or global",
+    "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"), "auto, local, split or global",
     "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
     "one group after the other (global); auto is what the backend can do best.",
 )  # fmt: skip
@@ -116,7 +113,7 @@ SHARED_MEMORY: Setting[bool] = Setting(
     "Whether collectives of CPU tensors within a host go over shared memory.",
 )  # fmt: skip
 BUILD: Setting[str] = Setting(
-    "PARALLEL_STATE_BUILD", "auto", _build, "auto or never",
+    "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "never"), "auto or never",
     "Whether the compiled part may be compiled at its first use, into the user's cache.",
 )  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(

@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from device_communicators.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    GroupDestroyedError,
     PeerDiedError,
     UnsupportedError,
 )
@@ -63,6 +65,7 @@ class SharedMemoryCommunicator(Communicator):
         self._segment: _Segment | None = None
         self._library: Any = None
         self._group: Any = None
+        self._lock = threading.Lock()  # the library takes one call at a time; a second thread waits
         self._timeout_s = context.timeout_s
         self._functions: dict[str, Callable[..., int]] = {}
         self._sizes = ctypes.c_size_t * context.size
@@ -77,9 +80,10 @@ class SharedMemoryCommunicator(Communicator):
             reason = reduction_refusal(request.dtype, request.reduce_op)
             if reason is not None:
                 return reason
-        if self._group is None and self._reason is None:
-            self._reason = self._attach()
-        return self._reason
+        with self._lock:
+            if self._group is None and self._reason is None:
+                self._reason = self._attach()
+            return self._reason
 
     def __str__(self) -> str:
         if self._group is None:
@@ -91,9 +95,12 @@ class SharedMemoryCommunicator(Communicator):
 
     def _attach(self) -> str | None:
         """Makes or opens the segment with all ranks; the reason where one of them can't."""
+        # What this rank's environment and machine say may differ from the others': all come, and all hear of it.
         context, problem = self.context, ""
         segment: _Segment | None = None
         try:
+            if not settings.SHARED_MEMORY.get():
+                raise native.NativeUnavailableError(f"{settings.SHARED_MEMORY.name} is off")
             self._library = native.load()
             self._functions = {name: getattr(self._library, f"ps_{name}") for name in _KINDS[1:]}
             size_bytes = self._library.ps_segment_bytes(context.size)
@@ -138,9 +145,12 @@ class SharedMemoryCommunicator(Communicator):
 
     def _call(self, name: str, *args: Any) -> None:
         started = time.monotonic()
-        status = self._functions[name](self._group, *args, self._timeout_s)
-        if status != 0:
-            raise self._failure(status, name, time.monotonic() - started)
+        with self._lock:
+            if self._group is None:  # closed by another thread
+                raise GroupDestroyedError(f"{self.context} was destroyed; take the group anew from its getter")
+            status = self._functions[name](self._group, *args, self._timeout_s)
+            if status != 0:
+                raise self._failure(status, name, time.monotonic() - started)
 
     def _failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError:
         context = self.context
@@ -273,13 +283,19 @@ class SharedMemoryCommunicator(Communicator):
         raise UnsupportedError(f"{self.context}: shared memory has no recv")
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            self._library.ps_group_delete(group)
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        """Unmaps the segment; one that another thread is in the middle of stays until the process ends."""
         self._reason = self._reason or "the group was closed"
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            group, self._group = self._group, None
+            if group is not None:
+                self._library.ps_group_delete(group)
+            if self._segment is not None:
+                self._segment.close()
+                self._segment = None
+        finally:
+            self._lock.release()
 
 
 class _Segment:
@@ -353,7 +369,8 @@ def _wait_policy(context: GroupContext) -> tuple[int, int]:
     A rank that spins on the core that the awaited one needs holds up both; so with more ranks than cores briefly only.
     """
     given = settings.SPIN_US.get()
-    ranks = max(context.size, int(os.environ.get("LOCAL_WORLD_SIZE", "0") or 0))
+    on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = max(context.size, int(on_host) if on_host.isdecimal() else 0)
     crowded = ranks > len(os.sched_getaffinity(0))
     spin_us = given if given is not None else (5 if crowded else 150)
     return int(spin_us * 1000), 100 if crowded else 0

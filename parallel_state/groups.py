@@ -143,8 +143,9 @@ class ProcessGroupPool:
 
         Every member calls it in the same order.
         """
-        self._channels[tuple(ranks)] += 1
-        return self._channels[tuple(ranks)] - 1
+        with self._lock:
+            self._channels[tuple(ranks)] += 1
+            return self._channels[tuple(ranks)] - 1
 
     def _strategy(self, options: GroupOptions, everyone: bool) -> str:
         chosen = settings.GROUP_CREATION.get()
@@ -213,11 +214,12 @@ class ProcessGroupPool:
         key: _Key = (tuple(ranks), options, False)
         if len(ranks) == 1:
             return Acquired(None, ())
-        if key not in self._groups:
-            self._groups[key] = process_group
-            self._borrowed.add(key)
-        self._users[key] += 1
-        return Acquired(self._groups[key], (key,))
+        with self._lock:
+            if key not in self._groups:
+                self._groups[key] = process_group
+                self._borrowed.add(key)
+            self._users[key] += 1
+            return Acquired(self._groups[key], (key,))
 
     def release(self, acquired: Acquired) -> None:
         """Destroys the groups that nobody uses any more. Whoever acquired together releases together."""
@@ -245,12 +247,13 @@ class ProcessGroupPool:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
         if self.world_size == 1 and options.backend == self.default_backend:
             return dist.group.WORLD
-        if options not in self._alone:
-            name = f"{self._prefix}/alone/{self.rank}/{len(self._alone)}"
-            self._alone[options] = new_group_of_members(
-                name, [self.rank], str(options.backend), options.timeout_s, options.for_backend()
-            )
-        return self._alone[options]
+        with self._lock:
+            if options not in self._alone:
+                name = f"{self._prefix}/alone/{self.rank}/{len(self._alone)}"
+                self._alone[options] = new_group_of_members(
+                    name, [self.rank], str(options.backend), options.timeout_s, options.for_backend()
+                )
+            return self._alone[options]
 
 
 def _destroy(group: Any) -> None:

@@ -126,12 +126,6 @@ class ParallelGroups:
                     self.groups[name] = group
             return group
 
-    def make_all(self) -> None:
-        """Makes every kind of group that the layout has, in the table's order. Every rank of the world calls it."""
-        for axis in AXES:
-            if axis.name in self.layout.names:
-                self.try_get(axis.name)
-
     def warm_up(self) -> None:
         """A first small all-reduce on each group that is made, which connects its ranks and shows that it works.
 

@@ -315,7 +315,8 @@ def _derived() -> dict[str, Any]:
         facts["embedding"] = embedding and whose(embedding)
         facts["position"] = attempt(ps.get_position_embedding_group).kind
         rows = [axis.name for axis in ps.AXES if axis.name in groups.layout.names]
-        groups.make_all()
+        for name in rows:
+            groups.try_get(name)
         groups.warm_up()
         facts["all"] = {name: group.ranks for name, group in groups.groups.items()}
         facts["sums"] = all(whose(group) == group.ranks for group in groups.groups.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -234,10 +235,9 @@ def test_calls_that_differ_are_told_with_both_sides(pools: Pools, which: str, wo
 def _routes() -> dict[str, Any]:
     facts: dict[str, Any] = {}
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
-        facts["off"] = (
-            _carried_by(ps.get_tp_group()),
-            "PARALLEL_STATE_SHARED_MEMORY is off" in ps.get_tp_group().explain(),
-        )
+        group = ps.get_tp_group()
+        total = group.all_reduce(torch.ones(1)).item()
+        facts["off"] = (total, "shared_memory: not used, PARALLEL_STATE_SHARED_MEMORY is off" in group.explain())
     with world(2):
         group = ps.get_tp_group()
         facts["before"] = "from the first collective on" in group.explain()
@@ -254,6 +254,63 @@ def _routes() -> dict[str, Any]:
 
 def test_routes_and_what_is_left(pools: Pools) -> None:
     for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
-        assert facts == {"off": ("process_group", True), "before": True, "after": True, "left": [], "maps": (2, 1)}, (
+        assert facts == {"off": (2.0, True), "before": True, "after": True, "left": [], "maps": (2, 1)}, (
             "the world's stays"
         )
+
+
+def _off_on_one() -> tuple[float, bool]:
+    own = "off" if os.environ["RANK"] == "1" else "on"
+    with environment(PARALLEL_STATE_SHARED_MEMORY=own), world(4):
+        group = ps.get_tp_group()
+        return group.all_reduce(torch.ones(1)).item(), "shared_memory: not used" in group.explain()
+
+
+def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
+    """Ranks of different environments would else be in different transports."""
+    assert pools(4).run(_off_on_one, timeout_s=DEADLINE_S) == [(4.0, True)] * 4
+
+
+def _two_threads() -> list[Any]:
+    """Every rank's two threads reduce the same numbers, so that whichever comes first makes no difference."""
+    with world(2):
+        group = ps.get_tp_group()
+        found: list[Any] = []
+
+        def reduce() -> None:
+            found.append([group.all_reduce(torch.ones(5)).sum().item() for _ in range(200)])
+
+        threads = [threading.Thread(target=reduce) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        return found
+
+
+def test_two_threads_take_turns(pools: Pools) -> None:
+    assert pools(2).run(_two_threads, timeout_s=DEADLINE_S) == [[[10.0] * 200] * 2] * 2
+
+
+def _destroyed_amid() -> str:
+    """One thread waits in a collective that the other rank never joins; the main thread destroys the group."""
+    with world(2) as everyone:
+        group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=2.0).tp
+        group.barrier()
+        told: list[str] = []
+        waiting = threading.Thread(target=lambda: told.append(attempt(group.all_reduce, torch.ones(3)).kind))
+        if group.rank == 0:
+            waiting.start()
+            time.sleep(0.3)
+            group.destroy()
+            waiting.join(DEADLINE_S)
+        else:
+            time.sleep(0.3)
+            group.destroy()
+        everyone.barrier()
+        return told[0] if told else ""
+
+
+def test_a_group_that_is_destroyed_amid_a_call_keeps_its_memory(pools: Pools) -> None:
+    """The call ends with its own error, and not with the process."""
+    assert pools(2).run(_destroyed_amid, timeout_s=DEADLINE_S) == ["CollectiveTimeoutError", ""]
