@@ -104,7 +104,8 @@ BACKEND: Setting[str | None] = Setting(
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
 )  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
-    "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"), "auto, local, split or global",
+    "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
+    "auto, local, split or global",
     "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
     "one group after the other (global); auto is what the backend can do best.",
 )  # fmt: skip
