@@ -1,8 +1,77 @@
-"""Build script: names the two import packages; everything static is in pyproject.toml."""
+"""Build script: the import packages, and what can be compiled here; everything static is in pyproject.toml.
 
-from setuptools import setup
+A wheel brings the compiled library where there is a C++ compiler, and the registered ops' kernels where torch can be
+imported as well (`pip install --no-build-isolation .`, since a build of its own would download a second torch). What is
+missing is no error: it is compiled at its first use (see device_communicators/native.py).
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+
+
+def _native_build():
+    """The recipes, which need nothing of the package that they lie in."""
+    path = ROOT / "device_communicators" / "native_build.py"
+    specification = importlib.util.spec_from_file_location("native_build", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["native_build"] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+native_build = _native_build()
+
+
+class BuildWithLibrary(build_py):
+    """Adds the compiled libraries beside the copied sources; not to an editable install, whose sources change."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        compiler = native_build.find_compiler()
+        if compiler is None:
+            print("parallel_state: no C++ compiler; the library is compiled at its first use where there is one")
+            return
+        recipes = [native_build.plain_recipe()]
+        try:
+            recipes.append(native_build.full_recipe())
+        except ImportError:
+            print("parallel_state: torch isn't importable here; the ops' kernels are compiled at their first use")
+        folder = Path(self.build_lib) / "device_communicators"
+        for recipe in recipes:
+            target = folder / recipe.packaged_name
+            try:
+                native_build.compile_library(recipe, target, compiler)
+            except native_build.BuildError as error:
+                print(f"parallel_state: {recipe.what} can't be compiled here: {error}")
+                continue
+            target.with_suffix(".digest").write_text(native_build.sources_digest() + "\n")
+
+
+class PlatformWheel(bdist_wheel):
+    """For this platform where a library was compiled, and for every Python in any case: it knows none."""
+
+    def get_tag(self):
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+class WithLibrary(Distribution):
+    def has_ext_modules(self):
+        return native_build.find_compiler() is not None
+
 
 setup(
     packages=["parallel_state", "parallel_state.plan", "device_communicators"],
     package_data={"parallel_state": ["py.typed", "getters.pyi"], "device_communicators": ["py.typed", "csrc/*"]},
+    distclass=WithLibrary,
+    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

@@ -14,52 +14,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from device_communicators.errors import format_ranks
+from device_communicators.health import Watcher
+from device_communicators.host_memory import HostMemory
+from device_communicators.recorder import Operation
+from device_communicators.work import DONE, Then, Work
+
+__all__ = [
+    "DONE",
+    "REDUCE_OPS",
+    "Communicator",
+    "GroupContext",
+    "Request",
+    "Then",
+    "Work",
+    "merge_blocks",
+    "reduce_in_rank_order",
+]
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
-
-
-class Work(Protocol):
-    """A transfer in progress, as c10d's `Work`."""
-
-    def wait(self) -> Any: ...
-
-    def is_completed(self) -> bool: ...
-
-
-class _Done:
-    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
-
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE = _Done()
-
-
-class Then:
-    """A work, and what this rank does once with its result."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self._work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        self._work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
 
 
 class Request(NamedTuple):
@@ -92,6 +70,10 @@ class GroupContext:
     """torch ProcessGroup for tensors of `device`; None in a simulated group."""
     make_cpu_group: Callable[[], Any] | None = None
     """Gives the gloo group, always the same; what makes it at its first use must be called by every rank then."""
+    host_memory: HostMemory | None = None
+    """What the group's ranks on this host share; None where the gloo group isn't made together with the group."""
+    watcher: Watcher | None = None
+    """Knows which ranks of the world have ended; None where nobody watches."""
     channel: int = 0
     """Tells the users of one process group apart: their transfers have other tags."""
     simulated: bool = False
@@ -151,6 +133,28 @@ class Communicator(ABC):
         """Entered around the capture of a CUDA graph."""
         yield
 
+    def serve_ops(self, key: str) -> None:
+        """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.
+
+        Told to the first communicator of a route.
+        """
+
+    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
+        """They go through the route again. Returns what `served_traffic` did."""
+        return {}
+
+    def served_traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        """Calls and bytes, by operation, of what came straight here."""
+        return {}
+
+    def next_served(self, key: str) -> int:
+        """The number of the next operation where those that come straight here are numbered; else 0."""
+        return 0
+
+    def served_operations(self, key: str) -> list[Operation]:
+        """The last operations that came straight here."""
+        return []
+
     def close(self) -> None:
         """Frees what the communicator made itself; process groups belong to `parallel_state.groups`."""
 
@@ -164,6 +168,11 @@ class Communicator(ABC):
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+        y = self.all_reduce(x, "sum") + residual
+        return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""

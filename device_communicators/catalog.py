@@ -38,16 +38,25 @@ class Row:
 
 
 def _no_shared_memory(context: GroupContext) -> str | None:
-    if context.device.type != "cpu":
-        return f"the group's tensors are on {context.device.type}"
-    return f"it has more than {MAX_RANKS} ranks" if context.size > MAX_RANKS else None
+    memory = context.host_memory
+    if memory is None:
+        return "the gloo group is made at its first use"
+    if memory.problem is not None:
+        return memory.problem
+    return None if memory.on_one_host else f"its ranks are on {len(memory.hosts)} hosts"
 
 
-MAX_RANKS = 64  # csrc/group.h
+def _no_hosts_of_several(context: GroupContext) -> str | None:
+    memory = context.host_memory
+    if memory is None or memory.problem is not None or memory.on_one_host:
+        return _no_shared_memory(context) or "its ranks are on one host"
+    return "each of its ranks is alone on its host" if len(memory.hosts) == context.size else None
+
 
 CATALOG: tuple[Row, ...] = (
     Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
     Row("shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator", unfit=_no_shared_memory),
+    Row("hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator", unfit=_no_hosts_of_several),
     Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
 )
 

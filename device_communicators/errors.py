@@ -10,6 +10,7 @@
     │   ├── GroupNotInitializedError  a group was used before it was made
     │   ├── AlreadyInitializedError   something was initialised twice
     │   ├── GroupDestroyedError       a group was used after it was destroyed
+    │   ├── ForkedError               a group was used in a process that was forked from its rank
     │   └── ConfigMismatchError       two ranks, or two calls, disagree about sizes (ValueError)
     ├── CommunicationError            the group is poisoned; each later call fails at once
     │   ├── PeerDiedError             a rank of the group is gone
@@ -70,6 +71,10 @@ class GroupDestroyedError(UsageError, RuntimeError):
     """A group was used after it was destroyed."""
 
 
+class ForkedError(UsageError, RuntimeError):
+    """A group was used, or destroyed, in a process that was forked from its rank."""
+
+
 class ConfigMismatchError(UsageError, ValueError):
     """What was asked for differs from what exists, or from what another rank asked for."""
 
@@ -97,10 +102,19 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.group = group
         self.operation = operation
         self.sequence = sequence
+        self.recent: tuple[str, ...] = ()
+        """The group's last operations, this one the last."""
         self.rank = rank
         self.suspect_ranks = tuple(suspect_ranks)
         self.elapsed_s = elapsed_s
         self.timeout_s = timeout_s
+
+    def __str__(self) -> str:
+        """The message, with those facts that weren't known where it was written."""
+        text = super().__str__()
+        known = ((f"number {self.sequence}", self.sequence), (f"timeout {self.timeout_s or 0:g} s", self.timeout_s))
+        added = [told for told, fact in known if fact is not None and told not in text]
+        return f"{text} ({', '.join(added)})" if added else text
 
 
 class PeerDiedError(CommunicationError):

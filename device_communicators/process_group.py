@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import (
 
 from device_communicators.base import DONE, Communicator, Request, Then, Work
 from device_communicators.errors import GroupNotInitializedError
+from device_communicators.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -44,7 +45,15 @@ _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bytes that are 0 or 1, `or` is max and `and` is min."""
 
-_REDUCTIONS = ("all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv")
+_REDUCTIONS = (
+    "all_reduce",
+    "all_reduce_",
+    "iall_reduce_",
+    "reduce_scatter",
+    "ireduce_scatter",
+    "reduce_scatterv",
+    "all_reduce_add_rms_norm",
+)
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
@@ -79,6 +88,10 @@ class ProcessGroupCommunicator(Communicator):
     def _group(self, x: Tensor) -> Any:
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
+    def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched] = Watched) -> Work:
+        """A device's work is waited for by its stream and not by the host."""
+        return kind(work, self.context, operation) if x.device.type == "cpu" else work
+
     def _pair_group(self, x: Tensor, operation: str) -> Any:
         """Two ranks alone can't make the gloo group of more: the others would never come."""
         if x.device.type == "cpu" and self.context.size > 2 and not self.context.cpu_group_is_made:
@@ -97,7 +110,8 @@ class ProcessGroupCommunicator(Communicator):
         wide, wide_op, narrow = reducible(x, reduce_op)
         options = AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
-        return Then(self._group(x).allreduce([wide], options), lambda: self._finish(wide, wide_op, narrow))
+        work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
+        return Then(work, lambda: self._finish(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         self.ireduce_scatter(out, x, reduce_op).wait()
@@ -110,7 +124,8 @@ class ProcessGroupCommunicator(Communicator):
         options = ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
-        return Then(work, lambda: self._finish(wide_out, wide_op, narrow))
+        watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
+        return Then(watched, lambda: self._finish(wide_out, wide_op, narrow))
 
     def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
         if wide_op == "avg":
@@ -122,7 +137,9 @@ class ProcessGroupCommunicator(Communicator):
         self.iall_gather(out, x).wait()
 
     def iall_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._group(x)._allgather_base(_as_bytes(out), _as_bytes(x)) if x.numel() else DONE
+        if x.numel() == 0:
+            return DONE
+        return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x)), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
@@ -136,43 +153,49 @@ class ProcessGroupCommunicator(Communicator):
             return
         options = GatherOptions()
         options.rootRank = dst
-        outs = [] if out is None else [[_as_bytes(block) for block in out.unbind(0)]]
-        self._group(x).gather(outs, [_as_bytes(x)], options).wait()
+        outs = [] if out is None else [[as_bytes(block) for block in out.unbind(0)]]
+        self._watched(self._group(x).gather(outs, [as_bytes(x)], options), x, "gather").wait()
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
         options = ScatterOptions()
         options.rootRank = src
-        blocks = [] if x is None else [[_as_bytes(block) for block in x.unbind(0)]]
-        self._group(out).scatter([_as_bytes(out)], blocks, options).wait()
+        blocks = [] if x is None else [[as_bytes(block) for block in x.unbind(0)]]
+        self._watched(self._group(out).scatter([as_bytes(out)], blocks, options), out, "scatter").wait()
 
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
         row_bytes = x.dtype.itemsize * x[0:1].numel() if x.shape[0] else x.dtype.itemsize * out[0:1].numel()
-        self._group(x).alltoall_base(
-            _as_bytes(out),
-            _as_bytes(x),
+        work = self._group(x).alltoall_base(
+            as_bytes(out),
+            as_bytes(x),
             [rows * row_bytes for rows in output_splits],
             [rows * row_bytes for rows in input_splits],
             AllToAllOptions(),
-        ).wait()
+        )
+        self._watched(work, x, "all_to_all").wait()
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         if x.numel() == 0:
             return DONE
         options = BroadcastOptions()
         options.rootRank = src
-        return self._group(x).broadcast([_as_bytes(x)], options)
+        return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        return DONE if x.numel() == 0 else self._pair_group(x, "send").send([_as_bytes(x)], dst, tag)
+        if x.numel() == 0:
+            return DONE
+        return self._watched(self._pair_group(x, "send").send([as_bytes(x)], dst, tag), x, "send", WatchedByThread)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        return DONE if out.numel() == 0 else self._pair_group(out, "recv").recv([_as_bytes(out)], src, tag)
+        if out.numel() == 0:
+            return DONE
+        work = self._pair_group(out, "recv").recv([as_bytes(out)], src, tag)
+        return self._watched(work, out, "recv", WatchedByThread)
 
     def barrier(self) -> None:
-        self.context.cpu_group.barrier().wait()
+        Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """A flat view of contiguous `x`."""
     flat = x.view(-1)
     if flat.stride(0) != 1:  # one element is contiguous whatever its stride, but can't be viewed as bytes

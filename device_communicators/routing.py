@@ -1,4 +1,4 @@
-"""Who carries what for one group: an ordered list of communicators, and the register of such routes by group name.
+"""Who carries what for one group: an ordered list of communicators.
 
 `Route.run` is the one place through which an operation goes on its way: it picks, counts, and turns what a
 communicator raises into this library's errors. It holds no membership logic and moves no byte itself.
@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import threading
 import time
-import weakref
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators import forks
 from device_communicators.base import Communicator, GroupContext, Request, Work
+from device_communicators.call_check import check_alike
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
     GroupFailedError,
-    GroupNotInitializedError,
     ParallelStateError,
     PeerDiedError,
     UnsupportedError,
 )
+from device_communicators.failures import ADVICE, is_communication_error, kind_of_failure
+from device_communicators.recorder import Operation, Recorder, call_site
+from device_communicators.reports import explained
+from device_communicators.waiting import all_died, attributed
+
+_PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message")
+"""Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
+_RECENT = 8
 
 _Kind = tuple[str, torch.dtype | None, str, str | None]
 """A request without its size."""
+
+
+on_failure: list[Callable[[], object]] = []
+"""Called when a group fails for the first time."""
 
 
 @dataclass
@@ -46,9 +59,9 @@ class Traffic:
 class Handle:
     """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
 
-    def __init__(self, route: Route, operation: str, work: Work, tensor: Tensor) -> None:
+    def __init__(self, route: Route, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
-        self._operation = operation
+        self._record = record
         self._work: Work | None = work
         self._tensor = tensor  # the transport reads or writes it until the work is done
         self._error: Exception | None = None
@@ -84,11 +97,16 @@ class Handle:
                 raise self._error
             if self._work is None:
                 return
+            if self._route.is_parents:
+                self._route.check_usable()  # raises; the work is another process'
             started = time.monotonic()
             try:
                 self._work.wait()
+                self._record.ended_s = time.monotonic()
             except Exception as error:
-                self._error = self._route.failure_of(error, self._operation, started)
+                self._error = self._route.failure_of(error, self._record.name, started)
+                if self._error is error:
+                    raise
                 raise self._error from error
             self._work = None
 
@@ -98,15 +116,53 @@ class Route:
 
     def __init__(self, context: GroupContext, communicators: Sequence[Communicator], refusals: dict[str, str]) -> None:
         self.context = context
-        self.communicators = tuple(communicators)
         self.refusals = refusals
         """Name of each communicator that the group doesn't have -> the reason."""
-        self.traffic: dict[str, Traffic] = {}
+        self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind, Communicator] = {}
-        self._chosen_of = self.communicators
+        self._communicators: tuple[Communicator, ...] = ()
+        self._serves_ops = False
+        self.communicators = communicators
         self.sequence = 0
+        """The number of the last operation that came through here; what went past it counts as well."""
+        self._recorder = Recorder()
+        self._kept: list[Operation] = []
         self.first_failure: CommunicationError | None = None
         self.closed = False
+        self.is_parents = False
+        """Whether this process was forked from the one that made it; then it is `closed` too."""
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """In order of preference. Assigned anew, they carry what comes from then on."""
+        return self._communicators
+
+    @communicators.setter
+    def communicators(self, communicators: Sequence[Communicator]) -> None:
+        served = self._serves_ops
+        self.serve_ops(False)
+        self._communicators = tuple(communicators)
+        self._chosen = {}
+        self.serve_ops(served)
+
+    def serve_ops(self, on: bool) -> None:
+        """Whether the registered ops may go straight to the first communicator, past this route."""
+        on = on and not self.in_debug_mode  # where each call is compared, and its caller noted
+        for first in self._communicators[:1]:
+            if on and not self._serves_ops:
+                first.serve_ops(self.context.key)
+            elif self._serves_ops and not on:
+                self._kept = first.served_operations(self.context.key)
+                self.sequence = max([self.sequence, *(each.sequence for each in self._kept)])
+                for name, told in first.stop_serving_ops(self.context.key).items():
+                    self.count(name, *told)
+        self._serves_ops = on
+
+    @property
+    def in_debug_mode(self) -> bool:
+        """Whether all ranks compare their calls: PARALLEL_STATE_DEBUG on one of them."""
+        memory = self.context.host_memory
+        return memory is not None and memory.debug
 
     def run(
         self,
@@ -123,8 +179,10 @@ class Route:
         started = time.monotonic()
         try:
             # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
-            communicator = self._begin(operation, tensor, reduce_op, part_of)
-            return getattr(communicator, operation)(*args)
+            communicator, record = self._begin(operation, tensor, reduce_op, part_of, args)
+            result = getattr(communicator, operation)(*args)
+            record.ended_s = time.monotonic()
+            return result
         except Exception as error:
             failure = self.failure_of(error, operation, started)
             if failure is error:
@@ -145,41 +203,68 @@ class Route:
         """
         started = time.monotonic()
         try:
-            communicator = self._begin(operation, tensor, reduce_op, part_of)
+            communicator, record = self._begin(operation, tensor, reduce_op, part_of, args)
             work = getattr(communicator, operation)(tensor, *args)
         except Exception as error:
             failure = self.failure_of(error, operation, started)
             if failure is error:
                 raise
             raise failure from error
-        return Handle(self, operation, work, tensor)
+        return Handle(self, record, work, tensor)
 
     def _begin(
-        self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None = None
-    ) -> Communicator:
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        reduce_op: str | None,
+        part_of: str | None,
+        args: tuple[Any, ...],
+    ) -> tuple[Communicator, Operation]:
         self.check_usable()
         kind: _Kind = (operation, None, "cpu", None)
         numel = 0
         if tensor is not None:
             kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
-        if self._chosen_of is not self.communicators:
-            self._chosen, self._chosen_of = {}, self.communicators
         communicator = self._chosen.get(kind)
         if communicator is None:
             communicator = self.pick(Request(*kind[:3], numel, kind[3]))
             if not any(each.picks_by_size for each in self.communicators):
                 self._chosen[kind] = communicator
-        self.sequence += 1
+        record = self.note(operation, tensor)
+        if record.site and operation not in _PAIRS and part_of is None:
+            check_alike(self.context, self.sequence, operation, tensor, args, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
-        return communicator
+        return communicator, record
+
+    def note(self, operation: str, tensor: Tensor | None) -> Operation:
+        """Numbers and records an operation that begins."""
+        if operation not in _PAIRS:
+            served = self._communicators[0].next_served(self.context.key) if self._serves_ops else 0
+            self.sequence = served or self.sequence + 1
+        return self._recorder.begin(self.sequence, operation, tensor, call_site() if self.in_debug_mode else "")
+
+    def operations(self) -> list[Operation]:
+        """The last ones, in order; one that has no end is under way, or has failed."""
+        served = self._communicators[0].served_operations(self.context.key) if self._serves_ops else self._kept
+        return self._recorder.last(served)
 
     def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
         """Adds to the traffic of `name`."""
-        traffic = self.traffic.get(name)
+        traffic = self._traffic.get(name)
         if traffic is None:
-            traffic = self.traffic[name] = Traffic()
+            traffic = self._traffic[name] = Traffic()
         traffic.calls += calls
         traffic.bytes += size_bytes
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Calls and bytes so far, by operation."""
+        found = {name: Traffic(traffic.calls, traffic.bytes) for name, traffic in self._traffic.items()}
+        if self._serves_ops and self._communicators:
+            for name, (calls, size_bytes) in self._communicators[0].served_traffic(self.context.key).items():
+                total = found.setdefault(name, Traffic())
+                total.calls += calls
+                total.bytes += size_bytes
+        return found
 
     def pick(self, request: Request) -> Communicator:
         """The first communicator that carries `request`; UnsupportedError with every reason if none does."""
@@ -191,6 +276,8 @@ class Route:
 
     def check_usable(self) -> None:
         if self.closed:
+            if self.is_parents:
+                raise forks.error(str(self.context))
             raise GroupDestroyedError(
                 f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
             )
@@ -202,30 +289,22 @@ class Route:
             ) from self.first_failure
 
     def failure_of(self, error: Exception, operation: str, started: float) -> Exception:
-        """The error to raise for `error`; a communication error poisons the group.
-
-        c10d raises RuntimeError for whatever happens on the wire; what it says tells a timeout from a lost peer.
-        """
-        if isinstance(error, ParallelStateError) or not _is_communication_error(error):
-            if isinstance(error, CommunicationError) and self.first_failure is None:
-                self.first_failure = error
+        """The error to raise for `error`; a communication error poisons the group."""
+        if isinstance(error, ParallelStateError) or not is_communication_error(error):
+            if isinstance(error, PeerDiedError):
+                error = all_died(self.context, operation, started, error)
+            elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
+                error = self._explained(error)
+            if isinstance(error, CommunicationError):
+                self._poison(error)
             return error
         text = str(error)
-        lowered = text.lower()
-        if "timed out" in lowered or "timeout" in lowered:
-            kind: type[CommunicationError] = CollectiveTimeoutError
-            advice = "look at the ranks that are not in this call (their logs, `py-spy dump`), or raise the timeout"
-        elif "closed by peer" in lowered or "reset by peer" in lowered or "broken pipe" in lowered:
-            kind = PeerDiedError
-            advice = "look for the first rank that ended"
-        else:
-            kind = CommunicationError
-            advice = "look for the first rank that failed"
+        kind = kind_of_failure(text)
         elapsed = time.monotonic() - started
-        failure = kind(
+        failure: CommunicationError = kind(
             f"{operation} number {self.sequence} of {self.context} failed after {elapsed:.3f} s "
             f"(timeout {self.context.timeout_s:g} s): {text.splitlines()[0] if text else type(error).__name__}. "
-            f"The group can't be used further; {advice}",
+            f"The group can't be used further; {ADVICE[kind]}",
             group=self.context.name,
             operation=operation,
             sequence=self.sequence,
@@ -233,9 +312,40 @@ class Route:
             elapsed_s=elapsed,
             timeout_s=self.context.timeout_s,
         )
+        if kind is not CollectiveTimeoutError:
+            failure = attributed(self.context, operation, started, failure)
+        if not isinstance(failure, PeerDiedError) and not failure.suspect_ranks:
+            failure = self._explained(failure)
+        self._poison(failure)
+        return failure
+
+    @property
+    def _spans_hosts(self) -> bool:
+        memory = self.context.host_memory
+        return memory is not None and len(memory.hosts) > 1
+
+    def _explained(self, failure: CommunicationError) -> CommunicationError:
+        """`failure`, with what the other ranks say of where they are."""
+        last = next(reversed(self._recorder.last()), None)
+        if last is None or last.name in _PAIRS or self.first_failure is not None:
+            return failure
+        watcher = self.context.watcher
+        if watcher is not None and watcher.deaths_of(self.context.ranks):
+            return failure
+        return explained(self.context, last, failure)
+
+    def _poison(self, failure: CommunicationError) -> None:
         if self.first_failure is None:
             self.first_failure = failure
-        return failure
+            self.serve_ops(False)
+            if failure.sequence is None:
+                failure.sequence = self.sequence
+            failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
+            memory = self.context.host_memory
+            if memory is not None and memory.collectives is not None and not isinstance(failure, PeerDiedError):
+                memory.collectives.give_up(failure)
+            for listener in on_failure:
+                listener()
 
     def capture(self) -> ExitStack:
         """A context in which a CUDA graph may record the group's operations."""
@@ -254,47 +364,21 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Closes the communicators and lets go of the process groups, whose threads end with them. Twice is fine."""
+        """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
         if not self.closed:
             self.closed = True
-            for communicator in self.communicators:
+            self.serve_ops(False)
+            closing, self.communicators = self.communicators, ()
+            for communicator in closing:
                 communicator.close()
-            self.communicators = self._chosen_of = ()
-            self._chosen = {}
-            self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None)
+            self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
+            _let_go(self.first_failure)
 
 
-def _is_communication_error(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, torch.OutOfMemoryError))
-
-
-_ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
-_KNOWN_NAMES: set[str] = set()
-_NEXT_INDEX: dict[str, int] = {}
-
-
-def register_route(route: Route) -> None:
-    """Makes `route` known by its group's name and by its key; the caller keeps it alive."""
-    _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
-    _KNOWN_NAMES.add(route.context.name)
-
-
-def unique_name(stem: str) -> str:
-    """`tp:0`, then `tp:1`, …: a name that no group of this process had, so that a stale one is told from a new one."""
-    index = _NEXT_INDEX.get(stem, 0)
-    _NEXT_INDEX[stem] = index + 1
-    return f"{stem}:{index}"
-
-
-def find_route(key: str) -> Route:
-    """The route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
-    route = _ROUTES.get(key)
-    if route is not None:
-        return route
-    name = key.partition("@")[0]
-    if name in _KNOWN_NAMES:
-        raise GroupDestroyedError(f"group {name!r} was destroyed; take the group anew from its getter")
-    known = sorted({route.context.name for route in _ROUTES.values()})
-    raise GroupNotInitializedError(
-        f"there is no group {name!r}; this process has {known}. Call initialize_model_parallel first"
-    )
+def _let_go(failure: BaseException | None) -> None:
+    """Whoever keeps an error keeps the variables of all calls that it went through: process groups, and the store."""
+    seen: set[int] = set()  # an error that is raised from itself is its own cause
+    while failure is not None and id(failure) not in seen:
+        seen.add(id(failure))
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__cause__ or failure.__context__

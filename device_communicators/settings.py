@@ -18,6 +18,9 @@ T = TypeVar("T")
 
 PREFIX = "PARALLEL_STATE_"
 
+_VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
+"""What os.environ keeps its variables in: that one is missing, as most are, shows there in a tenth of the time."""
+
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
@@ -30,6 +33,8 @@ class Setting(Generic[T]):
     help: str
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
+        if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:
+            return self.default
         text = (os.environ if environ is None else environ).get(self.name, "").strip()
         if not text:
             return self.default
@@ -51,6 +56,13 @@ def _positive_seconds(text: str) -> float:
 def _positive_int(text: str) -> int:
     number = int(text)
     if number <= 0:
+        raise ValueError(text)
+    return number
+
+
+def _bytes(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 1 << 42:
         raise ValueError(text)
     return number
 
@@ -99,6 +111,14 @@ BARRIER_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",
     "Deadline of the barrier that ends initialize_model_parallel.",
 )  # fmt: skip
+HEARTBEAT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_HEARTBEAT_S", 1.0, _positive_seconds, "a positive number of seconds",
+    "How often the hosts of a world show that they live.",
+)  # fmt: skip
+HEARTBEAT_LIMIT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _positive_seconds, "a positive number of seconds",
+    "How long a host may be silent before it is given up.",
+)  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
@@ -114,8 +134,13 @@ SHARED_MEMORY: Setting[bool] = Setting(
     "Whether collectives of CPU tensors within a host go over shared memory.",
 )  # fmt: skip
 BUILD: Setting[str] = Setting(
-    "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "never"), "auto or never",
-    "Whether the compiled part may be compiled at its first use, into the user's cache.",
+    "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
+    "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
+)  # fmt: skip
+SYMMETRIC_BYTES: Setting[int] = Setting(
+    "PARALLEL_STATE_SYMMETRIC_BYTES", 8 << 30, _bytes, "a number of bytes",
+    "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
+    "group. Of freed memory it keeps up to 256 MiB. 0: none.",
 )  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(
     "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",
@@ -125,14 +150,22 @@ MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
 )  # fmt: skip
+DEBUG: Setting[bool] = Setting(
+    "PARALLEL_STATE_DEBUG", False, _on_off, "on or off",
+    "Whether the ranks of a group compare their calls before each collective, call sites included (0.5 ms a call).",
+)  # fmt: skip
+DEBUG_DIR: Setting[str | None] = Setting(
+    "PARALLEL_STATE_DEBUG_DIR", None, _word, "a folder",
+    "Where a rank writes its groups' last operations when one fails; python -m parallel_state debug reads them.",
+)  # fmt: skip
 LOG_LEVEL: Setting[str] = Setting(
     "PARALLEL_STATE_LOG_LEVEL", "WARNING", _log_level, "DEBUG, INFO, WARNING or ERROR",
     "Level of the log of processes that `launch` started.",
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, BACKEND, GROUP_CREATION, SHARED_MEMORY, BUILD, SPIN_US,
-    MAX_METADATA_BYTES, LOG_LEVEL,
+    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
+    SHARED_MEMORY, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from device_communicators.errors import (
     UnsupportedError,
     UsageError,
 )
+from device_communicators.registry import write_record
 from parallel_state.aliases import (
     broadcast_tensor_dict,
     cleanup_dist_env_and_memory,
@@ -112,6 +113,7 @@ from parallel_state.parallel_groups import (
     current_groups,
     try_get_current_groups,
 )
+from parallel_state.recovery import reinitialize
 from parallel_state.regions import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -176,6 +178,8 @@ from parallel_state.utilities import (
 )
 
 __all__ = [
+    "reinitialize",
+    "write_record",
     "AXES",
     "AlreadyInitializedError",
     "Axis",

@@ -14,6 +14,10 @@ PROGRAM = "python -m parallel_state"
 
 COMMANDS = {
     "plan": ("parallel_state.plan.command", "groups, warnings and a picture of a layout, before anything is started"),
+    "debug": (
+        "parallel_state.debug",
+        "what each rank did last, by the records in a folder: who is missing",
+    ),
 }
 """Name -> module, what it is for."""
 

@@ -131,3 +131,14 @@ def check_total(context: GroupContext, operation: str, name: str, total: int, x:
 
 def _kind(x: Any) -> str:
     return f"a {type(x).__name__}"
+
+
+def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object) -> None:
+    """`residual` is like `x`, `weight` like one of its rows."""
+    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
+            found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidArgumentError(
+                f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} beside x of {list(x.shape)} "
+                f"{x.dtype}, but is {found}"
+            )

@@ -76,11 +76,19 @@ def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
 
 def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
     encoder = codec_values.Encoder(allow_pickle, careful)
-    body = to_msgpack(encoder.pack(obj))
+    body = encoder.body(obj)
     if not encoder.tensors:
         return Encoded(_NO_TENSORS + body, [])
     table = to_msgpack(codec_types.tensor_rows(encoder.tensors))
     return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
+
+
+def encode_plain(obj: object) -> tuple[bytes, bytes] | None:
+    """Metadata of an object without tensors and rich types, in two parts; None where it takes `encode` to know."""
+    body = codec_values.plain_body(obj)
+    if body is None or len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
+        return None
+    return _NO_TENSORS, body
 
 
 class Message:
@@ -112,6 +120,16 @@ class Message:
                     f"but is {tensor.dtype} of shape {tuple(tensor.shape)} instead"
                 )
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
+
+
+def read_plain(data: memoryview, *, allow_pickle: bool = False) -> tuple[Any] | None:
+    """The object in metadata that are bytes, not too many, and tell of no tensors; None where it takes `read` to know.
+
+    Raises MessageDecodeError as `read`.
+    """
+    if data[: _HEADER.size] != _NO_TENSORS or len(data) > settings.MAX_METADATA_BYTES.get():
+        return None
+    return (_decode(data[_HEADER.size :], (), allow_pickle),)
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:

@@ -40,6 +40,35 @@ _PLAIN = _CAREFUL | {int, str}
 _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
+class _Library:
+    """What the compiled library does for the codec, once `use_library` was called."""
+
+    look: Callable[[object], int] | None = None
+    """See `plain_tree.checker`."""
+
+
+_library = _Library()
+
+
+def use_library() -> None:
+    """From now on objects are looked at in C first, which needs the compiled library: see `Encoder.body`."""
+    if _library.look is None:
+        from device_communicators import native, plain_tree
+
+        frequent = (str, int, float, type(None), bool, bytes)
+        _library.look = plain_tree.checker(native.load(), frequent, (torch.Tensor, torch.nn.Parameter), MAX_DEPTH)
+
+
+def plain_body(value: object) -> bytes | None:
+    """A plain value without tensors as msgpack; None for any other, and where that isn't known without a walk."""
+    if _library.look is None or _library.look(value) != 1:
+        return None
+    try:
+        return to_msgpack(value)
+    except (OverflowError, UnicodeEncodeError):
+        return None
+
+
 class RefusedError(Exception):
     """A value that can't travel. Each container on the way up adds its part of the path."""
 
@@ -69,6 +98,21 @@ class Encoder:
         self.tensors: list[torch.Tensor] = []
         self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; holding the tensor keeps the id its own
         self._allow_pickle = allow_pickle
+
+    def body(self, value: object) -> bytes:
+        """The value as msgpack. What is plain at every depth needs no walk here, only a look at its types."""
+        found = _library.look(value) if _library.look is not None and self.plain is _PLAIN else 0
+        if found == 1:
+            return to_msgpack(value)
+        if found == 2:
+            try:
+                return msgspec.msgpack.Encoder(enc_hook=self._hook).encode(value)
+            except RefusedError:  # without its path
+                self.tensors, self._indices = [], {}
+        return to_msgpack(self.pack(value))
+
+    def _hook(self, value: torch.Tensor) -> object:
+        return self.tensor(value, 0)
 
     def pack(self, value: object, depth: int = 0) -> object:
         """Returns the value, or what stands for it; raises RefusedError."""

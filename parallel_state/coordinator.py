@@ -16,7 +16,10 @@ import torch
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
-from device_communicators.routing import Traffic, register_route, unique_name
+from device_communicators.host_memory import HostMemory
+from device_communicators.native_group import Members
+from device_communicators.registry import register_route, unique_name
+from device_communicators.routing import Traffic
 from parallel_state import checks
 from parallel_state.agreement import Request, digest
 from parallel_state.group_messages import GroupMessages
@@ -128,7 +131,7 @@ class GroupCoordinator(GroupMessages):
         return self.device_group
 
     def _process_group(self, find: Callable[[], Any], options: GroupOptions) -> Any:
-        if self._destroyed:
+        if self.route.closed:
             self.route.check_usable()  # raises
         if self.pool is None:
             raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
@@ -180,15 +183,20 @@ class GroupCoordinator(GroupMessages):
 
     def traffic(self) -> dict[str, Traffic]:
         """Calls and bytes so far, by operation; bytes are those of the tensor that this rank passed or received."""
-        return dict(self.route.traffic)
+        return self.route.traffic()
 
     def destroy(self) -> None:
         """Ends the group on this rank; every rank of the group calls it. Twice is fine."""
         if self._destroyed:
             return
+        if self.route.is_parents:
+            self.route.check_usable()  # raises
         self._destroyed = True
         self._messenger.close()
+        memory = self.context.host_memory
         self.route.close()
+        if memory is not None and self.pool is not None:
+            memory.close()
         self.context = self.route.context
         pool, self.pool = self.pool, None
         if pool is not None:
@@ -232,14 +240,20 @@ def create_group(
             cpu_group = OnFirstUse(lambda: acquire(traits.options.for_cpu).process_group)
         if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
             cpu_group()
+        members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)
+        memory = HostMemory(members, pool.address, pool.neighbours) if cpu_group.made and len(ranks) > 1 else None
+        if memory is not None:
+            memory.attach(cpu_group())
         context = GroupContext(
-            name=unique_name(name),
-            ranks=tuple(ranks),
-            rank=list(ranks).index(pool.rank),
+            name=members.name,
+            ranks=members.ranks,
+            rank=members.rank,
             device=traits.device,
-            timeout_s=traits.options.timeout_s,
+            timeout_s=members.timeout_s,
             device_group=device.process_group,
             make_cpu_group=cpu_group,
+            host_memory=memory,
+            watcher=pool.watcher,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
         )

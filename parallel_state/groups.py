@@ -29,9 +29,13 @@ from device_communicators.errors import (
     UnsupportedError,
     format_ranks,
 )
+from device_communicators.health import Watcher
+from device_communicators.waiting import abandon
 from parallel_state.agreement import Agreement, digest
 from parallel_state.options import GroupOptions
 from parallel_state.torch_internals import bound_device, default_store, is_registered, new_group_of_members
+
+_NOBODYS_TAG = (1 << 31) - 1
 
 RankLists = Sequence[Sequence[int]]
 
@@ -78,6 +82,12 @@ class ProcessGroupPool:
         self._prefix = f"parallel_state{token}"
         self.agreement = Agreement(default_store(), self._prefix, self.rank)
         default: _Key = (tuple(range(self.world_size)), self.default_options, False)
+        self.watcher = Watcher()
+        self.watcher.open_store = self.private_store
+        self.address = ""
+        """Where other hosts reach this process, where that is known."""
+        self.neighbours: tuple[int, ...] = ()
+        """The cores of each rank of the world on this host, a bit each."""
         self._groups: dict[_Key, Any] = {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
         self._channels: Counter[tuple[int, ...]] = Counter()
@@ -137,6 +147,13 @@ class ProcessGroupPool:
         self._users.update(keys)
         mine = next((key for key in keys if self.rank in key[0]), None)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
+
+    def private_store(self) -> Any:
+        """A connection of its own to the store of this world; None where the store can't give another one."""
+        try:
+            return dist.PrefixStore(self._prefix, default_store().clone())  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError):
+            return None
 
     def next_channel(self, ranks: Sequence[int]) -> int:
         """A number that no other user of a group of these ranks has: their transfers have other tags.
@@ -234,9 +251,20 @@ class ProcessGroupPool:
                     else:
                         _destroy(group)
 
+    def abandon(self) -> None:
+        """Before an end after a failure: nobody waits in a process group any more, for ranks that will never come.
+
+        A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines.
+        """
+        for (ranks, options, _), group in list(self._groups.items()):
+            if group is not None and "gloo" in str(options.backend):
+                position = ranks.index(self.rank)
+                abandon(group, (position + 1) % len(ranks), _NOBODYS_TAG)
+
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
         self._closed = True
+        self.watcher.close()
         alone, self._alone = self._alone, {}
         for group in alone.values():
             _destroy(group)

@@ -30,6 +30,8 @@ from parallel_state.launch_worker import Call, Report, run_inline
 if TYPE_CHECKING:
     from parallel_state.launch_processes import Rank
 
+    _Failure = tuple[float, Rank, Report | None]  # when, who, and what it said
+
 R = TypeVar("R")
 
 _CRASH_S = 1.0  # a crash is seen this much later than it was, at most
@@ -177,7 +179,7 @@ def _run_ranks(content: bytes, config: LaunchConfig, environs: list[dict[str, st
 
 def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, config: LaunchConfig) -> None:
     """Raise for the first failure in time; for the deadline where nobody failed; return where all is well."""
-    failures: list[tuple[float, Rank, Report | None]] = []
+    failures: list[_Failure] = []
     for rank in ranks:
         report = rank.report()
         if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
@@ -197,6 +199,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
             rank=running[0].rank,
         )
     failures.sort(key=lambda failure: failure[0])
+    _blamed_first(failures)
     (_, first, told), *later = failures
     if told is not None and told.kind == "interrupted":
         raise KeyboardInterrupt
@@ -206,3 +209,12 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
     where = told.text if told is not None else first.stacks()
     exit_code = told.exit_code if told is not None else first.exit_code
     raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
+
+
+def _blamed_first(failures: list[_Failure]) -> None:
+    """Puts a rank that ended without a word before those whose errors name it: they saw its end before we did."""
+    blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
+    for index, (_, rank, report) in enumerate(failures):
+        if report is None and rank.rank in blamed:
+            failures.insert(0, failures.pop(index))
+            return

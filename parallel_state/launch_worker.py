@@ -73,6 +73,7 @@ class Report:
     exit_code: int = 0
     summary: str = ""
     text: str = ""
+    suspect_ranks: tuple[int, ...] = ()  # whom the error blames
 
 
 def read_report(fd: int) -> Report | None:
@@ -256,4 +257,4 @@ def _error_report(error: BaseException) -> Report:
     if len(text) > _TEXT_LIMIT:
         half, more = _TEXT_LIMIT // 2, len(text) - _TEXT_LIMIT
         text = f"{text[:half]}\n… {more} characters left out …\n{text[-half:]}"
-    return Report("error", now, code, summary[:500], text)
+    return Report("error", now, code, summary[:500], text, tuple(getattr(error, "suspect_ranks", ())))

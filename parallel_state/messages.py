@@ -1,7 +1,7 @@
-"""Objects and tensor dicts over a group: which transfers a message takes, in which order, and when it has arrived.
+"""Objects and tensor dicts over a group: in which order messages are taken in, and when one has arrived.
 
-Frames and CPU tensors travel over the CPU group, other tensors over the device group. What a message looks like is
-in `wire`, how a value becomes bytes in `codec`, who carries the bytes is the route's business.
+What a message looks like is in `wire`, how a value becomes bytes in `codec`, how the bytes reach the other ranks in
+`message_transports`: within a host through shared memory, else as transfers over the CPU group and the device group.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
 from device_communicators.routing import Handle, Route
-from parallel_state import codec, wire
+from parallel_state import codec, wire, wire_forms
+from parallel_state.message_transports import Incoming, transport_of
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
 
-# Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
-# may be posted before the body of this one arrives, and would take it in.
-_FRAME, _BODY = 1, 2
-_SENT, _RECEIVED, _BROADCAST, _GATHERED = "send_message", "recv_message", "broadcast_message", "all_gather_message"
-"""Under which names messages are counted: one call each, however many transfers it takes."""
+_GATHERED = "all_gather_message"
+"""Under which name an all_gather's messages are counted."""
+_CPU = torch.device("cpu")
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 
@@ -93,10 +92,8 @@ class ReceiveHandle:
     def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None) -> None:
         self._messenger = messenger
         self._src = src
-        self._all_gather_group = all_gather_group
-        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        tag = messenger.route.context.tag(_FRAME)
-        self._frame_handle = messenger.route.start("irecv_", self._frame, src, tag, part_of=_RECEIVED)
+        self._incoming = messenger.transport.incoming(src)
+        self._message = _Arriving(messenger, src, all_gather_group)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -104,10 +101,7 @@ class ReceiveHandle:
         self._error: Exception | None = None
         self._value: Any = None
         self._to_fill: dict[Any, Any] | None = None
-        self._message: codec.Message | None = None
-        self._tensors: list[Tensor] = []
         self._parts: list[Handle] = []
-        self._sliced: list[bool] = []
 
     def is_completed(self) -> bool:
         """Whether all bytes are here (a thread takes them in from the first call on)."""
@@ -124,13 +118,8 @@ class ReceiveHandle:
         if not self._built:
             for part in self._parts:
                 part.wait()
-            group = self._all_gather_group
-            for index, sliced in enumerate(self._sliced):
-                if sliced and group is not None:
-                    shape = self._message.tensors[index].shape  # type: ignore[union-attr]
-                    self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
             try:
-                self._value = self._messenger.build(self._message, self._tensors, self._src)  # type: ignore[arg-type]
+                self._value = self._message.build()
             except Exception as error:
                 self._error = self._messenger.noted(error)
                 raise self._error  # noqa: B904  (the same error, noted by the route)
@@ -151,32 +140,75 @@ class ReceiveHandle:
             with handle._lock:
                 if not handle._arrived:
                     try:
-                        handle._receive()
+                        handle._parts = handle._incoming.receive(handle._message)
                     except Exception as error:
                         handle._error = self._messenger.noted(error)
                     handle._arrived = True
             self._messenger.forget(handle, self._src)
 
-    def _receive(self) -> None:
+
+class _Arriving:
+    """What is known of a message between its head and the object."""
+
+    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None = None) -> None:
+        self._messenger = messenger
+        self._src = src
+        self._all_gather_group = all_gather_group
+        self._message: codec.Message | None = None
+        self._sliced: list[bool] = []
+        self._tensors: list[Tensor] = []
+        self._plain: tuple[Any] | None = None
+        self._head = b""
+        self._template: wire_forms.Template | None = None
+
+    def recall(self, head: memoryview, has_tensors: bool) -> list[Tensor] | None:
+        """The tensors of a whole head that is easily read: because it has none, or is known from before."""
+        messenger = self._messenger
+        if not has_tensors:
+            try:
+                self._plain = wire.read_plain(head, messenger.allow_pickle)
+            except MessageDecodeError as error:
+                raise wire.malformed(error, messenger.route.context, self._src) from error
+            return None if self._plain is None else []
+        if messenger.allow_pickle or len(head) > wire_forms.MOST_HEAD_BYTES:
+            return None
+        known = bytes(head)
+        template = self._template = wire_forms.template_of(known)
+        if template is None:
+            self._head = known
+            return None
+        self._tensors = [messenger.allocate(metadata, self._src) for metadata in template.tensors]
+        return self._tensors
+
+    def plan(self, header: Header, body: bytes | memoryview) -> list[Tensor]:
+        """Reads the head; gives the tensors that are to be received."""
         messenger, src = self._messenger, self._src
-        messenger.route.check_usable()  # after a failure, or the end, of the group nothing more comes
-        self._frame_handle.wait()
-        messenger.route.count(_RECEIVED)
-        header = messenger.read_header(self._frame, src)
-        rest = wire.rest_buffer(header)
-        if rest is not None:
-            messenger.route.start("irecv_", rest, src, messenger.route.context.tag(_BODY), part_of=_RECEIVED).wait()
-        self._message, self._sliced = messenger.read_body(header, self._frame, rest, src)
-        self._check_slices(header)
-        self._tensors = [
-            messenger.allocate(metadata, src, header.slices if sliced else 1)
-            for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
-        ]
-        body = messenger.route.context.tag(_BODY)
-        self._parts = [messenger.route.start("irecv_", x, src, body, part_of=_RECEIVED) for x in self._tensors]
-        for part, tensor in zip(self._parts, self._tensors, strict=True):
-            if tensor.device.type == "cpu":  # others in wait(): on the caller's stream, not on this thread's
-                part.wait()
+        self._message, self._sliced = messenger.read_body(header, body, src)
+        if header.tensors:
+            self._check_slices(header)
+            self._tensors = [
+                messenger.allocate(metadata, src, header.slices if sliced else 1)
+                for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
+            ]
+        return self._tensors
+
+    def build(self) -> Any:
+        """The object, of tensors that have arrived."""
+        if self._plain is not None:
+            return self._plain[0]
+        if self._template is not None:
+            return self._template.fill(self._tensors)
+        message, group = self._message, self._all_gather_group
+        if message is None:
+            raise RuntimeError("the message has not arrived")
+        for index, sliced in enumerate(self._sliced):
+            if sliced and group is not None:
+                shape = message.tensors[index].shape
+                self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
+        value = self._messenger.build(message, self._tensors, self._src)
+        if self._head and self._tensors and not any(self._sliced):
+            wire_forms.remember_template(self._head, message.tensors, self._tensors, value)
+        return value
 
     def _check_slices(self, header: Header) -> None:
         mine = self._all_gather_group.world_size if self._all_gather_group is not None else 0
@@ -191,10 +223,11 @@ class ReceiveHandle:
 
 
 class Messenger:
-    """Sends and receives objects over one group's route."""
+    """Sends and receives objects within one group."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         self.route = route
+        self.transport = transport_of(route)
         self.allow_pickle = allow_pickle
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
@@ -219,15 +252,9 @@ class Messenger:
             all_gather_group=all_gather_group,
             all_gather_tensors=all_gather_tensors,
         )
-        pieces = [(outgoing.frame, _FRAME)]
-        if outgoing.rest is not None:
-            pieces.append((outgoing.rest, _BODY))
-        pieces += [(tensor, _BODY) for tensor in outgoing.tensors]
-        context = self.route.context
-        parts = [self.route.start("isend", piece, dst, context.tag(kind), part_of=_SENT) for piece, kind in pieces]
-        handle = SendHandle(self, parts)
-        self.route.count(_SENT)
-        self._keep(handle)
+        handle = SendHandle(self, self.transport.isend(outgoing, dst))
+        if not handle.waited:
+            self._keep(handle)
         if outgoing.error is not None:
             raise outgoing.error
         return handle
@@ -240,7 +267,20 @@ class Messenger:
         return handle
 
     def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
-        return self.irecv(src, all_gather_group).wait()
+        """The next message of `src` that nobody has asked for."""
+        if self._pending.get(src):
+            return self.irecv(src, all_gather_group).wait()
+        return self._take(self.transport.incoming(src), src, all_gather_group)
+
+    def _take(self, incoming: Incoming, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+        """A message of which nobody else knows: it needs no handle."""
+        try:
+            arriving = _Arriving(self, src, all_gather_group)
+            for part in incoming.receive(arriving):
+                part.wait()
+            return arriving.build()
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]:
         """Receives from `src` in the order in which they must be taken in, `handle` the last."""
@@ -277,34 +317,13 @@ class Messenger:
 
     def broadcast(self, obj: Any, src: int, must_be: type | None = None) -> Any:
         """`src`'s object on every rank; on `src` the very same one."""
-        route = self.route
-        if route.context.rank != src:
-            return self._broadcast_in(src)
+        if self.route.context.rank != src:
+            return self._take(self.transport.broadcast_of(src), src)
         outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
-        pieces = [outgoing.frame] + ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
-        for part in [route.start("ibroadcast_", piece, src, part_of=_BROADCAST) for piece in pieces]:
-            part.wait()
-        route.count(_BROADCAST)
+        self.transport.broadcast(outgoing)
         if outgoing.error is not None:
             raise outgoing.error
         return obj
-
-    def _broadcast_in(self, src: int) -> Any:
-        try:
-            frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-            self.route.start("ibroadcast_", frame, src, part_of=_BROADCAST).wait()
-            self.route.count(_BROADCAST)
-            header = self.read_header(frame, src)
-            rest = wire.rest_buffer(header)
-            if rest is not None:
-                self.route.start("ibroadcast_", rest, src, part_of=_BROADCAST).wait()
-            message, _ = self.read_body(header, frame, rest, src)
-            tensors = [self.allocate(metadata, src) for metadata in message.tensors]
-            for part in [self.route.start("ibroadcast_", tensor, src, part_of=_BROADCAST) for tensor in tensors]:
-                part.wait()
-            return self.build(message, tensors, src)
-        except Exception as error:
-            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
 
     def all_gather(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order. Tensors in it travel as CPU bytes and come back on their device."""
@@ -317,7 +336,7 @@ class Messenger:
         frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED).view(-1, FRAME_BYTES)
         self.route.count(_GATHERED)
         try:
-            headers = [wire.parse_header(frame, context, src) for src, frame in enumerate(frames)]
+            headers = [wire.parse_header(wire.bytes_of(frame), context, src) for src, frame in enumerate(frames)]
             sizes = [header.rest_bytes + header.tensor_bytes for header in headers]
             rests = self.route.run("all_gatherv", mine, mine, 0, sizes, part_of=_GATHERED) if any(sizes) else mine
             if outgoing.error is not None:
@@ -329,9 +348,11 @@ class Messenger:
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
         """One rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
-        wire.raise_if_error(header, frame, self.route.context, src)
         offset = header.rest_bytes
-        message, _ = self.read_body(header, frame, received[:offset], src)
+        body = wire.body_of(header, frame, received[:offset])
+        if header.is_error:
+            raise wire.remote_error(body, self.route.context, src)
+        message, _ = self.read_body(header, body, src)
         tensors = []
         for metadata in message.tensors:
             size = wire.numel_of(metadata) * metadata.dtype.itemsize
@@ -342,15 +363,8 @@ class Messenger:
             tensors.append(tensor)
         return self.build(message, tensors, src)
 
-    def read_header(self, frame: Tensor, src: int) -> Header:
-        header = wire.parse_header(frame, self.route.context, src)
-        wire.raise_if_error(header, frame, self.route.context, src)
-        return header
-
-    def read_body(
-        self, header: Header, frame: Tensor, rest: Tensor | None, src: int
-    ) -> tuple[codec.Message, list[bool]]:
-        return wire.read_body(header, frame, rest, self.route.context, src, self.allow_pickle)
+    def read_body(self, header: Header, body: bytes | memoryview, src: int) -> tuple[codec.Message, list[bool]]:
+        return wire.read_body(header, body, self.route.context, src, self.allow_pickle)
 
     def build(self, message: codec.Message, tensors: list[Tensor], src: int) -> Any:
         return wire.build(message, tensors, self.route.context, src)
@@ -358,10 +372,12 @@ class Messenger:
     def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
         """An empty tensor, or a flat slice of one; on this rank's device of the sender's device type."""
         context = self.route.context
-        mine = context.device
-        device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
         shape = metadata.shape if slices == 1 else (wire.numel_of(metadata) // slices,)
+        device = _CPU
         try:
+            if metadata.device_type != "cpu":
+                mine = context.device
+                device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
             return torch.empty(shape, dtype=metadata.dtype, device=device)
         except Exception as error:  # its bytes stay in the way of whatever comes next
             raise CommunicationError(

@@ -8,6 +8,12 @@ ranks disagree and hang. Effect tokens keep such ops, but inductor before 2.15 s
 that it writes one tensor that all ops of a device share: each is then ordered after the one before and none is dead,
 on every version. Nothing ever writes the token's byte.
 
+**Two registrations.** The compiled library (`csrc/bindings.cpp`) brings CPU and autograd kernels of its own for the ops
+of every layer, which go before those that are registered here. What they don't carry they hand to the op's twin in
+`parallel_state_python`: the same schema, always this module's kernels.
+
+Ops that fuse a collective with what comes after it are in `fused_ops`.
+
 **Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
 all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers want Megatron's conventions instead: see `regions`.
 An op whose gradient would be lost raises. A backward is a collective as well: where the input of one rank requires a
@@ -27,10 +33,10 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
 from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing import find_route
+from device_communicators.registry import find_route
 
 _LIBRARY = Library("parallel_state", "DEF")
-_KEYS = ("CPU", "CUDA")
+_TWINS = Library("parallel_state_python", "DEF")
 _TOKENS: dict[torch.device, Tensor] = {}
 
 
@@ -113,6 +119,11 @@ def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.d
     return out
 
 
+def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
+    find_route(group)  # raises for a group that is no more
+    return torch.empty(size, dtype=dtype, device=device)
+
+
 def barrier(token: Tensor, group: str) -> None:
     find_route(group).run("barrier", None)
 
@@ -175,6 +186,10 @@ def _fake_all_to_all(
 def _fake_recv(
     token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, src: int, group: str
 ) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _fake_empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
 
 
@@ -254,10 +269,10 @@ class _Differentiable(torch.autograd.Function):
 
 def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callable[..., Any]:
     """What runs on the Autograd key: straight down without a gradient, else the formula, else an error."""
-    op = getattr(_OPS, name).default
     in_place = name.endswith("_")
 
     def kernel(x: Tensor | None, *args: Any) -> Any:
+        op = getattr(_OPS, name).default
         if x is not None and forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
             raise InvalidArgumentError(
                 f"{name} on {find_route(args[-1]).context} has no forward-mode gradient, but its input has a tangent; "
@@ -313,21 +328,33 @@ _TABLE: tuple[tuple[str, str, str, Callable[..., Any], Callable[..., Any], Formu
     ("send", "Tensor x, Tensor(a!) token, int dst, str group", "()", send, _fake_nothing, None, _DETACH),
     ("recv", "Tensor(a!) token, SymInt[] size, ScalarType dtype, Device device, int src, str group", "Tensor",
      recv, _fake_recv, None, ""),
+    ("empty", "Tensor token, SymInt[] size, ScalarType dtype, Device device, str group", "Tensor",
+     empty, _fake_empty, None, ""),
     ("barrier", "Tensor(a!) token, str group", "()", barrier, _fake_nothing, None, ""),
 )  # fmt: skip
 
-OP_NAMES = tuple(row[0] for row in _TABLE)
+OP_NAMES: list[str] = []
+"""Of all registered ops."""
 
 
-def _register() -> None:
-    for name, arguments, result, kernel, fake, formula, advice in _TABLE:
-        _LIBRARY.define(f"{name}({arguments}) -> {result}", tags=[torch.Tag.pt2_compliant_tag])
-        for key in _KEYS:
-            _LIBRARY.impl(name, kernel, key)
-        torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
-        torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
-        if name not in ("recv", "barrier"):  # these take no tensor that could require a gradient
-            _LIBRARY.impl(name, _autograd_kernel(name, formula, advice), "Autograd")
+def define(
+    name: str, arguments: str, result: str, kernel: Callable[..., Any], fake: Callable[..., Any],
+    autograd: Callable[..., Any] | None,
+) -> None:  # fmt: skip
+    """Registers one op, and its twin. `autograd` runs on the Autograd key; None for an op that takes no input."""
+    OP_NAMES.append(name)
+    for library in (_LIBRARY, _TWINS):
+        library.define(f"{name}({arguments}) -> {result}", tags=[torch.Tag.pt2_compliant_tag])
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        if autograd is not None:
+            library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
+    torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)
 
 
-_register()
+for _name, _arguments, _result, _kernel, _fake, _formula, _advice in _TABLE:
+    _takes_input = _name not in ("recv", "empty", "barrier")
+    define(
+        _name, _arguments, _result, _kernel, _fake,
+        _autograd_kernel(_name, _formula, _advice) if _takes_input else None,
+    )  # fmt: skip

@@ -5,11 +5,13 @@ torch's own `env://` and `tcp://` rendezvous does the same for one world per pro
   not answer; where world sizes differ, every rank is told;
 - keeps apart the worlds that follow each other on one port or on the store of a launcher, whoever was in them: no rank
   reads the addresses of an earlier one;
+- tells every rank where one of them would be looked for on its own host's loopback interface by ranks of others;
 - comes back where it met a server that was just being closed, and waits for a port that is just being given back.
 
 How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
-that world with its rank and world size, and waits there for rank 0's verdict. Then rank 0 takes the name away again. A
-rank that gets no verdict, as that world's rank 0 was killed, or that of a smaller world, watches the key for the next.
+that world with its rank, world size and whereabouts, and waits there for rank 0's verdict. Then rank 0 takes the name
+away again. A rank that gets no verdict, as that world's rank 0 was killed, or that of a smaller world, watches the key
+for the next.
 """
 
 from __future__ import annotations
@@ -31,20 +33,25 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, RendezvousError, format_ranks
+from parallel_state import interfaces
 from parallel_state.environment import ProcessEnvironment
+from parallel_state.interfaces import Whereabouts
 
 T = TypeVar("T")
 
 _PORT_RETRY_S = 5.0
+_OWN_NAME_S = 2.0  # for this host's own name to resolve
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
 
 _NAME, _VERDICT, _HEARD = "world", "verdict", "heard"
-_COMPLETE, _SIZES, _MISSING = "complete", "sizes", "missing"
+_COMPLETE, _SIZES, _MISSING, _LOOPBACK = "complete", "sizes", "missing", "loopback"
 
 
-def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float) -> dist.Store:
+def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> dist.Store:
     """The store of a new world. Every rank calls it; rank 0 serves unless the launcher does.
+
+    `over_gloo`: the ranks will be connected by gloo, and must be where others can reach them.
 
     A world of one rank gets a store in memory: no address, no port. Raises RendezvousError, ConfigMismatchError where
     ranks have different world sizes, InvalidArgumentError for a method that nobody knows.
@@ -52,6 +59,7 @@ def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float) ->
     if place.world_size == 1:
         return dist.HashStore()
     deadline = time.monotonic() + timeout_s
+    here = _whereabouts(deadline) if over_gloo else Whereabouts()
     if init_method == "env://" or init_method.startswith("tcp://"):
         by_launcher = init_method == "env://" and _launcher_serves()
         address = _address(init_method, place)
@@ -59,10 +67,10 @@ def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float) ->
         open_store = _serve if place.rank == 0 and not by_launcher else _connect
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_launcher else "0"
         connect = partial(open_store, address, place, deadline)
-        meeting = _Meeting(place, where, timeout_s, deadline, connect, f"parallel_state/{restart}")
+        meeting = _Meeting(place, here, where, timeout_s, deadline, connect, f"parallel_state/{restart}")
     elif "://" in init_method:
         connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
-        meeting = _Meeting(place, init_method, timeout_s, deadline, connect, "parallel_state")
+        meeting = _Meeting(place, here, init_method, timeout_s, deadline, connect, "parallel_state")
     else:
         raise InvalidArgumentError(
             "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
@@ -82,6 +90,7 @@ class _Meeting:
     """One attempt of this rank to meet the others."""
 
     place: ProcessEnvironment
+    here: Whereabouts
     where: str
     timeout_s: float
     deadline: float
@@ -120,14 +129,19 @@ class _Meeting:
     def _judge(self, world: dist.Store) -> tuple[str, int]:
         """Waits for every rank. The verdict, and how many may be there to hear it."""
         size = self.place.world_size
+        places = {0: self.here}
         for rank in range(1, size):
             key = _key(rank)
             if not any(world.check([key]) for _ in _looks(self.deadline)):
                 missing = self._missing(world)
                 return f"{_MISSING} {' '.join(map(str, missing))}", size - 1 - len(missing)
-            theirs = int(world.get(key).split()[0])
+            words = world.get(key).decode().split(" ")
+            theirs = int(words[0])
             if theirs != size:
                 return f"{_SIZES} {size} {rank} {theirs}", max(size, theirs) - 1
+            places[rank] = Whereabouts.told(words[2:])
+        if unreachable := interfaces.unreachable(places):
+            return f"{_LOOPBACK} {' '.join(unreachable)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
 
     def _missing(self, world: dist.Store) -> list[int]:
@@ -135,7 +149,7 @@ class _Meeting:
 
     def enter_world(self) -> dist.Store:
         """The other ranks' part."""
-        entry = f"{self.place.world_size} {secrets.token_hex(8)}"
+        entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.here])
         store = world = None
         name = b""
         entered = False
@@ -179,6 +193,13 @@ class _Meeting:
 
     def _failure(self, verdict: str) -> Exception:
         kind, *words = verdict.split()
+        if kind == _LOOPBACK:
+            return RendezvousError(
+                interfaces.not_reachable(self.here, *words, who=f"rank {self.place.rank} of {self.place.world_size}"),
+                operation="rendezvous",
+                rank=self.place.rank,
+                suspect_ranks=[int(word) for word in words[2:]],
+            )
         numbers = [int(word) for word in words]
         if kind == _SIZES:
             told, rank, theirs = numbers
@@ -330,6 +351,13 @@ def _within(deadline: float, make: Callable[[], T]) -> T:
     if made:
         return made[0]
     raise failed[0] if failed else TimeoutError("what is there doesn't answer")
+
+
+def _whereabouts(deadline: float) -> Whereabouts:
+    try:
+        return _within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
+    except TimeoutError:  # then there is nothing to warn about
+        return Whereabouts()
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:

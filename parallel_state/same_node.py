@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import stat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.segment import NAME_BYTES, Segment, SegmentError
 from parallel_state.coordinator import GroupCoordinator
 
-_DIRECTORY = "/dev/shm"
-_NAME_BYTES = 24
 _SECRET_BYTES = 32
 
 
@@ -30,27 +28,22 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     rank, size = group.rank(), group.size()
     if not 0 <= source_rank < size:
         raise InvalidArgumentError(f"source_rank must be a rank in the group, 0 … {size - 1}, but is {source_rank}")
-    path = None
-    told = torch.zeros(_NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
-    try:
+    told = torch.zeros(NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
         if rank == source_rank:
-            name, secret = secrets.token_hex(_NAME_BYTES // 2), secrets.token_bytes(_SECRET_BYTES)
-            path = _write_segment(name, secret)
-            if path is not None:
-                told = torch.tensor(list(name.encode() + secret), dtype=torch.uint8)
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            segment = _make_segment(secret, stack)
+            if segment is not None:
+                told = torch.tensor(list(segment.name.encode() + secret), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = source_rank
         group.broadcast([told], options).wait()
         content = bytes(told.tolist())
-        here = rank == source_rank or _read_segment(content[:_NAME_BYTES]) == content[_NAME_BYTES:]
+        here = rank == source_rank or _read_segment(content[:NAME_BYTES]) == content[NAME_BYTES:]
         flags = torch.zeros(size, dtype=torch.int32)
         flags[rank] = int(here)
         group.allreduce([flags], dist.ReduceOp.SUM).wait()  # ends after every rank has looked
         return [flag == 1 for flag in flags.tolist()]
-    finally:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
 
 def nodes_of(world: GroupCoordinator) -> list[list[int]]:
@@ -64,38 +57,29 @@ def nodes_of(world: GroupCoordinator) -> list[list[int]]:
     return nodes
 
 
-def _write_segment(name: str, secret: bytes) -> str | None:
-    path = os.path.join(_DIRECTORY, f"parallel_state-{name}")
+def _make_segment(secret: bytes, stack: contextlib.ExitStack) -> Segment | None:
+    """One with this content, which goes with the stack; None where there can be none."""
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        segment = Segment.make()
+    except SegmentError:
+        return None
+    stack.callback(segment.close)
+    stack.callback(segment.unlink)
+    try:
+        return segment if os.write(segment.descriptor, secret) == len(secret) else None
     except OSError:
         return None
-    try:
-        if os.write(descriptor, secret) == len(secret):
-            return path
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    return None
 
 
 def _read_segment(name: bytes) -> bytes:
     """The segment's content; empty where there is none, or not one of this user's."""
-    if not name.isalnum():
+    try:
+        segment = Segment.open(name.decode(errors="replace"))
+    except SegmentError:
+        return b""
+    if segment is None:
         return b""
     try:
-        descriptor = os.open(
-            os.path.join(_DIRECTORY, f"parallel_state-{name.decode()}"), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        )
-    except (OSError, UnicodeDecodeError):
-        return b""
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
-            return b""
-        return os.read(descriptor, _SECRET_BYTES)
+        return os.pread(segment.descriptor, _SECRET_BYTES, 0)
     finally:
-        os.close(descriptor)
+        segment.close()

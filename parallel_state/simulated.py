@@ -16,7 +16,7 @@ import torch
 from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing import unique_name
+from device_communicators.registry import unique_name
 from parallel_state.axes import DEFAULT_ORDER, named_sizes
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.division import made_at_start, virtual_pipeline

@@ -20,13 +20,20 @@ from device_communicators.errors import (
     InvalidArgumentError,
     RendezvousError,
 )
+from device_communicators.heartbeat import Heartbeats
+from device_communicators.segment import sweep
 from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.environment import ProcessEnvironment
+from parallel_state.groups import ProcessGroupPool
 from parallel_state.options import check_backend
 from parallel_state.rendezvous import make_store
+from parallel_state.same_node import nodes_of
 
 logger = logging.getLogger("parallel_state")
+
+_READERS_PER_S = 256
+"""Larger worlds beat less often: every rank reads each time, and one store serves them all."""
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
@@ -50,7 +57,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
                 f"world_size must be at least 1 and rank below it, but they are {world_size} and {rank}"
             )
         place = environment.explicit(rank, world_size, local_rank, rendezvous=by_env)
-    if place.local_rank >= place.world_size:
+    if local_rank == -1 and place.local_rank >= place.world_size:
         raise InvalidArgumentError(
             f"local_rank must be below the world size, but is {place.local_rank} of {place.world_size}"
         )
@@ -100,7 +107,10 @@ def prepare(device: torch.device, world_size: int) -> None:
     """Has the compiled part ready where it will be used: the first use may compile it, which takes its time.
 
     Before the ranks look for each other, whose deadlines begin then. What speaks against it is told by `explain()`.
+    And takes away what a start that was killed left in shared memory.
     """
+    if world_size > 1 and (swept := sweep()):
+        logger.info("removed %d shared segments whose makers have ended", swept)
     if device.type == "cpu" and world_size > 1 and settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
@@ -117,7 +127,7 @@ def make_default_group(
         raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
     prepare(device, place.world_size)
     start_timeout_s = settings.START_TIMEOUT_S.get()
-    store = make_store(init_method, place, start_timeout_s)
+    store = make_store(init_method, place, start_timeout_s, over_gloo="gloo" in backend or "nccl" in backend)
     try:
         dist.init_process_group(
             backend,
@@ -157,6 +167,39 @@ def prove(group: GroupCoordinator) -> None:
         if total != group.world_size:
             raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
         logger.debug("the first all-reduce of %s gave the right sum", group.context)
+
+
+def hosts_of(world: GroupCoordinator) -> list[list[int]]:
+    """The ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
+    memory = world.context.host_memory
+    return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
+
+
+def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
+    """Has the ranks of this host watched, and the other hosts listened to; every rank calls it once."""
+    memory = world.context.host_memory
+    if memory is None:
+        return
+    pool.neighbours = memory.cores
+    pids = dict(zip(memory.local_ranks, memory.pids, strict=True))
+
+    def has_left(rank: int) -> bool:
+        collectives = memory.collectives
+        return collectives is not None and collectives.has_left(rank)
+
+    others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != world.rank}
+    pool.watcher.watch_processes(others, has_left)
+    store = pool.private_store() if len(memory.hosts) > 1 else None
+    if store is not None:
+        interval_s = settings.HEARTBEAT_S.get() * max(1.0, world.world_size / _READERS_PER_S)
+        beats = Heartbeats(
+            store, memory.hosts, world.rank, pool.watcher,
+            interval_s=interval_s, limit_s=settings.HEARTBEAT_LIMIT_S.get(),
+        )  # fmt: skip
+        beats.start()
+        pool.watcher.on_close.append(beats.close)
+    elif len(memory.hosts) > 1:
+        logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late", world)
 
 
 def closing_barrier(world: GroupCoordinator) -> None:

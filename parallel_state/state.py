@@ -11,6 +11,7 @@ passed around without any of this. Getters of the other groups, and the longer n
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import settings
+from device_communicators import forks, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -29,7 +30,7 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
-from parallel_state import environment, mesh, parallel_groups, startup
+from parallel_state import environment, mesh, parallel_groups, recovery, startup
 from parallel_state.agreement import Request, digest
 from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
@@ -39,7 +40,6 @@ from parallel_state.layout import check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
 from parallel_state.parallel_groups import ParallelGroups, try_get_current_groups
 from parallel_state.resolution import resolve_layout
-from parallel_state.same_node import nodes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +55,8 @@ _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _OWNS_DEFAULT_GROUP = False
 _CUSTOM_ALL_REDUCE = True
+_START: recovery.Start | None = None
+"""How this process joined its world, where it did so itself; for `reinitialize`."""
 _EXPORTED: dict[str, str] = {}
 """What init wrote into the environment for torch's env://; destroy takes it back."""
 
@@ -85,7 +87,8 @@ def init_distributed_environment(
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
     """
-    global _OWNS_DEFAULT_GROUP, _NODES
+    global _OWNS_DEFAULT_GROUP, _NODES, _START
+    forks.check("init_distributed_environment()")
     if _WORLD is not None:
         raise AlreadyInitializedError(
             f"the distributed environment is initialised already ({_WORLD.context}); "
@@ -94,6 +97,7 @@ def init_distributed_environment(
     for name in settings.unknown_names():
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
     timeout_s = seconds(timeout)
+    server: tuple[str, int] | None = None
     try:
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
@@ -103,13 +107,20 @@ def init_distributed_environment(
                 _EXPORTED.update(environment.export(place))
             device = startup.make_default_group(place, distributed_init_method, backend, timeout_s, bind_device)
             _OWNS_DEFAULT_GROUP = True
+            server = recovery.server_of(distributed_init_method, place)
         pool = ProcessGroupPool(timeout_s, token="" if _OWNS_DEFAULT_GROUP else startup.agree_on_token(device))
+        pool.address = recovery.own_address(server)
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
         )
         startup.prove(world)
-        _NODES = nodes_of(world)
+        _NODES = startup.hosts_of(world)
+        if _OWNS_DEFAULT_GROUP:
+            _START = recovery.Start(
+                distributed_init_method, pool.default_backend, place.local_rank, timeout_s, allow_pickle, bind_device,
+                None if server is None else 0, server,
+            )  # fmt: skip
     except BaseException:
         destroy_distributed_environment()
         raise
@@ -140,14 +151,16 @@ def init_world_group(
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks])
+    startup.watch(pool, _WORLD)
     return _WORLD
 
 
 def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
-    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP
+    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START
+    forks.check("destroy_distributed_environment()")
     destroy_model_parallel()
-    world, _WORLD, _NODES = _WORLD, None, None
+    world, _WORLD, _NODES, _START = _WORLD, None, None, None
     if world is not None:
         pool = world.pool
         world.destroy()
@@ -160,6 +173,13 @@ def destroy_distributed_environment() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _EXPORTED.clear()
+
+
+def _note_generation(generation: int) -> None:
+    """That the world is the how-many-th after a failure."""
+    global _START
+    if _START is not None:
+        _START = dataclasses.replace(_START, generation=generation)
 
 
 # Its division.
@@ -204,6 +224,7 @@ def initialize_model_parallel(
     Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
     that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
     """
+    forks.check("initialize_model_parallel()")
     if _GROUPS is not None:
         raise AlreadyInitializedError(
             f"the model-parallel groups exist already ({_GROUPS.layout}); call destroy_model_parallel() first"
@@ -298,7 +319,7 @@ def init_model_parallel_group(
 ) -> GroupCoordinator:
     """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
 
-    `use_message_queue_broadcaster` is taken for vLLM's callers: objects go over the CPU group until there is a queue.
+    `use_message_queue_broadcaster` is taken for vLLM's callers: within a host objects go through a queue in any case.
     """
     world = get_world_group()
     pool = world.pool
@@ -325,6 +346,7 @@ def model_parallel_is_initialized() -> bool:
 
 def destroy_model_parallel() -> None:
     """Ends the tp, pp and dp groups; the world stays. Every rank calls it; twice is fine."""
+    forks.check("destroy_model_parallel()")
     groups = _GROUPS
     _install(None)
     if groups is not None:

@@ -1,13 +1,16 @@
-"""The form of a message on the wire: a frame of fixed size, the rest of its metadata, its tensors.
-
-    frame     [4096]   header, then the body or its beginning
-    rest      [n]      what of the body didn't fit, if anything
-    tensors            one transfer each
+"""The form of a message on the wire: a head, which is a header and a body, and the message's tensors.
 
 The body is the codec's metadata and one byte per tensor: 1 where only a slice of it is sent, because the receiver
-gathers the other slices from its own all-gather group. The frame's size is fixed so that a receive can be started
-before anything is known of the message. A value that can't be encoded becomes an error frame: the readers raise
-instead of waiting. Pure functions on CPU bytes; who sends when is in `messages`.
+gathers the other slices from its own all-gather group. A value that can't be encoded becomes an error's head: the
+readers raise instead of waiting.
+
+Where the transport has no messages, only transfers of a size that both sides know, the head is cut in two:
+
+    frame     [4096]   the head or its beginning: a receive can be started before anything is known of the message
+    rest      [n]      what didn't fit, if anything
+    tensors            one transfer each
+
+Pure functions on CPU bytes; who sends when is in `messages` and `message_transports`.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from torch import Tensor
 from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError, MessageDecodeError, RemoteError
-from parallel_state import codec
+from parallel_state import codec, wire_forms
 from parallel_state.codec_types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
-_INLINE_BYTES = FRAME_BYTES - _HEADER.size
+HEADER_BYTES = _HEADER.size
+_INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
+_LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR = 0, 1
 
@@ -47,6 +52,11 @@ class Header(NamedTuple):
     """Of all tensors of the message, uncut."""
 
     @property
+    def is_error(self) -> bool:
+        """Whether the body is the text of what went wrong on the sender."""
+        return self.kind == _ERROR
+
+    @property
     def rest_bytes(self) -> int:
         return max(0, self.body_bytes - _INLINE_BYTES)
 
@@ -60,14 +70,26 @@ class AllGatherGroup(Protocol):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
 
 
-@dataclass
+@dataclass(slots=True)
 class Outgoing:
-    """An encoded message; `error` is set, and the frame tells of it, where the value could not be encoded."""
+    """An encoded message; `error` is set, and the head tells of it, where the value could not be encoded."""
 
-    frame: Tensor
-    rest: Tensor | None
+    head: bytes
     tensors: list[Tensor]
     error: Exception | None = None
+    more_head: bytes = b""
+    """The end of a long head."""
+
+    @property
+    def frame(self) -> Tensor:
+        """Of FRAME_BYTES."""
+        head = self.head + self.more_head[:FRAME_BYTES]
+        return torch.frombuffer(bytearray(head[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+
+    @property
+    def rest(self) -> Tensor | None:
+        rest = bytearray((self.head + self.more_head)[FRAME_BYTES:])
+        return torch.frombuffer(rest, dtype=torch.uint8) if rest else None
 
 
 def encode(
@@ -79,6 +101,20 @@ def encode(
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
     """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    form: tuple[Any, ...] | None = None
+    if all_gather_group is None and type(obj) is dict and must_be is not list:
+        form, tensors = wire_forms.form_of(obj)
+        head = None if form is None else wire_forms.head_of_form(form)
+        if head is not None and len(head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
+            return Outgoing(head, tensors)
+    if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
+        plain = codec.encode_plain(obj)
+        if plain is not None:
+            first, body = plain
+            header = Header(_VALUE, 0, 0, len(first) + len(body), 0)
+            if len(body) > _LONG_BYTES:
+                return Outgoing(head_of(header, first), [], more_head=body)
+            return Outgoing(head_of(header, first, body), [])
     whole: set[int] = set()
     try:
         slices = _slices_of(all_gather_group)
@@ -88,8 +124,7 @@ def encode(
         tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
     except Exception as error:  # whatever it is: the readers wait
         text = str(error).encode(errors="replace")[:_INLINE_BYTES]
-        frame, _ = _frame(Header(_ERROR, 0, 0, len(text), 0), text)
-        return Outgoing(frame, None, [], error)
+        return Outgoing(head_of(Header(_ERROR, 0, 0, len(text), 0), text), [], error)
     tensor_bytes = sum(tensor.nbytes for tensor in tensors)
     cut = [False] * len(tensors)
     if all_gather_group is not None and slices > 1:
@@ -99,9 +134,11 @@ def encode(
         ]
         mine = all_gather_group.rank_in_group
         tensors = [t.view(slices, -1)[mine] if c else t for t, c in zip(tensors, cut, strict=True)]
-    body = encoded.metadata + bytes(cut)
-    frame, rest = _frame(Header(_VALUE, slices, len(tensors), len(body), tensor_bytes), body)
-    return Outgoing(frame, rest, tensors)
+    header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
+    head = head_of(header, encoded.metadata, bytes(cut))
+    if form is not None:
+        wire_forms.remember_head(form, head)
+    return Outgoing(head, tensors)
 
 
 def _slices_of(group: AllGatherGroup | None) -> int:
@@ -119,12 +156,22 @@ def can_be_cut(numel: int, slices: int) -> bool:
     return slices > 1 and numel > 0 and numel % slices == 0
 
 
-def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """The checked header of what came from `src`; MessageDecodeError if it isn't one."""
+def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
+    """The checked header of the frame that came from `src`; MessageDecodeError if it isn't one, RemoteError for an
+    error's."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
-        told = f"it has {len(data)} bytes, not {FRAME_BYTES}"
-        raise _decode_error(f"what came from rank {src} of {context} is not a message: {told}", context, src)
+        raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
+    header = parse_header(data, context, src)
+    if header.is_error:
+        raise remote_error(data[_HEADER.size : _HEADER.size + header.body_bytes], context, src)
+    return header
+
+
+def parse_header(data: bytes | memoryview, context: GroupContext, src: int) -> Header:
+    """The checked header that the bytes from `src` begin with; MessageDecodeError if it isn't one."""
+    if len(data) < _HEADER.size:
+        raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
     limit = settings.MAX_METADATA_BYTES.get()
     problem = None
@@ -141,32 +188,47 @@ def parse_header(frame: Tensor, context: GroupContext, src: int) -> Header:
     elif tensor_bytes >= MAX_TENSOR_BYTES:
         problem = f"it tells of tensors of {tensor_bytes} bytes"
     if problem is not None:
-        raise _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
+        raise not_a_message(problem, context, src)
     return Header(kind, slices, tensors, body_bytes, tensor_bytes)
 
 
-def raise_if_error(header: Header, frame: Tensor, context: GroupContext, src: int) -> None:
-    """RemoteError where the frame tells that `src` could not encode its value."""
-    if header.kind == _ERROR:
-        text = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes].decode(errors="replace")
-        raise RemoteError(
-            f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: {text}",
-            rank=context.ranks[src],
-        )
+def read_plain(head: memoryview, allow_pickle: bool) -> tuple[Any] | None:
+    """The object of a whole head that tells of no tensors; None where it takes `parse_header` and `read_body` to know.
+
+    Raises MessageDecodeError, without its sender.
+    """
+    if len(head) < HEADER_BYTES:
+        return None
+    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(head)
+    if magic != _MAGIC or kind != _VALUE or slices or tensors or tensor_bytes or body_bytes != len(head) - HEADER_BYTES:
+        return None
+    return codec.read_plain(head[HEADER_BYTES:], allow_pickle=allow_pickle)
+
+
+def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
+    """What a reader raises where `src` could not encode its value."""
+    return RemoteError(
+        f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: "
+        f"{str(text, errors='replace')}",
+        rank=context.ranks[src],
+    )
+
+
+def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
+    """The body that came as a frame and the rest of it."""
+    body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
+    return body if rest is None else body + bytes_of(rest)
 
 
 def read_body(
-    header: Header, frame: Tensor, rest: Tensor | None, context: GroupContext, src: int, allow_pickle: bool
+    header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
     """The message, its tensors still to come, and which of them are cut."""
-    body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
-    if rest is not None:
-        body += bytes_of(rest)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
     except MessageDecodeError as error:
-        raise _decode_error(f"message of rank {src} of {context}: {error}", context, src) from error
+        raise malformed(error, context, src) from error
     cut = [flag != 0 for flag in body[end:]]
     if len(message.tensors) != len(cut):
         told = f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}"
@@ -187,7 +249,7 @@ def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, 
     try:
         return message.build(tensors)
     except MessageDecodeError as error:
-        raise _decode_error(f"message of rank {src} of {context}: {error}", context, src) from error
+        raise malformed(error, context, src) from error
 
 
 def numel_of(metadata: codec.TensorMetadata) -> int:
@@ -209,6 +271,8 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
             "for other types use the object twin of this call"
         )
     encoded = codec.encode(obj, allow_pickle=allow_pickle)
+    if not encoded.tensors:  # then the codec has looked
+        return encoded
     size, limit = len(encoded.metadata) + len(encoded.tensors), settings.MAX_METADATA_BYTES.get()
     if size > limit:
         raise InvalidArgumentError(
@@ -233,19 +297,25 @@ def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool])
     return tensors, whole
 
 
-def _frame(header: Header, body: bytes) -> tuple[Tensor, Tensor | None]:
-    """The frame, and what of the body didn't fit into it."""
-    data = bytearray(FRAME_BYTES)
-    _HEADER.pack_into(data, 0, _MAGIC, *header[:3], 0, *header[3:])
-    inline = body[:_INLINE_BYTES]
-    data[_HEADER.size : _HEADER.size + len(inline)] = inline
-    rest = bytearray(body[_INLINE_BYTES:])
-    return torch.frombuffer(data, dtype=torch.uint8), torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+def head_of(header: Header, *body: bytes) -> bytes:
+    """Header and body as they travel."""
+    kind, slices, tensors, body_bytes, tensor_bytes = header
+    return b"".join((_HEADER.pack(_MAGIC, kind, slices, tensors, 0, body_bytes, tensor_bytes), *body))
 
 
 def bytes_of(x: Tensor) -> bytes:
     """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
+
+
+def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
+    """The error for bytes that aren't the head of a message."""
+    return _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
+
+
+def malformed(error: MessageDecodeError, context: GroupContext, src: int) -> MessageDecodeError:
+    """What the codec found, with its sender."""
+    return _decode_error(f"message of rank {src} of {context}: {error}", context, src)
 
 
 def _decode_error(message: str, context: GroupContext, src: int) -> MessageDecodeError:

@@ -1,11 +1,12 @@
-"""Fixtures: pools of ranks, one per world size, shared by the whole run."""
+"""Fixtures: pools of ranks, one per world size, and hosts with ranks on them, shared by the whole run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
 
 
@@ -22,3 +23,27 @@ def pools() -> Iterator[Callable[[int], WorkerPool]]:
     yield pool
     for each in made.values():
         each.kill()
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts of this machine."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts(3) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def on_hosts(hosts: Hosts) -> Callable[[Sequence[int]], HostRanks]:
+    """`on_hosts([0, 0, 1, 1])` is the pool of four ranks, two on each of two hosts."""
+    made: dict[tuple[int, ...], HostRanks] = {}
+
+    def pool(placement: Sequence[int]) -> HostRanks:
+        key = tuple(placement)
+        if key not in made:
+            made[key] = hosts.ranks(key)
+        return made[key]
+
+    return pool

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 3.0
+_ENDED = "the process ended"
 _SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
 """Of tests with torch's own parallelism: once in the fork server instead of once in each rank."""
 
@@ -46,20 +47,33 @@ class WorkerPool:
         self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0
     ) -> list[Any]:
         """Each rank's result. With `tp` the ranks have model-parallel groups; else the function does its own init."""
-        if not self._processes:
-            self._start()
-        task = pickle.dumps((function, args, None if tp is None else (tp, pp)))
-        for connection in self._connections:
-            connection.send_bytes(task)
-        results, errors = self._collect(timeout_s)
+        self._begin(function, args, None if tp is None else (tp, pp))
+        results, errors = self._collect(timeout_s, GRACE_S)
         if errors:
-            missing = [rank for rank in range(self.world_size) if rank not in results and rank not in errors]
-            errors.update(dict.fromkeys(missing, f"no answer within {timeout_s} s"))
             self.kill()
             raise WorkersFailedError(errors)
         return [results[rank] for rank in range(self.world_size)]
 
-    def _collect(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> dict[int, Any]:
+        """As `run`, for functions in which ranks die: the results of those that didn't. The next run gets new ranks."""
+        self._begin(function, args, None)
+        try:
+            results, errors = self._collect(timeout_s, timeout_s)
+        finally:
+            self.kill()
+        raised = {rank: text for rank, text in errors.items() if text != _ENDED}
+        if raised:
+            raise WorkersFailedError(raised)
+        return results
+
+    def _begin(self, function: Callable[..., Any], args: tuple[Any, ...], layout: tuple[int, int] | None) -> None:
+        if not self._processes:
+            self._start()
+        task = pickle.dumps((function, args, layout))
+        for connection in self._connections:
+            connection.send_bytes(task)
+
+    def _collect(self, timeout_s: float, grace_s: float) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -72,38 +86,49 @@ class WorkerPool:
                     try:
                         ok, value = pickle.loads(connection.recv_bytes())
                     except EOFError:
-                        ok, value = False, "the process ended"
+                        ok, value = False, _ENDED
                     (results if ok else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-        if pending and not errors:
-            errors = dict.fromkeys(pending, f"no answer within {timeout_s} s")
+                deadline = min(deadline, time.monotonic() + grace_s)
+        errors.update(dict.fromkeys(pending, f"no answer within {timeout_s} s"))
         return results, errors
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "parallel_state", *_SLOW_IMPORTS])
-        # The parent hosts the store, as torchrun does, so that no port is guessed and worlds can follow each other.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._serve_store()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.world_size),
-                "LOCAL_WORLD_SIZE": str(self.world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "PARALLEL_STATE_TIMEOUT_S": "60",
-                "OMP_NUM_THREADS": "1",
-                "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            }
-            process = context.Process(target=_serve, args=(theirs, environment), daemon=True, name=f"rank-{rank}")
+            target, args = self._target(rank)
+            process = context.Process(
+                target=target, args=(*args, theirs, self._environment(rank)), daemon=True, name=f"rank-{rank}"
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(mine)
+
+    def _serve_store(self) -> None:
+        # The parent hosts the store, as torchrun does, so that no port is guessed and worlds can follow each other.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port if self._store is not None else 0),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "PARALLEL_STATE_TIMEOUT_S": "60",
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }
+
+    def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """What a rank's process runs, and the arguments before its connection and environment."""
+        return serve, ()
 
     def kill(self) -> None:
         """Ends the ranks at once; the next `run` starts new ones."""
@@ -116,7 +141,7 @@ class WorkerPool:
         self._processes, self._connections, self._store = [], [], None
 
 
-def _serve(connection: Connection, environment: dict[str, str]) -> None:
+def serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     layout = None

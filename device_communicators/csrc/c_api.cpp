@@ -1,76 +1,197 @@
-// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h.
+// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h; a group
+// is known by its number, and one that was closed meanwhile answers kClosed.
 
-#include <cstring>
-#include <new>
+#include <sys/mman.h>
 
-#include "group.h"
 
-using parallel_state::Dtype;
-using parallel_state::Group;
-using parallel_state::ReduceOp;
-using parallel_state::WaitPolicy;
+#include "handle.h"
+#include "interrupt.h"
+
+using namespace parallel_state;
+
+namespace {
+
+template <typename Call>
+int with(std::uint64_t group, Call call) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return static_cast<int>(handle == nullptr ? Status::kClosed : handle->run(call));
+}
+
+}  // namespace
 
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 1; }
+int ps_version() { return 2; }
 
-const char* ps_instruction_set() { return parallel_state::instruction_set(); }
+const char* ps_instruction_set() { return instruction_set(); }
 
-std::size_t ps_segment_bytes(int size) { return Group::segment_bytes(size); }
+// PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release, and the thread that
+// runs signal handlers: see interrupt.h.
+void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
+                        void (*let_lock)(int), unsigned long main_thread) {
+  set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
+}
 
-void* ps_group_new(void* segment, int rank, int size, const std::int64_t* pids, std::int64_t spin_ns, int yields) {
+// Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
+void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
+
+std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
+
+// Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
+void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+void ps_unmap(void* memory, std::size_t bytes) { munmap(memory, bytes); }
+
+// Takes over `memory`, a mapping of `bytes` that begins with what the collectives need. Its number, or 0.
+std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids,
+                           std::int64_t spin_ns, int yields, double timeout_s) {
   WaitPolicy policy;
   policy.spin_ns = spin_ns;
   policy.yields = yields;
-  return new (std::nothrow) Group(segment, rank, size, pids, policy);
+  return keep(std::make_shared<Handle>(memory, bytes, rank, size, pids, policy, timeout_s));
 }
 
-void ps_group_delete(void* group) { delete static_cast<Group*>(group); }
-
-// Rank, and both calls, of the last failure.
-void ps_group_failure(void* group, std::int64_t* out) {
-  const auto* self = static_cast<const Group*>(group);
-  out[0] = self->suspect();
-  out[1] = static_cast<std::int64_t>(self->expected());
-  out[2] = static_cast<std::int64_t>(self->found());
+// See Handle::set_arenas.
+void ps_group_arenas(std::uint64_t group, void* const* bases, std::size_t bytes, int descriptor,
+                     std::size_t file_offset) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->set_arenas(bases, bytes, descriptor, file_offset);
 }
 
-int ps_barrier(void* group, double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->barrier(timeout_s));
+// This rank goes on purpose: its end, from now on, is none that the others have to be told of.
+void ps_group_leave(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().leave();
 }
 
-int ps_all_reduce(void* group, void* out, const void* in, std::size_t count, int dtype, int op, double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->all_reduce(out, in, count, static_cast<Dtype>(dtype),
-                                                                 static_cast<ReduceOp>(op), timeout_s));
+int ps_group_has_left(std::uint64_t group, int rank) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle != nullptr && handle->liveness().has_left(rank);
 }
 
-int ps_reduce_scatter(void* group, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype, int op,
-                      double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype),
-                                                                     static_cast<ReduceOp>(op), timeout_s));
+// This rank gave up, with a status of its choice and about this one (-1: about nobody).
+void ps_group_fail(std::uint64_t group, int status, int suspect) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().fail(status, suspect);
 }
 
-int ps_all_gather(void* group, void* out, const void* in, std::size_t outer, std::size_t inner_bytes,
-                  double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->all_gather(out, in, outer, inner_bytes, timeout_s));
+// Who is in the middle of a call stays there until it ends; the memory goes with the last.
+void ps_group_close(std::uint64_t group) { forget(group); }
+
+void ps_serve(const char* key, std::uint64_t group) {
+  if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
 }
 
-int ps_gatherv(void* group, void* const* outs, const std::size_t* bytes, const void* in, double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->gatherv(outs, bytes, in, timeout_s));
+void ps_stop_serving(const char* key) { stop_serving(key); }
+
+// Rank, both calls, microseconds, and who found out (-1: this rank itself), of the first failure.
+void ps_group_failure(std::uint64_t group, std::int64_t* out) {
+  const std::shared_ptr<Handle> handle = find(group);
+  const Failure failure = handle == nullptr ? Failure{} : handle->failure();
+  out[0] = failure.suspect;
+  out[1] = static_cast<std::int64_t>(failure.expected);
+  out[2] = static_cast<std::int64_t>(failure.found);
+  out[3] = static_cast<std::int64_t>(failure.elapsed_s * 1e6);
+  out[4] = failure.reporter;
 }
 
-int ps_broadcast(void* group, void* data, std::size_t bytes, int src, double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->broadcast(data, bytes, src, timeout_s));
+// Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.
+void ps_served_traffic(const char* key, std::uint64_t* out) {
+  const std::shared_ptr<Served> served = find_served(key);
+  for (int operation = 0; operation < static_cast<int>(Counted::kCount); ++operation) {
+    const Traffic* traffic = served == nullptr ? nullptr : &served->traffic(static_cast<Counted>(operation));
+    out[2 * operation] = traffic == nullptr ? 0 : traffic->calls.load(std::memory_order_relaxed);
+    out[2 * operation + 1] = traffic == nullptr ? 0 : traffic->bytes.load(std::memory_order_relaxed);
+  }
 }
 
-int ps_scatter(void* group, void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->scatter(out, in, bytes, src, timeout_s));
+// The number of an operation that the Python route carries; 0 where nobody serves the name.
+std::uint64_t ps_served_next(const char* key) {
+  const std::shared_ptr<Served> served = find_served(key);
+  return served == nullptr ? 0 : served->next();
 }
 
-int ps_all_to_all(void* group, void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
-                  double timeout_s) {
-  return static_cast<int>(static_cast<Group*>(group)->all_to_all(out, in, out_bytes, in_bytes, timeout_s));
+int ps_served_records() { return Served::kRecords; }
+
+// The last operations, in no order, 6 words each and then 6 sizes: sequence, operation, dtype, dims, and microseconds of
+// its beginning and end on the monotonic clock.
+void ps_served_recorded(const char* key, std::int64_t* out) {
+  const std::shared_ptr<Served> served = find_served(key);
+  constexpr auto relaxed = std::memory_order_relaxed;
+  for (std::uint64_t index = 0; index < Served::kRecords; ++index) {
+    if (served == nullptr) {
+      *out = 0;
+      out += 6 + Record::kDims;
+      continue;
+    }
+    const Record& record = served->record(index);
+    *out++ = static_cast<std::int64_t>(record.sequence.load(relaxed));
+    for (const auto* word : {&record.operation, &record.dtype, &record.dims}) *out++ = word->load(relaxed);
+    for (const auto* time : {&record.started_s, &record.ended_s}) *out++ = static_cast<std::int64_t>(time->load(relaxed) * 1e6);
+    for (const auto& size : record.sizes) *out++ = size.load(relaxed);
+  }
+}
+
+int ps_barrier(std::uint64_t group) {
+  return with(group, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
+}
+
+int ps_all_reduce(std::uint64_t group, void* out, const void* in, std::size_t count, int dtype, int op) {
+  return with(group, [=](Group& self, double timeout_s) {
+    return self.all_reduce(out, in, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+  });
+}
+
+int ps_reduce_scatter(std::uint64_t group, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype,
+                      int op) {
+  return with(group, [=](Group& self, double timeout_s) {
+    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+  });
+}
+
+int ps_all_gather(std::uint64_t group, void* out, const void* in, std::size_t outer, std::size_t inner_bytes) {
+  return with(group, [=](Group& self, double timeout_s) {
+    return self.all_gather(out, in, outer, inner_bytes, timeout_s);
+  });
+}
+
+int ps_gatherv(std::uint64_t group, void* const* outs, const std::size_t* bytes, const void* in) {
+  return with(group, [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
+}
+
+int ps_broadcast(std::uint64_t group, void* data, std::size_t bytes, int src) {
+  return with(group, [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
+}
+
+int ps_scatter(std::uint64_t group, void* out, const void* in, std::size_t bytes, int src) {
+  return with(group, [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
+}
+
+int ps_all_to_all(std::uint64_t group, void* out, const void* in, const std::size_t* out_bytes,
+                  const std::size_t* in_bytes) {
+  return with(group, [=](Group& self, double timeout_s) {
+    return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s);
+  });
+}
+
+// See AddRmsNorm in group.h.
+int ps_all_reduce_add_rms_norm(std::uint64_t group, void* out, void* residual_out, const void* in,
+                               const void* residual, const void* weight, std::size_t rows, std::size_t hidden,
+                               float eps, int dtype) {
+  const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
+  return with(group, [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+}
+
+// The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.
+int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
+              int source_count, std::size_t count, int dtype, int op) {
+  const auto reduce =
+      parallel_state::reduce_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), instruction_set);
+  if (reduce == nullptr) return 1;
+  reduce(outs, out_count, sources, source_count, count);
+  return 0;
 }
 
 }  // extern "C"

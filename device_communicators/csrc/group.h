@@ -12,40 +12,45 @@
 // Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "liveness.h"
 #include "reduce.h"
+#include "tuning.h"
 #include "wait.h"
 
 namespace parallel_state {
 
-constexpr int kMaxRanks = 64;
-constexpr std::size_t kSmallSlotBytes = 64 << 10;
-constexpr int kSmallSlots = 16;  // with two, the slot stays in the other core's cache and writing it costs twice
-constexpr std::size_t kLargeSlotBytes = 128 << 10;
-constexpr int kLargeSlots = 4;
-
-enum class Status : int { kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3 };
-
-class ProcessLiveness : public Liveness {
- public:
-  ProcessLiveness(const std::int64_t* pids, int count);
-  ~ProcessLiveness() override;
-  ProcessLiveness(const ProcessLiveness&) = delete;
-  ProcessLiveness& operator=(const ProcessLiveness&) = delete;
-  bool is_alive(int rank) const override;
-
- private:
-  std::vector<int> pidfds_;
+enum class Status : int {
+  kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3, kClosed = 4, kInterrupted = 5, kUnsupported = 6
 };
+
+// residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to the
+// dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. All are [rows, hidden],
+// weight is [hidden], of one dtype, a float of 16 or 32 bits. `out` may be `in`, and `residual_out` may be `residual`;
+// but for that they don't overlap.
+struct AddRmsNorm {
+  void* out;
+  void* residual_out;
+  const void* in;
+  const void* residual;
+  const void* weight;
+  std::size_t rows;
+  std::size_t hidden;
+  float eps;
+  Dtype dtype;
+};
+
 
 class Group {
  public:
-  // `segment` holds `segment_bytes(size)` bytes, zero when the first rank attaches. `pids` of all ranks.
-  Group(void* segment, int rank, int size, const std::int64_t* pids, WaitPolicy policy);
+  // `segment` holds `segment_bytes(size)` bytes, zero when the first rank attaches. `liveness` of all
+  // ranks lives as long as the group.
+  Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy);
 
   static std::size_t segment_bytes(int size);
 
@@ -65,7 +70,15 @@ class Group {
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s);
 
+  // The ranks' arenas: `bases[r]` is where this process has mapped rank r's, each of `bytes`. The caller keeps them
+  // mapped. A contiguous input of all_reduce, all_gather (of one row), reduce_scatter (of one row) or broadcast that lies
+  // in this rank's arena is read where it lies; ranks need not be alike in that.
+  void set_arenas(void* const* bases, std::size_t bytes);
+
+  Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
+
   int suspect() const { return suspect_; }
+  int reporter() const { return reporter_; }  // who found out, where that was another rank
   std::uint64_t expected() const { return expected_; }
   std::uint64_t found() const { return found_; }
 
@@ -78,25 +91,59 @@ class Group {
   std::uint64_t publish(std::uint64_t call);
   void begin(double timeout_s);
 
-  Status small_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  // A place in each rank's part of the segment, and the tick with which this rank published its own last.
+  struct Slot {
+    std::size_t offset;
+    std::uint64_t* used;
+  };
+  std::size_t slot_bytes_for(std::size_t bytes) const {
+    return bytes <= tuning_.small_slot_bytes ? tuning_.small_slot_bytes : tuning_.large_slot_bytes;
+  }
+  Slot next_slot(std::size_t bytes);
+  Slot large_slot(std::uint64_t count);
+  char* place(int rank, Slot slot) const { return data_ + rank * rank_bytes(tuning_) + slot.offset; }
+
+  static constexpr std::uint64_t kPrivate = ~std::uint64_t{0};
+  std::uint64_t offset_of(const void* at, std::size_t bytes) const;
+  struct Inputs {
+    const char* at[kMaxRanks];  // of those that are shared
+    int shared = 0;             // how many are
+    std::uint64_t is_shared = 0;  // by rank, a bit each
+    const char* of(int rank, const char* otherwise) const { return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise; }
+  };
+  std::uint64_t offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes);
+  Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes, std::uint64_t call);
+  Status close(std::uint64_t call);
+  char* in_arena(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, std::uint64_t call);
+  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+
+  Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
+                             std::uint64_t call);
   Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
-  static constexpr std::size_t kRankBytes = kSmallSlots * kSmallSlotBytes + kLargeSlots * kLargeSlotBytes;
+  static constexpr std::size_t rank_bytes(const Tuning& tuning) {
+    return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
+  }
 
   Counter* lines_;  // one per rank: its tick, and what it does there
   char* data_;
   int rank_;
   int size_;
+  const Tuning tuning_;
   WaitPolicy policy_;
-  ProcessLiveness liveness_;
+  const ProcessLiveness& liveness_;
   std::uint64_t tick_ = 0;         // the last one that this rank published
   std::uint64_t all_reached_ = 0;  // a tick that all others are known to have published
-  std::uint64_t small_used_[kSmallSlots] = {};  // the tick with which the slot was published last
+  std::uint64_t small_used_[kSmallSlots] = {};
   std::uint64_t large_used_[kLargeSlots] = {};
   std::uint64_t small_count_ = 0;
   std::uint64_t large_count_ = 0;
-  std::int64_t deadline_ns_ = 0;
+  char* arenas_[kMaxRanks] = {};
+  std::size_t arena_bytes_ = 0;
+  Deadline deadline_;
   int suspect_ = -1;
+  int reporter_ = -1;
   std::uint64_t expected_ = 0;
   std::uint64_t found_ = 0;
 };

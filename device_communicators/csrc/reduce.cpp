@@ -1,12 +1,19 @@
 #include "reduce.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace parallel_state {
 namespace plain {
 #include "reduce_kernels.inc"
+#include "add_rms_norm.inc"
 }  // namespace plain
 
 #if defined(__x86_64__)
@@ -18,6 +25,9 @@ namespace plain {
 #endif
 namespace avx2 {
 #include "reduce_kernels.inc"
+#include "add_rms_norm.inc"
+#include "lanes_avx2.inc"
+#include "reduce_sum.inc"
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -29,6 +39,9 @@ namespace avx2 {
 #endif
 namespace avx512 {
 #include "reduce_kernels.inc"
+#include "add_rms_norm.inc"
+#include "lanes_avx512.inc"
+#include "reduce_sum.inc"
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -48,7 +61,7 @@ Isa detect() {
       __builtin_cpu_supports("avx512dq")) {
     return Isa::kAvx512;
   }
-  if (__builtin_cpu_supports("avx2")) return Isa::kAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return Isa::kAvx2;
 #endif
   return Isa::kPlain;  // on ARM the plain loops are NEON: every 64-bit ARM has it
 }
@@ -56,6 +69,28 @@ Isa detect() {
 Isa isa() {
   static const Isa chosen = detect();
   return chosen;
+}
+
+const char* name_of(Isa isa) {
+  switch (isa) {
+    case Isa::kAvx512: return "avx512";
+    case Isa::kAvx2: return "avx2";
+    case Isa::kPlain: break;
+  }
+  return "plain";
+}
+
+ReduceFunction find([[maybe_unused]] Isa isa, Dtype dtype, ReduceOp op) {
+#if defined(__x86_64__)
+  const ReduceFunction fused = op != ReduceOp::kSum   ? nullptr
+                               : isa == Isa::kAvx512 ? avx512::find_sum(dtype)
+                               : isa == Isa::kAvx2   ? avx2::find_sum(dtype)
+                                                     : nullptr;
+  if (fused != nullptr) return fused;
+  if (isa == Isa::kAvx512) return avx512::find(dtype, op);
+  if (isa == Isa::kAvx2) return avx2::find(dtype, op);
+#endif
+  return plain::find(dtype, op);
 }
 
 }  // namespace
@@ -75,21 +110,23 @@ std::size_t size_of(Dtype dtype) {
   return 0;
 }
 
-ReduceFunction reduce_function(Dtype dtype, ReduceOp op) {
-#if defined(__x86_64__)
-  if (isa() == Isa::kAvx512) return avx512::find(dtype, op);
-  if (isa() == Isa::kAvx2) return avx2::find(dtype, op);
-#endif
-  return plain::find(dtype, op);
+ReduceFunction reduce_function(Dtype dtype, ReduceOp op) { return find(isa(), dtype, op); }
+
+ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set) {
+  for (const Isa each : {Isa::kPlain, Isa::kAvx2, Isa::kAvx512}) {
+    if (each <= isa() && std::strcmp(instruction_set, name_of(each)) == 0) return find(each, dtype, op);
+  }
+  return nullptr;
 }
 
-const char* instruction_set() {
-  switch (isa()) {
-    case Isa::kAvx512: return "avx512";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kPlain: break;
-  }
-  return "plain";
+AddRmsNormFunction add_rms_norm_function(Dtype dtype) {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return avx512::find_add_rms_norm(dtype);
+  if (isa() == Isa::kAvx2) return avx2::find_add_rms_norm(dtype);
+#endif
+  return plain::find_add_rms_norm(dtype);
 }
+
+const char* instruction_set() { return name_of(isa()); }
 
 }  // namespace parallel_state

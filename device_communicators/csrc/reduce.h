@@ -13,11 +13,21 @@ enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage };
 
 std::size_t size_of(Dtype dtype);
 
-// `out` may be one of the sources. Pointers are aligned to the element's size.
-using ReduceFunction = void (*)(void* out, const void* const* sources, int source_count, std::size_t count);
+// Writes the result to every one of `outs`. An out may be one of the sources, but for that they don't overlap. Pointers
+// are aligned to the element's size.
+using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
+                                std::size_t count);
 
 // The fastest version for this processor.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
+
+// The version for an instruction set, by its name, for tests; null where this processor lacks it.
+ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
+
+// One row of `AddRmsNorm` in group.h, from its sum. Null for dtypes that aren't floats of 16 or 32 bits.
+using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* sum, const void* residual,
+                                    const void* weight, std::size_t hidden, float eps);
+AddRmsNormFunction add_rms_norm_function(Dtype dtype);
 
 // Which instruction set `reduce_function` chose: "avx512", "avx2" or "plain".
 const char* instruction_set();

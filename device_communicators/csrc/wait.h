@@ -9,7 +9,7 @@
 
 namespace parallel_state {
 
-// How long a wait spins and yields before it sleeps. Measured (../shared numbers in benchmarks/): with a core for each
+// How long a wait spins and yields before it sleeps. Measured (benchmarks/kernels.py): with a core for each
 // rank 100-200 us of spinning beat everything; with more ranks than cores a spinning rank holds the core that the rank
 // it waits for needs, so at most a few us, then some yields.
 struct WaitPolicy {
@@ -17,7 +17,7 @@ struct WaitPolicy {
   std::int32_t yields = 0;
 };
 
-enum class WaitResult { kReached, kTimedOut, kPeerDied };
+enum class WaitResult { kReached, kTimedOut, kPeerDied, kInterrupted };
 
 // Tells whether a rank is still alive; asked by a sleeping waiter now and then, never on the fast path.
 class Liveness {
@@ -26,27 +26,60 @@ class Liveness {
   virtual bool is_alive(int rank) const = 0;
 };
 
+// By when a call must be done. The clock is read when a wait first takes long, and not in each call: the time until
+// then doesn't count.
+class Deadline {
+ public:
+  void set(double timeout_s) {
+    timeout_s_ = timeout_s;
+    at_ns_ = 0;
+  }
+  std::int64_t at_ns(std::int64_t now) {
+    if (at_ns_ == 0) at_ns_ = now + static_cast<std::int64_t>(timeout_s_ * 1e9);
+    return at_ns_;
+  }
+
+ private:
+  double timeout_s_ = 0;
+  std::int64_t at_ns_ = 0;
+};
+
 // A counter in shared memory, alone on its two cache lines (adjacent lines are prefetched in pairs), with a note about
 // each of its last values on the line that a waiter reads anyway.
 struct alignas(128) Counter {
-  static constexpr std::uint64_t kNotes = 6;
+  static constexpr std::uint64_t kNotes = 4;
+  static constexpr std::uint64_t kFlag = 1ULL << 47;  // a bit of a note in which ranks may differ
 
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
+  std::atomic<std::uint16_t> core{0};    // 1 + that on which the owner published last
+  std::atomic<std::uint8_t> fences{0};   // whether the owner publishes with a fence, see `publish`
   std::atomic<std::uint64_t> notes[kNotes];  // by value % kNotes
+  // Where the owner's tensors lie, for collectives on symmetric memory; written before a value, read after it.
+  std::atomic<std::uint64_t> in_at{0};
+  std::atomic<std::uint64_t> out_at{0};
 
   std::uint64_t read() const { return value.load(std::memory_order_acquire); }
+
+  // Owner only, once, before the first `publish`.
+  void own();
 
   // Owner only. Pairs with the acquire in `read`: what was written before is seen by who sees the value.
   void publish(std::uint64_t next, std::uint64_t note);
 
-  // Whether the note about `reached`, a value that was seen, is another than `note`. False where it is no longer known.
+  // Whether the note about `reached`, a value that was seen, has the flag. False where it is no longer known.
+  bool flagged(std::uint64_t reached) const;
+
+  // Whether that note is another than `note`, but for the flag. False where it is no longer known.
   bool differs(std::uint64_t reached, std::uint64_t note, std::uint64_t* found) const;
+
+  // Whether the owner was last seen on the core that runs this: then it needs this core to get on.
+  bool shares_core() const;
 };
 static_assert(sizeof(Counter) == 128, "one counter, two cache lines");
 
-// Returns once `counter` is at least `target`; `deadline_ns` is on the monotonic clock.
-WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& policy, std::int64_t deadline_ns,
+// Returns once `counter` is at least `target`.
+WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& policy, Deadline& deadline,
                     const Liveness& liveness, int owner);
 
 std::int64_t now_ns();

@@ -35,12 +35,14 @@ def _log_of(*groups: ps.GroupCoordinator) -> Any:
         return call
 
     for group, run in zip(groups, originals, strict=True):
+        group.route.serve_ops(False)  # the compiled kernels would not come by
         group.route.run = logged(group.unique_name.split(":")[0], run)  # type: ignore[method-assign]
     try:
         yield log
     finally:
         for group, run in zip(groups, originals, strict=True):
             group.route.run = run  # type: ignore[method-assign]
+            group.route.serve_ops(True)
 
 
 class Block(nn.Module):

@@ -33,7 +33,7 @@ from tests.workers import WorkerPool
 
 T = TypeVar("T")
 
-PARTIAL = frozenset(["shared_memory"])
+PARTIAL = frozenset(["shared_memory", "hierarchical"])
 """Rows that carry some of what is defined: in their groups the last row of the catalog stands behind them."""
 
 NEEDS_A_DEVICE: frozenset[str] = frozenset()
@@ -49,6 +49,11 @@ class Size(NamedTuple):
     def __str__(self) -> str:
         return str(self.group) if self.group == self.processes else f"{self.group}-of-{self.processes}"
 
+
+PLACEMENTS: dict[str, dict[Size, tuple[int, ...]]] = {
+    "hierarchical": {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)},
+}
+"""Rows that need ranks on several hosts: on which, in groups of which size."""
 
 SIZES = (Size(1, 1), Size(2, 2), Size(3, 3), Size(4, 4), Size(4, 2))
 """In the last one a rank in the group differs from the global rank."""

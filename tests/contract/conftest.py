@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from device_communicators import CATALOG, Row
-from tests.contract.carriers import SIZES, Carrier, Size
-from tests.workers import WorkerPool
+from tests.contract.carriers import PLACEMENTS, SIZES, Carrier, Size
 
 
 @pytest.fixture(params=CATALOG, ids=lambda row: row.name)
@@ -31,12 +30,21 @@ def _without_beta_warnings() -> Iterator[None]:
 
 
 @pytest.fixture
-def carrier(row: Row, size: Size, pools: Callable[[int], WorkerPool]) -> Carrier:
+def carrier(row: Row, size: Size, request: pytest.FixtureRequest) -> Carrier:
     """Groups of `size` that `row` carries; a test that takes it runs for every row and size."""
-    return Carrier(row, size, pools)
+    return _carrier(row, size, request)
 
 
 @pytest.fixture
-def group_carrier(row: Row, pools: Callable[[int], WorkerPool]) -> Carrier:
+def group_carrier(row: Row, request: pytest.FixtureRequest) -> Carrier:
     """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are none of the group."""
-    return Carrier(row, Size(4, 2), pools)
+    return _carrier(row, Size(4, 2), request)
+
+
+def _carrier(row: Row, size: Size, request: pytest.FixtureRequest) -> Carrier:
+    if row.name not in PLACEMENTS:
+        return Carrier(row, size, request.getfixturevalue("pools"))
+    if size not in PLACEMENTS[row.name]:
+        pytest.skip(f"{row.name} is tested in groups of {', '.join(map(str, PLACEMENTS[row.name]))}")
+    on_hosts = request.getfixturevalue("on_hosts")
+    return Carrier(row, size, lambda processes: on_hosts(PLACEMENTS[row.name][size]))

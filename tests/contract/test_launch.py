@@ -371,22 +371,6 @@ def test_the_deadline_tells_who_hangs_and_where(name):
     assert time.monotonic() - begin < 4.5
 
 
-def ignore_sigterm() -> None:
-    if rank() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        store().set("deaf", "")
-        wait_for_ever()
-    store().wait(["deaf"])
-    raise ValueError("the reason")
-
-
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(name):
-    begin = time.monotonic()
-    with pytest.raises(LaunchError, match=r"rank 1 .*the reason"):
-        launch(ignore_sigterm, 2, timeout=DEADLINE_S, grace=0.2, name=name)
-    assert time.monotonic() - begin < 5
-
-
 def never_leave(exiting: bool) -> None:
     threading.Thread(target=wait_for_ever).start()  # not a daemon: the interpreter waits for it
     if exiting and rank() == 1:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +79,46 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     }
     assert {"parallel_state/py.typed", "device_communicators/py.typed", "parallel_state/state.py"} <= expected
     information = [name for name in names if ".dist-info/" in name]
-    assert set(names) - set(information) == expected
+    compiled = {name for name in names if Path(name).name.startswith("_native")}
+    assert set(names) - set(information) - compiled == expected
+    suffix = f"_torch{torch.__version__.replace('+', '_')}"
+    assert {Path(name).name for name in compiled} == {
+        f"_native{which}.{kind}" for which in ("", suffix) for kind in ("so", "digest")
+    }
+    assert "-py3-none-linux_" in wheel.name
     assert any(name.endswith("LICENSE") for name in information)
     assert wheel.name.startswith("parallel_state-")
+
+
+def test_the_wheel_s_library_is_used_and_nothing_compiled(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "target")
+    code = (
+        "from device_communicators import native\n"
+        "library = native.load()\n"
+        "print(native.__file__, library.has_ops, library.ps_instruction_set().decode())\n"
+    )
+    variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
+    where, has_ops, _ = run("-c", code, cwd=tmp_path, **variables).split()
+    assert where.startswith(str(tmp_path))
+    assert has_ops == "True"
+    assert not (tmp_path / "parallel_state").exists(), "no cache was needed"
+    variables["PARALLEL_STATE_BUILD"] = "plain"
+    assert run("-c", code, cwd=tmp_path, **variables).split()[1] == "False"
+
+
+def test_a_wheel_is_made_without_a_compiler(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in SOURCES:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(path, source / name)
+    run("setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path, cwd=source, PATH="/nowhere", CXX="")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "_native" in name and name.endswith(".so")]
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:

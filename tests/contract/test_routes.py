@@ -67,7 +67,7 @@ def _fails_on_rank_one(context: GroupContext) -> str | None:
     return "its library is not here" if context.rank == 1 else None
 
 
-GENERAL = tuple(row for row in CATALOG if row.name != "shared_memory")
+GENERAL = tuple(row for row in CATALOG if row.name not in PARTIAL)
 SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
 
 

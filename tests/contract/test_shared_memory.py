@@ -240,12 +240,11 @@ def _routes() -> dict[str, Any]:
         facts["off"] = (total, "shared_memory: not used, PARALLEL_STATE_SHARED_MEMORY is off" in group.explain())
     with world(2):
         group = ps.get_tp_group()
-        facts["before"] = "from the first collective on" in group.explain()
-        before = set(os.listdir("/dev/shm"))
         group.all_reduce(torch.ones(3))
-        facts["after"] = "over a shared segment" in group.explain()
+        facts["on"] = "over a shared segment" in group.explain()
         group.barrier()
-        facts["left"] = sorted(name for name in set(os.listdir("/dev/shm")) - before if "parallel_state" in name)
+        own = {path.resolve().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+        facts["named"] = sorted(name for name in own if "parallel_state" in name and not name.endswith("(deleted)"))
         maps = Path("/proc/self/maps").read_text().count("parallel_state-")
         group.destroy()
         facts["maps"] = (maps, Path("/proc/self/maps").read_text().count("parallel_state-"))
@@ -254,9 +253,7 @@ def _routes() -> dict[str, Any]:
 
 def test_routes_and_what_is_left(pools: Pools) -> None:
     for facts in pools(2).run(_routes, timeout_s=DEADLINE_S):
-        assert facts == {"off": (2.0, True), "before": True, "after": True, "left": [], "maps": (2, 1)}, (
-            "the world's stays"
-        )
+        assert facts == {"off": (2.0, True), "on": True, "named": [], "maps": (8, 4)}, "the world's stays"
 
 
 def _off_on_one() -> tuple[float, bool]:
@@ -312,5 +309,80 @@ def _destroyed_amid() -> str:
 
 
 def test_a_group_that_is_destroyed_amid_a_call_keeps_its_memory(pools: Pools) -> None:
-    """The call ends with its own error, and not with the process."""
-    assert pools(2).run(_destroyed_amid, timeout_s=DEADLINE_S) == ["CollectiveTimeoutError", ""]
+    """The call ends with an error, and not with the process."""
+    assert pools(2).run(_destroyed_amid, timeout_s=DEADLINE_S) == ["GroupDestroyedError", ""]
+
+
+def _interrupted() -> tuple[str, float, str]:
+    with world(2) as everyone:
+        group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
+        group.barrier()
+        told, seconds, after = "", 0.0, ""
+        if group.rank == 0:
+            timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+            timer.start()
+            started = time.monotonic()
+            try:
+                group.all_reduce(torch.ones(3))
+            except KeyboardInterrupt as error:
+                told, seconds = type(error).__name__, time.monotonic() - started
+            after = attempt(group.all_reduce, torch.ones(3)).kind
+        everyone.barrier()
+        return told, seconds, after
+
+
+def test_ctrl_c_ends_a_call_that_waits(pools: Pools) -> None:
+    handler = pools(2).run(_default_sigint, timeout_s=DEADLINE_S)
+    assert handler == [True] * 2
+    (told, seconds, after), _ = pools(2).run(_interrupted, timeout_s=DEADLINE_S)
+    assert told == "KeyboardInterrupt"
+    assert seconds < 5
+    assert after == "CommunicationError"
+
+
+def _default_sigint() -> bool:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return True
+
+
+def _interrupted_amid_threads() -> tuple[str, str]:
+    """A second thread waits for its turn in the same group when the signal comes."""
+    with world(2) as everyone:
+        group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
+        group.barrier()
+        told, other = "", []
+        if group.rank == 0:
+            second = threading.Thread(target=lambda: other.append(attempt(group.all_reduce, torch.ones(3)).kind))
+            threading.Timer(0.3, second.start).start()
+            threading.Timer(0.8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            try:
+                group.barrier()
+            except BaseException as error:
+                told = type(error).__name__
+            second.join(DEADLINE_S)
+        everyone.barrier()
+        return told, "".join(other)
+
+
+def test_ctrl_c_reaches_the_main_thread(pools: Pools) -> None:
+    assert pools(2).run(_default_sigint, timeout_s=DEADLINE_S) == [True] * 2
+    (told, other), _ = pools(2).run(_interrupted_amid_threads, timeout_s=DEADLINE_S)
+    assert told == "KeyboardInterrupt"
+    assert other in ("CommunicationError", "GroupFailedError")
+
+
+def _wrong_splits() -> tuple[str, str, str]:
+    with world(2):
+        group = ps.get_tp_group()
+        rows = 2 if group.rank == 0 else 3
+        x = torch.ones(4, 2)
+        direct = attempt(torch.ops.parallel_state.all_to_all, x, group._token, [2, 2], [-1, 5], group._key)
+        told = attempt(group.all_to_all, x, output_split_sizes=[rows, 4 - rows], input_split_sizes=[2, 2])
+        return told.kind, told.text, direct.kind
+
+
+def test_splits_that_differ_between_ranks(pools: Pools) -> None:
+    for kind, text, direct in pools(2).run(_wrong_splits, timeout_s=DEADLINE_S):
+        assert kind == "CollectiveMismatchError", text
+        assert "all_to_all" in text
+        assert direct == "ValueError"

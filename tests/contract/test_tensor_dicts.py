@@ -311,7 +311,7 @@ def slices_without_a_group_to_gather(passed: str) -> None:
             pp.recv_tensor_dict(None, receiving_group)
         assert {"none": "has no ranks", "another": "has 4 ranks"}[passed] in str(raised.value)
         check_failed(pp, raised.value)
-        for size in (4, 3):  # what was under way, so that the sender is done
+        for size in (4, 3) if pp.context.host_memory.problem else ():  # what is under way, so that the sender is done
             pp.cpu_group.recv([torch.empty(4 * size, dtype=torch.uint8)], 0, pp.context.tag(BODY_TAG)).wait()
     world.barrier()
     pp.destroy()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_state as ps
+from device_communicators import segment
 from parallel_state import same_node, utilities
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
@@ -392,14 +392,14 @@ def test_unwrap_dist(pools: Pools) -> None:
 def segments_made() -> Iterator[list[str]]:
     """Paths of the segments made within it; afterwards none of them may be there."""
     made: list[str] = []
-    real = same_node._write_segment
+    real = segment.secrets.token_hex
 
-    def write(name: str, secret: bytes) -> str | None:
-        made.append(os.path.join(same_node._DIRECTORY, f"parallel_state-{name}"))
-        return real(name, secret)
+    def draw(size: int) -> str:
+        made.append(os.path.join(segment.DIRECTORY, f"parallel_state-k{real(size)}"))
+        return made[-1][-2 * size :]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_node, "_write_segment", write)
+        patch.setattr(segment.secrets, "token_hex", draw)
         yield made
     assert not any(map(os.path.lexists, made)), "a segment was left behind"
 
@@ -432,13 +432,13 @@ def look_over_two_hosts(elsewhere: str) -> None:
     world = ps.get_world_group()
     with pytest.MonkeyPatch.context() as patch:
         if world.rank in (1, 3):
-            patch.setattr(same_node, "_DIRECTORY", elsewhere)
+            patch.setattr(segment, "DIRECTORY", elsewhere)
         with segments_made():
             assert ps.in_the_same_node_as(world, 0) == [True, False, True, False]
             assert ps.in_the_same_node_as(world, 3) == [False, True, False, True]
             assert same_node.nodes_of(world) == [[0, 2], [1, 3]]
         if world.rank == 3:
-            patch.setattr(same_node, "_DIRECTORY", os.path.join(elsewhere, "missing"))
+            patch.setattr(segment, "DIRECTORY", os.path.join(elsewhere, "missing"))
         assert same_node.nodes_of(world) == [[0, 2], [1], [3]]
     check_usable(world)
 
@@ -455,7 +455,7 @@ def source_has_no_memory(how: str) -> None:
     real_open, real_write = os.open, os.write
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
-        if str(path).startswith(same_node._DIRECTORY) and args[0] & os.O_CREAT:
+        if str(path).startswith(segment.DIRECTORY) and args[0] & os.O_CREAT:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_open(path, *args, **kwargs)
 
@@ -476,22 +476,6 @@ def source_has_no_memory(how: str) -> None:
 @pytest.mark.parametrize("how", ["no open", "no write", "short write"])
 def test_a_source_that_can_not_make_a_segment(pools: Pools, how: str) -> None:
     pools(4).run(source_has_no_memory, how, tp=1, timeout_s=DEADLINE_S)
-
-
-def test_a_segment_is_private_and_taken_from_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_node, "_DIRECTORY", str(tmp_path))
-    name, secret = "0123abcd", bytes(range(32))
-    path = same_node._write_segment(name, secret)
-    assert path is not None
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert same_node._read_segment(name.encode()) == secret
-    assert same_node._write_segment(name, secret) is None, "a name that exists is never taken over"
-    os.symlink(path, tmp_path / "parallel_state-link")
-    os.mkdir(tmp_path / "parallel_state-dir")
-    for other in (b"link", b"dir", b"missing", b"../x", b"", bytes(24), b"\xff\xfe"):
-        assert same_node._read_segment(other) == b""
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert same_node._read_segment(name.encode()) == b"", "the segment is another user's"
 
 
 @pytest.mark.usefixtures("no_groups")

@@ -58,13 +58,12 @@ def frame_of(
 
 def read(frame: Tensor, rest: Tensor | None = None, allow_pickle: bool = False) -> tuple[codec.Message, list[bool]]:
     """As a receiver does it, up to the tensors."""
-    header = wire.parse_header(frame, CONTEXT, SRC)
-    wire.raise_if_error(header, frame, CONTEXT, SRC)
+    header = wire.parse_frame(frame, CONTEXT, SRC)
     buffer = wire.rest_buffer(header)
     assert buffer is None or buffer.numel() <= settings.MAX_METADATA_BYTES.get()
     if rest is None and buffer is not None:
         rest = buffer.zero_()
-    return wire.read_body(header, frame, rest, CONTEXT, SRC, allow_pickle)
+    return wire.read_body(header, wire.body_of(header, frame, rest), CONTEXT, SRC, allow_pickle)
 
 
 def check_refused(frame: Tensor, match: str) -> None:
@@ -99,7 +98,7 @@ def test_a_message_of_any_size_is_read_back(size: int, tensors: int) -> None:
     outgoing = wire.encode(value, allow_pickle=False)
     assert outgoing.error is None
     assert outgoing.frame.numel() == FRAME_BYTES
-    header = wire.parse_header(outgoing.frame, CONTEXT, SRC)
+    header = wire.parse_frame(outgoing.frame, CONTEXT, SRC)
     expected = len(codec.encode(value).metadata) + tensors
     assert header == Header(VALUE, 0, tensors, expected, sum(8 * i for i in range(tensors)))
     assert header.rest_bytes == max(0, expected - INLINE_BYTES)
@@ -145,7 +144,7 @@ def test_slices(rank: int) -> None:
         assert torch.equal(tensor, expected)
         assert tensor.is_contiguous()
         assert not tensor.requires_grad
-    header = wire.parse_header(outgoing.frame, CONTEXT, SRC)
+    header = wire.parse_frame(outgoing.frame, CONTEXT, SRC)
     assert header.slices == 3
     assert header.tensor_bytes == sum(x.nbytes for x in value.values())
 
@@ -409,7 +408,7 @@ def test_mutated_messages() -> None:
             mutate(data, chance)
             frame = torch.frombuffer(data[:FRAME_BYTES], dtype=torch.uint8)
             try:
-                header = wire.parse_header(frame, CONTEXT, SRC)
+                header = wire.parse_frame(frame, CONTEXT, SRC)
                 if header.rest_bytes > 1 << 20:
                     continue  # allowed, and read as zeros below: not here, 3000 times
                 message, _ = read(frame, outgoing.rest if header.rest_bytes == 100 else None)

@@ -1,0 +1,79 @@
+"""Objects and tensor dicts within one host: this library beside gloo, vLLM's message queue and tensor lists, and zmq.
+
+    python benchmarks/messages.py                        2 and 4 ranks: 1 and 3 readers
+    python benchmarks/messages.py --kinds object --readers 1 --json found.json
+
+A sample is one message: from the sender's call to the last reader's return, while the readers already wait. Peers are
+optional (`python benchmarks/peers.py setup`). What is received is compared before and after timing.
+
+`object` is a dict as a scheduler sends it; `many` is 1 MB of small values, `blob` 1 MB of bytes; `idle` means that the
+sender sleeps for 5 ms before each. `broadcast` sends a dict of ten tensors and some numbers, `pipeline` two tensors
+from one rank to another, in the sizes of a decode step and of a prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from measure import options as shared
+from measure.report import print_rows, write_json
+from measure.rounds import Row, measure_all
+from measure.teams import Team, started
+
+KINDS = ("object", "broadcast", "pipeline")
+OBJECTS = ("1 KB", "10 KB", "1 MB many", "1 MB blob")
+TOKENS = {"decode": 1, "prefill": 256}
+OURS, WITH_SPEC, COPY = "parallel_state", "parallel_state, spec", "(copying the bytes)"
+PEERS = ("gloo", "vLLM", "zmq + msgpack", COPY)
+PAIRS = tuple((ours, peer) for ours in (OURS, WITH_SPEC) for peer in PEERS)
+MOST_CALLS, MOST_IDLE_CALLS = 60, 10
+
+
+def cases(options: argparse.Namespace, readers: int) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    common = {"readers": readers, "idle_ms": 0, "most_calls": MOST_CALLS}
+    if "object" in options.kinds:
+        found += [{**common, "kind": "object", "what": what} for what in options.objects]
+        idle = {"idle_ms": 5, "most_calls": MOST_IDLE_CALLS}
+        found += [{**common, **idle, "kind": "object", "what": what} for what in options.objects[:1]]
+    for kind in ("broadcast", "pipeline"):
+        if kind in options.kinds and (kind == "broadcast" or readers == 1):
+            found += [{**common, "kind": kind, "what": what} for what in TOKENS]
+    return found
+
+
+def column(row: Row) -> str:
+    return f"{row.case['what']}{', idle' if row.case['idle_ms'] else ''}"
+
+
+def report(rows: Sequence[Row]) -> None:
+    for key in dict.fromkeys((row.case["kind"], row.case["readers"]) for row in rows):
+        kind, readers = key
+        chosen = [row for row in rows if (row.case["kind"], row.case["readers"]) == key]
+        print_rows(f"{kind}, {readers} reader{'s' if readers > 1 else ''}", chosen, column, PAIRS)
+
+
+def main() -> None:
+    parser = shared.parser(__doc__)
+    parser.add_argument("--readers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--objects", nargs="+", choices=OBJECTS, default=OBJECTS)
+    options = parser.parse_args()
+    peers = shared.peers(options)
+    settings = {
+        "pin": not options.no_pin,
+        "vllm": str(peers.root) if peers.vllm is not None else None,
+        "site": str(peers.site) if peers.site is not None else None,
+    }
+    rows = []
+    for readers in options.readers:
+        with started([Team("torch", "messages_torch", readers + 1, settings)]) as teams:
+            rows += measure_all(teams, cases(options, readers), shared.plan(options))
+    report(rows)
+    if options.json:
+        write_json(options.json, rows, shared.recorded(options))
+
+
+if __name__ == "__main__":
+    main()

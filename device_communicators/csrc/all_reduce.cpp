@@ -1,0 +1,106 @@
+#include <algorithm>
+
+#include "call.h"
+#include "copy.h"
+#include "group.h"
+#include "share.h"
+
+namespace parallel_state {
+
+Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) {
+  begin(timeout_s);
+  return reduce_all(out, in, count, dtype, op, call_of(Kind::kAllReduce, count, dtype, op));
+}
+
+Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call) {
+  if (count * size_of(dtype) <= tuning_.one_shot_bytes) return one_shot_all_reduce(out, in, count, dtype, op, call);
+  return large_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
+}
+
+// Every rank puts its input into its slot and reduces all of them: one exchange, but each rank reads everything.
+Status Group::one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
+                                  std::uint64_t call) {
+  const std::size_t bytes = count * size_of(dtype);
+  const Slot slot = next_slot(bytes);
+  RETURN_IF_FAILED(reuse(*slot.used));
+  const std::uint64_t flag = offer(in, bytes, out, bytes);
+  if (flag == 0) copy(place(rank_, slot), in, bytes);
+  const std::uint64_t tick = *slot.used = publish(call | flag);
+  RETURN_IF_FAILED(wait_all(tick, call));
+  Inputs inputs;
+  RETURN_IF_FAILED(hear(inputs, tick, flag, bytes, call));
+  if (inputs.shared == size_) return reduce_shared(out, inputs, count, dtype, op, call);
+  const void* sources[kMaxRanks];
+  for (int rank = 0; rank < size_; ++rank) sources[rank] = inputs.of(rank, place(rank, slot));
+  sources[rank_] = in;
+  // In place, the others still read what is to be overwritten; one's own slot is free then.
+  void* const to = flag != 0 && out == in ? place(rank_, slot) : out;
+  reduce_function(dtype, op)(&to, 1, sources, size_, count);
+  if (inputs.shared == 0) return Status::kDone;
+  RETURN_IF_FAILED(close(call));
+  if (to != out) copy(out, to, bytes);
+  return Status::kDone;
+}
+
+// Chunk c: (A) write the others' slices into one's slot; (B) reduce one's own slice from all slots into one's slot and
+// the output; (C) copy the others' reduced slices from theirs. Three chunks are under way at a time: step i does B of
+// chunk i-1, A of chunk i, C of chunk i-2, in this order. Before A of chunk c + 4 all others have published A of c + 3
+// (that B waits for it), so they have done step c + 2 with C of chunk c: four slots are enough.
+//
+// A shared input is read where it lies, and its rank has nothing to write in A. Its owner may overwrite it: a slice is
+// read by one rank only, in B, and overwritten in B by that rank itself, or in C, which waits for that B.
+Status Group::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
+                               std::uint64_t call) {
+  const std::size_t width = size_of(dtype);
+  const Slices slices(count, width, size_, tuning_.large_slot_bytes);
+  const ReduceFunction reduce = reduce_function(dtype, op);
+  const std::uint64_t flag = offer(in, count * width, out, count * width);
+  Inputs inputs;
+  std::uint64_t written[kLargeSlots] = {}, reduced[kLargeSlots] = {};
+  const auto slice = [&](int owner, std::size_t index, int rank) {  // where `owner`'s slot has `rank`'s slice
+    return place(owner, large_slot(large_count_ + index)) + rank * slices.slice * width;
+  };
+  for (std::size_t step = 0; step < slices.chunks + 2; ++step) {
+    if (step >= 1 && step <= slices.chunks) {
+      const std::size_t index = step - 1, start = slices.start(index, rank_) * width;
+      RETURN_IF_FAILED(wait_all(written[index % kLargeSlots], call));
+      if (index == 0) {
+        RETURN_IF_FAILED(hear(inputs, written[0], flag, count * width, call));
+        if (inputs.shared == size_) return reduce_shared(out, inputs, count, dtype, op, call);
+      }
+      const void* sources[kMaxRanks];
+      for (int rank = 0; rank < size_; ++rank) {
+        const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
+        sources[rank] = is_shared ? inputs.at[rank] + start : slice(rank, index, rank_);
+      }
+      sources[rank_] = in + start;
+      char* const outs[] = {out + start, slice(rank_, index, rank_)};
+      reduce_and_share(outs, 2, sources, size_, slices.length(index, rank_), width, reduce);
+      reduced[index % kLargeSlots] = publish(call | flag);
+    }
+    if (step < slices.chunks) {
+      if (step < kLargeSlots) RETURN_IF_FAILED(reuse(*large_slot(large_count_ + step).used));
+      for (int rank = 0; rank < size_; ++rank) {
+        if (rank == rank_ || flag != 0) continue;
+        copy(slice(rank_, step, rank), in + slices.start(step, rank) * width, slices.length(step, rank) * width);
+      }
+      written[step % kLargeSlots] = publish(call | flag);
+    }
+    if (step >= 2) {
+      const std::size_t index = step - 2;
+      RETURN_IF_FAILED(wait_all(reduced[index % kLargeSlots], call));
+      for (int offset = 1; offset < size_; ++offset) {
+        const int rank = (rank_ + offset) % size_;
+        copy(out + slices.start(index, rank) * width, slice(rank, index, rank), slices.length(index, rank) * width);
+      }
+    }
+  }
+  // The others have read chunk c when they publish A of chunk c + 3, or, of the last three, anything after this.
+  for (std::size_t back = 0; back < std::min<std::size_t>(slices.chunks, kLargeSlots); ++back) {
+    *large_slot(large_count_ + slices.chunks - 1 - back).used = back < 3 ? tick_ : tick_ - 2;
+  }
+  large_count_ += slices.chunks;
+  return Status::kDone;
+}
+
+}  // namespace parallel_state

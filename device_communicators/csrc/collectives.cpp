@@ -1,0 +1,256 @@
+#include "group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "call.h"
+#include "copy.h"
+
+namespace parallel_state {
+namespace {
+
+// Copies bytes [start, start + length) of rows of `row_bytes` to rows that lie `stride_bytes` apart.
+void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
+               std::size_t length) {
+  while (length != 0) {
+    const std::size_t row = start / row_bytes, column = start % row_bytes;
+    const std::size_t piece = std::min(length, row_bytes - column);
+    copy(out + row * stride_bytes + column, in, piece);
+    in += piece;
+    start += piece;
+    length -= piece;
+  }
+}
+
+// The reverse: from rows that lie `stride_bytes` apart.
+void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t stride_bytes, std::size_t start,
+                  std::size_t length) {
+  while (length != 0) {
+    const std::size_t row = start / row_bytes, column = start % row_bytes;
+    const std::size_t piece = std::min(length, row_bytes - column);
+    copy(out, in + row * stride_bytes + column, piece);
+    out += piece;
+    start += piece;
+    length -= piece;
+  }
+}
+
+constexpr auto kEveryone = [](int) { return true; };
+
+}  // namespace
+
+// Moves `bytes` per rank through slots, in as many exchanges as it takes. In each, `write(slot, start, length)` fills this
+// rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that `wanted(rank)`.
+template <typename Write, typename Wanted, typename Read>
+Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
+  const std::size_t slot_bytes = slot_bytes_for(bytes);
+  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    write(place(rank_, slot), start, length);
+    const std::uint64_t tick = *slot.used = publish(call);
+    bool all = true;
+    for (int step = 1; step < size_; ++step) {
+      const int rank = (rank_ + step) % size_;
+      if (!wanted(rank)) {
+        all = false;
+        continue;
+      }
+      RETURN_IF_FAILED(wait_one(rank, tick, call));
+      read(rank, place(rank, slot), start, length);
+    }
+    if (all) all_reached_ = std::max(all_reached_, tick);
+  }
+  return Status::kDone;
+}
+
+Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) {
+  begin(timeout_s);
+  const auto* source = static_cast<const char*>(in);
+  auto* rows = static_cast<char*>(out);
+  const std::size_t stride = size_ * inner_bytes, bytes = outer * inner_bytes, slot_bytes = slot_bytes_for(bytes);
+  const std::uint64_t call = call_of(Kind::kAllGather, bytes), flag = offer(in, bytes, nullptr, 0);
+  Inputs inputs;
+  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    if (flag == 0) copy(place(rank_, slot), source + start, length);
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    copy_rows(rows + rank_ * inner_bytes, inner_bytes, stride, source + start, start, length);
+    RETURN_IF_FAILED(wait_all(tick, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, bytes, call));
+    for (int step = 1; step < size_; ++step) {
+      const int rank = (rank_ + step) % size_;
+      const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
+      const char* const theirs = is_shared ? inputs.at[rank] + start : place(rank, slot);
+      copy_rows(rows + rank * inner_bytes, inner_bytes, stride, theirs, start, length);
+    }
+  }
+  return inputs.shared == 0 ? Status::kDone : close(call);
+}
+
+Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* in, double timeout_s) {
+  begin(timeout_s);
+  const std::size_t longest = *std::max_element(bytes, bytes + size_);
+  const auto part = [&](int rank, std::size_t start, std::size_t length) {
+    return start >= bytes[rank] ? 0 : std::min(length, bytes[rank] - start);
+  };
+  return move(
+      longest, call_of(Kind::kGatherv, longest),
+      [&](char* slot, std::size_t start, std::size_t length) {
+        copy(slot, static_cast<const char*>(in) + start, part(rank_, start, length));
+      },
+      [&](int rank) { return outs[rank] != nullptr; },
+      [&](int rank, const char* slot, std::size_t start, std::size_t length) {
+        copy(static_cast<char*>(outs[rank]) + start, slot, part(rank, start, length));
+      });
+}
+
+Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
+  begin(timeout_s);
+  auto* flat = static_cast<char*>(data);
+  const std::uint64_t call = call_of(Kind::kBroadcast, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
+  const std::uint64_t flag = rank_ == src ? offer(data, bytes, nullptr, 0) : 0;
+  const std::size_t slot_bytes = slot_bytes_for(bytes);
+  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    if (rank_ == src && flag == 0) copy(place(rank_, slot), flat + start, length);
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    if (flag != 0) return close(call);
+    if (rank_ == src) continue;
+    RETURN_IF_FAILED(wait_one(src, tick, call));
+    if (start == 0 && arena_bytes_ != 0 && lines_[src].flagged(tick)) {
+      const char* const theirs = in_arena(src, lines_[src].in_at, bytes, call);
+      if (theirs == nullptr) return Status::kMismatch;
+      copy(flat, theirs, bytes);
+      publish(call);  // which the source waits for, and nobody else
+      return Status::kDone;
+    }
+    copy(flat + start, place(src, slot), length);
+  }
+  return Status::kDone;
+}
+
+Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
+  begin(timeout_s);
+  // A slot holds a piece of every rank's block, side by side.
+  const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
+  const std::size_t piece = std::min(bytes, slot_bytes / size_);
+  const std::uint64_t call = call_of(Kind::kScatter, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
+  for (std::size_t start = 0; start < bytes; start += piece) {
+    const std::size_t length = std::min(piece, bytes - start);
+    RETURN_IF_FAILED(move(
+        piece * size_, call,
+        [&](char* slot, std::size_t, std::size_t) {
+          if (rank_ != src) return;
+          for (int rank = 0; rank < size_; ++rank) {
+            copy(slot + rank * piece, static_cast<const char*>(in) + rank * bytes + start, length);
+          }
+        },
+        [&](int rank) { return rank_ != src && rank == src; },
+        [&](int, const char* slot, std::size_t, std::size_t) {
+          copy(static_cast<char*>(out) + start, slot + rank_ * piece, length);
+        }));
+  }
+  if (rank_ == src && bytes != 0) copy(out, static_cast<const char*>(in) + rank_ * bytes, bytes);
+  return Status::kDone;
+}
+
+Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
+                             double timeout_s) {
+  begin(timeout_s);
+  const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
+  const std::size_t bytes = outer * row;  // of a slice
+  const std::size_t piece = std::min(bytes, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
+  const ReduceFunction reduce = reduce_function(dtype, op);
+  const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, dtype, op);
+  const std::uint64_t flag = outer == 1 ? offer(in, stride, nullptr, 0) : 0;
+  const auto* source = static_cast<const char*>(in);
+  Inputs inputs;
+  for (std::size_t start = 0; start < bytes; start += piece) {
+    const std::size_t length = std::min(piece, bytes - start);
+    const Slot slot = next_slot(piece * size_);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    for (int rank = 0; rank < size_ && flag == 0; ++rank) {
+      collect_rows(place(rank_, slot) + rank * piece, source + rank * row, row, stride, start, length);
+    }
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    RETURN_IF_FAILED(wait_all(tick, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, outer == 1 ? stride : 0, call));
+    const void* sources[kMaxRanks];
+    for (int rank = 0; rank < size_; ++rank) {
+      const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
+      sources[rank] = is_shared ? inputs.at[rank] + rank_ * row + start : place(rank, slot) + rank_ * piece;
+    }
+    void* const piece_out = static_cast<char*>(out) + start;
+    reduce(&piece_out, 1, sources, size_, length / width);
+  }
+  return inputs.shared == 0 ? Status::kDone : close(call);
+}
+
+Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+                         double timeout_s) {
+  begin(timeout_s);
+  // Each rank tells how much it sends to each other: the longest block says how many exchanges there are, and what a rank
+  // doesn't expect is a mismatch.
+  std::uint64_t own[kMaxRanks], longest = *std::max_element(in_bytes, in_bytes + size_);
+  std::copy(in_bytes, in_bytes + size_, own);
+  bool fits = in_bytes[rank_] == out_bytes[rank_];
+  int misfit = rank_;
+  RETURN_IF_FAILED(move(
+      size_ * sizeof own[0], call_of(Kind::kAllToAll, 0),
+      [&](char* slot, std::size_t, std::size_t) { copy(slot, own, size_ * sizeof own[0]); }, kEveryone,
+      [&](int rank, const char* slot, std::size_t, std::size_t) {
+        std::uint64_t theirs[kMaxRanks];
+        copy(theirs, slot, size_ * sizeof theirs[0]);
+        longest = std::max(longest, *std::max_element(theirs, theirs + size_));
+        if (theirs[rank_] == out_bytes[rank]) return;
+        fits = false;
+        misfit = rank;
+        expected_ = call_of(Kind::kAllToAll, out_bytes[rank]);
+        found_ = call_of(Kind::kAllToAll, theirs[rank_]);
+      }));
+  if (!fits) {
+    suspect_ = misfit;
+    if (misfit == rank_) expected_ = found_ = call_of(Kind::kAllToAll, in_bytes[rank_]);
+    return Status::kMismatch;
+  }
+  const std::size_t slot_bytes = slot_bytes_for(longest * size_);
+  const std::size_t piece = std::min<std::size_t>(longest, slot_bytes / size_);
+  std::size_t in_start[kMaxRanks], out_start[kMaxRanks];
+  for (int rank = 0; rank < size_; ++rank) {
+    in_start[rank] = rank == 0 ? 0 : in_start[rank - 1] + in_bytes[rank - 1];
+    out_start[rank] = rank == 0 ? 0 : out_start[rank - 1] + out_bytes[rank - 1];
+  }
+  const auto part = [&](std::size_t bytes, std::size_t start) {
+    return start >= bytes ? 0 : std::min(piece, bytes - start);
+  };
+  for (std::size_t start = 0; start < longest; start += piece) {
+    RETURN_IF_FAILED(move(
+        piece * size_, call_of(Kind::kAllToAll, longest),
+        [&](char* slot, std::size_t, std::size_t) {
+          for (int rank = 0; rank < size_; ++rank) {
+            const std::size_t length = part(in_bytes[rank], start);
+            if (rank != rank_ && length != 0) {
+              copy(slot + rank * piece, static_cast<const char*>(in) + in_start[rank] + start, length);
+            }
+          }
+        },
+        kEveryone,
+        [&](int rank, const char* slot, std::size_t, std::size_t) {
+          const std::size_t length = part(out_bytes[rank], start);
+          if (length != 0) copy(static_cast<char*>(out) + out_start[rank] + start, slot + rank_ * piece, length);
+        }));
+  }
+  const std::size_t mine = std::min(in_bytes[rank_], out_bytes[rank_]);
+  if (mine != 0) {
+    copy(static_cast<char*>(out) + out_start[rank_], static_cast<const char*>(in) + in_start[rank_], mine);
+  }
+  return Status::kDone;
+}
+
+}  // namespace parallel_state

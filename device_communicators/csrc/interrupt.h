@@ -1,0 +1,23 @@
+// Ctrl-C while a thread of a Python program sleeps here: the interpreter has noted the signal, and runs its handler only
+// when it is asked to. The library knows Python by three functions that are handed to it.
+#pragma once
+
+namespace parallel_state {
+
+struct Interpreter {
+  int (*take_lock)();               // PyGILState_Ensure
+  int (*check_signals)();           // PyErr_CheckSignals: -1 where a handler raised
+  void (*fetch)(void**, void**, void**);  // PyErr_Fetch: what it raised
+  void (*let_lock)(int);            // PyGILState_Release
+};
+
+// `main_thread` is the one that runs handlers, a pthread_t.
+void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
+
+// Whether a handler raised, now. Asked between two sleeps, never on the fast path.
+bool interrupted();
+
+// What the last one raised, three references that are the caller's; null where there is nothing, and in other threads.
+void take_exception(void** type, void** value, void** traceback);
+
+}  // namespace parallel_state

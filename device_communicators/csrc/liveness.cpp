@@ -1,0 +1,55 @@
+#include "liveness.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace parallel_state {
+
+ProcessLiveness::ProcessLiveness(const std::int64_t* pids, int count, Member* members, int me)
+    : members_(members), me_(me) {
+  for (int rank = 0; rank < count; ++rank) {
+    // A pid of another namespace can't be watched: its death is then only noticed at the deadline.
+    pidfds_.push_back(pids[rank] > 0 ? static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pids[rank]), 0)) : -1);
+  }
+}
+
+ProcessLiveness::~ProcessLiveness() {
+  for (const int pidfd : pidfds_) {
+    if (pidfd >= 0) close(pidfd);
+  }
+}
+
+bool ProcessLiveness::has_ended(int rank) const {
+  if (pidfds_[rank] < 0) return false;
+  pollfd poll_one{pidfds_[rank], POLLIN, 0};
+  return poll(&poll_one, 1, 0) > 0;
+}
+
+Loss ProcessLiveness::loss(int awaited) const {
+  if (has_ended(awaited) && !has_left(awaited)) return {awaited, -1, 0};
+  for (int rank = 0; rank < static_cast<int>(pidfds_.size()); ++rank) {
+    if (rank != me_ && has_ended(rank) && !has_left(rank)) return {rank, -1, 0};
+  }
+  for (int rank = 0; members_ != nullptr && rank < static_cast<int>(pidfds_.size()); ++rank) {
+    const std::uint32_t failed = members_[rank].failed.load(std::memory_order_acquire);
+    if (rank != me_ && failed != 0) return {static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16)};
+  }
+  return {has_left(awaited) || has_ended(awaited) ? awaited : -1, -1, 0};
+}
+
+void ProcessLiveness::leave() {
+  // Release: who sees it sees all that this rank published before.
+  if (members_ != nullptr) members_[me_].has_left.store(1, std::memory_order_release);
+}
+
+void ProcessLiveness::fail(int status, int suspect) {
+  const auto told = static_cast<std::uint32_t>((status << 16) | (suspect + 1));
+  if (members_ != nullptr) members_[me_].failed.store(told, std::memory_order_release);
+}
+
+bool ProcessLiveness::has_left(int rank) const {
+  return members_ != nullptr && members_[rank].has_left.load(std::memory_order_acquire) != 0;
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,56 @@
+// Which ranks of a host are lost to the others: their process has ended, or they gave up.
+//
+// A rank that waits for one which is alive may wait in vain all the same: that one has failed, or waits itself for one
+// that died. So a wait ends with the death of any rank of the group, and with the failure of any, whose reason is passed
+// on. A rank that left on purpose is missed only by who still waits for it: what it owed has been published.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "wait.h"
+
+namespace parallel_state {
+
+// What a rank says of itself, in shared memory, on a line that nobody looks at while all goes well.
+struct alignas(64) Member {
+  std::atomic<std::uint32_t> has_left{0};  // on purpose
+  std::atomic<std::uint32_t> failed{0};    // 0, or 1 + suspect, above it 8 bits of the status
+};
+
+struct Loss {
+  int rank = -1;       // who is to blame; -1: nobody is lost
+  int reporter = -1;   // who found out, where that was another rank
+  int status = 0;      // with which status it failed there
+};
+
+class ProcessLiveness : public Liveness {
+ public:
+  // `members`: one for each of `count` ranks, for as long as this lives; null where they say nothing.
+  ProcessLiveness(const std::int64_t* pids, int count, Member* members = nullptr, int me = -1);
+  ~ProcessLiveness() override;
+  ProcessLiveness(const ProcessLiveness&) = delete;
+  ProcessLiveness& operator=(const ProcessLiveness&) = delete;
+
+  // Why there is no sense in waiting for `awaited`, if there is none.
+  Loss loss(int awaited) const;
+  bool is_alive(int awaited) const override {
+    const Loss found = loss(awaited);
+    return found.rank < 0 && found.reporter < 0;
+  }
+
+  // This rank tells the others that it goes, or that it gave up and why.
+  void leave();
+  void fail(int status, int suspect);
+  bool has_left(int rank) const;
+
+ private:
+  bool has_ended(int rank) const;
+
+  std::vector<int> pidfds_;
+  Member* const members_;
+  const int me_;
+};
+
+}  // namespace parallel_state

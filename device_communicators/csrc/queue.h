@@ -1,0 +1,159 @@
+// Messages from one rank to one or more others on the same host, through a ring of chunks that all of them have mapped.
+//
+// A message is a head (what tells the readers how to take in the rest) and a body; it may be of any size and lies in as
+// many chunks as it takes, one after the other. Chunks are counted from 1, and chunk n lies in slot (n - 1) % chunks.
+// The writer publishes the number of the last chunk that it wrote; each reader publishes the number of the last one
+// that it has read. Nothing else is shared, and both numbers only grow:
+//
+//   the writer writes chunk n   once every reader has published n - chunks   (it has read what lay in that slot)
+//   a reader reads chunk n      once the writer has published n
+//
+// So no flag is ever reset, the writer fills chunk n + 1 while readers empty chunk n, nothing is dropped, and a reader
+// that finds another number in a chunk than the one it is at knows of the damage. Readers don't know of each other.
+// tests/unit/queue_model.py explores these steps one by one; its names are given beside the lines they stand for.
+//
+// Not thread-safe: one call at a time on a writer, and on a reader. The caller owns the memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "liveness.h"
+#include "wait.h"
+
+namespace parallel_state {
+
+enum class QueueStatus : int { kDone = 0, kTimedOut = 1, kPeerDied = 2, kMalformed = 3, kInterrupted = 4, kGivenUp = 5 };
+
+// The form of a ring, equal on all sides. Zero bytes are an empty ring.
+struct RingShape {
+  std::uint64_t chunk_bytes;  // a multiple of 64
+  std::uint64_t chunks;
+  int readers;  // 1 … 63
+
+  // Control: who has left, the writer's counter, and one for each reader.
+  std::size_t control_bytes() const { return (2 + static_cast<std::size_t>(readers)) * sizeof(Counter); }
+  std::size_t data_bytes() const { return chunk_bytes * chunks; }
+};
+
+// What lies before a chunk's part of its message. The same for all chunks of one, but for `chunk`.
+struct alignas(64) ChunkHeader {
+  std::uint64_t magic;
+  std::uint64_t chunk;
+  std::uint64_t message;  // counted from 1
+  std::uint64_t total_bytes;
+  std::uint64_t head_bytes;
+  std::uint64_t fingerprint;  // what the message is, as far as the queue's users must agree on it
+};
+static_assert(sizeof(ChunkHeader) == 64, "one cache line");
+
+struct Piece {
+  void* address;
+  std::uint64_t bytes;
+};
+
+// One side of a ring: its counters, and whether the others are still there.
+class RingEnd : public Liveness {
+ public:
+  // `ranks[0]` is the writer's, the others are the readers'; `processes` tells which of the group's live. `me` is an
+  // index.
+  RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
+          WaitPolicy policy);
+
+  // Tells the other ends that this one writes or reads no more, and a call that another thread is in to return.
+  void leave();
+  int suspect() const { return suspect_; }  // whose death or absence the last call failed with: a rank
+  const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
+  // Whether there is sense in waiting for the end with this index, the writer being 0.
+  bool is_alive(int index) const override {
+    const Loss found = loss(index);
+    return found.rank < 0 && found.reporter < 0;
+  }
+
+ protected:
+  Counter& counter(int index) { return counters_[index]; }
+  char* slot(std::uint64_t chunk) const { return data_ + (chunk - 1) % shape_.chunks * shape_.chunk_bytes; }
+  std::size_t room() const { return shape_.chunk_bytes - sizeof(ChunkHeader); }
+  // By when the call that begins must be done; without a timeout it waits for nobody.
+  void begin(double timeout_s) {
+    deadline_.set(timeout_s);
+    waits_ = timeout_s > 0;
+  }
+  QueueStatus await(int index, std::uint64_t target);
+
+  const RingShape shape_;
+  const int me_;
+
+ private:
+  struct alignas(128) Left {
+    std::atomic<std::uint64_t> bits{0};  // by index
+  };
+
+  Loss loss(int index) const;
+
+  Left* left_;
+  Counter* counters_;
+  char* data_;
+  std::vector<int> ranks_;
+  const ProcessLiveness& processes_;
+  WaitPolicy policy_;
+  std::atomic<bool> leaving_{false};
+  Deadline deadline_;
+  bool waits_ = true;
+  int suspect_ = -1;
+  Loss lost_;
+};
+
+class QueueWriter : public RingEnd {
+ public:
+  using RingEnd::RingEnd;
+
+  // Takes in the message of these pieces, the first `heads` of which are its head; writes what fits within the timeout. After
+  // kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
+  QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
+  QueueStatus resume(double timeout_s);
+
+ private:
+  QueueStatus reuse(std::uint64_t chunk);
+  void fill(char* slot);
+
+  std::vector<Piece> pieces_;
+  std::size_t piece_ = 0;       // where in the message the next chunk begins
+  std::uint64_t offset_ = 0;
+  ChunkHeader header_{};
+  bool unfinished_ = false;
+  std::uint64_t written_ = 0;   // the last chunk that was published
+  std::uint64_t reusable_ = 0;  // a chunk that all readers are known to have read
+};
+
+class QueueReader : public RingEnd {
+ public:
+  using RingEnd::RingEnd;
+
+  // Waits for the next message and tells its form; the one before must have been read to its end.
+  QueueStatus next(double timeout_s);
+  // Copies the message's next bytes, and waits for those that are still to come. A null address passes over them.
+  QueueStatus read(const Piece* pieces, int count, double timeout_s);
+
+  const ChunkHeader& header() const { return header_; }
+  // The bytes of the chunk that is being read; they stay until `read` has gone past them.
+  const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }
+  std::uint64_t bytes_here() const { return in_chunk_ ? end_ - offset_ : 0; }
+  std::uint64_t bytes_left() const { return left_; }
+
+ private:
+  QueueStatus enter();
+  void release();
+
+  ChunkHeader header_{};        // of the message that is being read
+  std::uint64_t left_ = 0;      // bytes of it that weren't read yet
+  std::uint64_t offset_ = 0;    // in the chunk
+  std::uint64_t end_ = 0;
+  bool in_chunk_ = false;
+  std::uint64_t read_ = 0;      // the last chunk that was given back
+  std::uint64_t messages_ = 0;
+};
+
+}  // namespace parallel_state

@@ -1,0 +1,161 @@
+// The C interface of the message queue, for ctypes. Status codes are those of queue.h.
+//
+// An end of a queue is opened with a block of words that it fills in at each call: see `Report`. So a caller passes few
+// arguments and reads the words that it needs, which costs less than out-parameters do.
+
+#include <cstring>
+#include <new>
+
+#include <memory>
+#include <utility>
+
+#include "handle.h"
+#include "queue.h"
+
+namespace {
+
+using parallel_state::Handle;
+using parallel_state::Piece;
+using parallel_state::ProcessLiveness;
+using parallel_state::QueueReader;
+using parallel_state::QueueStatus;
+using parallel_state::QueueWriter;
+using parallel_state::RingShape;
+using parallel_state::WaitPolicy;
+
+struct Report {
+  std::int64_t suspect;      // rank, after a failure
+  std::int64_t total_bytes;  // of the message that `ps_queue_next` found
+  std::int64_t head_bytes;
+  std::int64_t fingerprint;
+  std::int64_t left_bytes;   // how many of its bytes weren't read yet
+  std::int64_t reporter;     // who gave up, after kGivenUp, and with which status of group.h
+  std::int64_t reason;
+};
+
+// Which of a group's ranks are lost: as the group knows it, or, without one, by their processes alone.
+struct Watch {
+  std::shared_ptr<Handle> group;
+  std::unique_ptr<ProcessLiveness> processes;
+  const ProcessLiveness& liveness() const { return group != nullptr ? group->liveness() : *processes; }
+};
+
+template <typename End>
+struct Opened {
+  End end;
+  Report* report;
+};
+
+template <typename End>
+void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers, const int* ranks,
+           int me, const void* liveness, std::int64_t spin_ns, int yields, Report* report) {
+  WaitPolicy policy;
+  policy.spin_ns = spin_ns;
+  policy.yields = yields;
+  return new (std::nothrow) Opened<End>{{control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
+                                         static_cast<const Watch*>(liveness)->liveness(), policy},
+                                        report};
+}
+
+template <typename End>
+int told(Opened<End>* opened, QueueStatus status) {
+  opened->report->suspect = opened->end.suspect();
+  opened->report->reporter = opened->end.given_up().reporter;
+  opened->report->reason = opened->end.given_up().status;
+  return static_cast<int>(status);
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+std::size_t ps_queue_control_bytes(int readers) { return RingShape{64, 1, readers}.control_bytes(); }
+
+void* ps_liveness_new(const std::int64_t* pids, int count) {
+  return new (std::nothrow) Watch{nullptr, std::make_unique<ProcessLiveness>(pids, count)};
+}
+
+// Keeps the group's memory for as long as it lives. Null where there is no such group.
+void* ps_liveness_of(std::uint64_t group) {
+  std::shared_ptr<Handle> handle = parallel_state::find(group);
+  return handle == nullptr ? nullptr : new (std::nothrow) Watch{std::move(handle), nullptr};
+}
+
+void ps_liveness_delete(void* liveness) { delete static_cast<Watch*>(liveness); }
+
+void* ps_queue_writer_new(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers,
+                          const int* ranks, const void* liveness, std::int64_t spin_ns, int yields, Report* report) {
+  return open<QueueWriter>(control, data, chunk_bytes, chunks, readers, ranks, 0, liveness, spin_ns, yields, report);
+}
+
+void* ps_queue_reader_new(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers,
+                          const int* ranks, int me, const void* liveness, std::int64_t spin_ns, int yields,
+                          Report* report) {
+  return open<QueueReader>(control, data, chunk_bytes, chunks, readers, ranks, me, liveness, spin_ns, yields, report);
+}
+
+void ps_queue_writer_leave(void* writer) { static_cast<Opened<QueueWriter>*>(writer)->end.leave(); }
+
+void ps_queue_reader_leave(void* reader) { static_cast<Opened<QueueReader>*>(reader)->end.leave(); }
+
+void ps_queue_writer_delete(void* writer) { delete static_cast<Opened<QueueWriter>*>(writer); }
+
+void ps_queue_reader_delete(void* reader) { delete static_cast<Opened<QueueReader>*>(reader); }
+
+// The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
+// Without a timeout: what fits, and 1 where it isn't all.
+int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, const Piece* pieces, int count,
+                  int more_heads, std::uint64_t fingerprint, double timeout_s) {
+  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  constexpr int kFew = 64;
+  Piece few[kFew];
+  Piece* all = count < kFew ? few : new (std::nothrow) Piece[count + 1];
+  if (all == nullptr) return static_cast<int>(QueueStatus::kMalformed);
+  all[0] = {const_cast<char*>(head), head_bytes};
+  if (count != 0) std::memcpy(all + 1, pieces, count * sizeof(Piece));
+  const int status = told(opened, opened->end.send(all, count + 1, 1 + more_heads, fingerprint, timeout_s));
+  if (all != few) delete[] all;
+  return status;
+}
+
+int ps_queue_resume(void* writer, double timeout_s) {
+  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  return told(opened, opened->end.resume(timeout_s));
+}
+
+// Waits for the next message and reports its form. A head of at most `capacity` bytes is copied into `head`.
+int ps_queue_next(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
+  auto* opened = static_cast<Opened<QueueReader>*>(reader);
+  QueueReader& end = opened->end;
+  QueueStatus status = end.next(timeout_s);
+  if (status == QueueStatus::kDone) {
+    Report& report = *opened->report;
+    report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
+    report.head_bytes = static_cast<std::int64_t>(end.header().head_bytes);
+    report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
+    if (end.header().head_bytes <= capacity) {
+      const Piece piece{head, end.header().head_bytes};
+      status = end.read(&piece, 1, timeout_s);
+    }
+    report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
+  }
+  return told(opened, status);
+}
+
+int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s) {
+  auto* opened = static_cast<Opened<QueueReader>*>(reader);
+  const QueueStatus status = opened->end.read(pieces, count, timeout_s);
+  opened->report->left_bytes = static_cast<std::int64_t>(opened->end.bytes_left());
+  return told(opened, status);
+}
+
+// Where the message's next bytes lie, and how many of them lie there; until they are read, or passed over.
+const char* ps_queue_here(void* reader, std::uint64_t* bytes) {
+  auto* opened = static_cast<Opened<QueueReader>*>(reader);
+  *bytes = opened->end.bytes_here();
+  return opened->end.here();
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

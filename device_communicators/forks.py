@@ -1,0 +1,50 @@
+"""A process that was forked from a rank is no rank: it shares the rank's memory, connections and place in its groups.
+
+What it may do there is ask for numbers (`rank`, `world_size`), as the workers of a data loader do. Whatever would reach
+another rank, or end what is its parent's, raises `ForkedError` at once. The compiled part forgets its groups by itself
+(csrc/forks.h).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from device_communicators.errors import ForkedError
+
+
+class _Process:
+    """What this process is."""
+
+    def __init__(self) -> None:
+        self.leave: Callable[[], bool] | None = None
+        self.is_child = False
+
+    def forked(self) -> None:
+        """In a child, before anything else runs there."""
+        self.is_child |= self.leave is not None and self.leave()
+
+
+_PROCESS = _Process()
+
+
+def watch(leave: Callable[[], bool]) -> None:
+    """From now on each forked child calls `leave`, which tells whether the parent had groups. Only the first counts."""
+    if _PROCESS.leave is None:
+        _PROCESS.leave = leave
+        os.register_at_fork(after_in_child=_PROCESS.forked)
+
+
+def check(call: str) -> None:
+    """Raises ForkedError for `call`, such as "destroy_model_parallel()", in a child that a rank has forked."""
+    if _PROCESS.is_child:
+        raise error(call)
+
+
+def error(what: str) -> ForkedError:
+    """For a call, or a group, in such a child."""
+    return ForkedError(
+        f"{what} can't be used in process {os.getpid()}, which was forked from a rank (now process {os.getppid()}) "
+        "after its groups were made, and is no rank itself. Communicate in the rank, or start processes by spawn or "
+        "forkserver"
+    )

@@ -1,0 +1,126 @@
+"""Which ranks have ended: one thread per process that watches the others, and a table that waits look at.
+
+Ranks on this host are watched by pidfd, which tells of their end at once; hosts by the heartbeats of `heartbeat`.
+Nobody asks here on a fast path: who waits looks at `deaths_of` between two slices of its wait. A rank that left on
+purpose (`leave` in its own process) is no death: what it owed the others has been sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+NOTICE_S = 0.2
+"""How long after a transport's own error a death may come to be known: the error can overtake the news of it."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a rank that nobody expected."""
+
+    rank: int
+    """Global."""
+    reason: str
+    """As in "global rank 3 {reason}"."""
+    certain: bool = True
+    """False for one that is only not heard of."""
+
+
+class Watcher:
+    """The ranks of one world, as far as this process can tell that they are gone."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, Death] = {}
+        self._news = threading.Condition()
+        self._processes: dict[int, int] = {}  # pidfd -> global rank
+        self._has_left: Callable[[int], bool] = lambda rank: False
+        self._thread: threading.Thread | None = None
+        self._wake: int | None = None
+        self._pid = os.getpid()
+        self.open_store: Callable[[], Any] | None = None
+        """Gives a connection of its own to the world's store, for questions after a failure."""
+        self.on_death: list[Callable[[], None]] = []
+        """Told of each death, in the thread that noticed it: for waits that can't look here."""
+        self.on_close: list[Callable[[], None]] = []
+        """What else feeds the table, and ends with it."""
+
+    def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
+        """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
+        self._has_left = has_left
+        for rank, pid in pids.items():
+            try:
+                self._processes[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                self.report(rank, f"(pid {pid}) has ended")
+            except OSError:  # a kernel without pidfds: the deadline is left
+                return
+        if self._processes:
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
+            self._thread.start()
+
+    def watches(self, ranks: Iterable[int]) -> bool:
+        """Whether the end of each of these ranks, of this host, would be noticed at once."""
+        return set(ranks) <= set(self._processes.values())
+
+    def report(self, rank: int, reason: str, certain: bool = True) -> None:
+        """Notes a death; the first reason stays."""
+        with self._news:
+            self._deaths.setdefault(rank, Death(rank, reason, certain))
+            self._news.notify_all()
+        for hear in list(self.on_death):
+            hear()
+
+    def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
+        """Of these global ranks, in their order. Cheap while nobody died."""
+        if not self._deaths:
+            return []
+        return [self._deaths[rank] for rank in ranks if rank in self._deaths]
+
+    def await_death_of(self, ranks: Iterable[int], timeout_s: float) -> list[Death]:
+        """As `deaths_of`, once there is one, or the time is up. More that follow at once are waited for."""
+        ranks = list(ranks)
+        with self._news:
+            self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
+        if self.deaths_of(ranks):
+            time.sleep(0.02)  # two that were killed together are told together
+        return self.deaths_of(ranks)
+
+    def close(self) -> None:
+        """Ends the thread. Twice is fine."""
+        self.open_store = None  # whose server, if it is this process, must be able to go
+        while self.on_close:
+            self.on_close.pop()()
+        thread, self._thread = self._thread, None
+        if thread is not None and self._pid == os.getpid():
+            os.eventfd_write(self._wake or 0, 1)
+            thread.join(1.0)
+        for pidfd in self._processes:
+            with contextlib.suppress(OSError):
+                os.close(pidfd)
+        self._processes = {}
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            os.close(wake)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        wake = self._wake
+        processes = dict(self._processes)
+        for descriptor in (wake, *processes):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while processes:
+            for descriptor, _ in poll.poll():
+                if descriptor == wake:
+                    return
+                poll.unregister(descriptor)
+                rank = processes.pop(descriptor)
+                if not self._has_left(rank):
+                    self.report(rank, "has ended")

@@ -1,0 +1,131 @@
+"""Signs of life between hosts, over the store through which the ranks met.
+
+On each host the lowest rank that lives beats: it writes a number that changes, and which ranks of its host have died.
+Every rank reads all hosts' beats. A host whose number has stood still for longer than the limit is given up with all
+its ranks; where the store itself can't be reached, the host that serves it. Two threads, because a request to a store
+behind a dead link may block for minutes: one asks, the other one looks at the clock.
+
+A rank that can't read doesn't beat: with a link that is dead in one direction only, both sides find out.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from device_communicators.health import Watcher
+
+_LOOKS_PER_INTERVAL = 4
+
+
+@dataclass
+class _Host:
+    """What is known of one host."""
+
+    ranks: tuple[int, ...]
+    name: str = ""
+    beat: int = -1
+    seen: float = field(default_factory=time.monotonic)
+    given_up: bool = False
+
+    def __str__(self) -> str:
+        return f"host {self.name!r}" if self.name else "its host"
+
+
+class Heartbeats:
+    """This rank's part in the beating of all hosts of a world; for worlds over several hosts."""
+
+    def __init__(
+        self,
+        store: Any,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        watcher: Watcher,
+        *,
+        interval_s: float,
+        limit_s: float,
+    ) -> None:
+        """`store`: a connection of its own. `hosts`: global ranks by host; rank 0's is taken to serve the store."""
+        self._store = store
+        self._hosts = [_Host(tuple(ranks)) for ranks in hosts]
+        self._own = next(host for host in self._hosts if rank in host.ranks)
+        self._serving = next(host for host in self._hosts if 0 in host.ranks)
+        self._rank = rank
+        self._watcher = watcher
+        self._interval_s = interval_s
+        self._limit_s = limit_s
+        self._reached = time.monotonic()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=run, daemon=True, name=f"parallel_state-{name}")
+            for name, run in (("heartbeat", self._exchange), ("heartbeat-limit", self._look))
+        ]
+
+    def start(self) -> None:
+        """Every rank calls it; returns once all hosts' first beats may be asked for."""
+        self._write()
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the threads; one that is stuck in the store ends with the process."""
+        self._stop.set()
+        self._threads[1].join(1.0)
+        self._threads[0].join(self._interval_s)
+
+    def _exchange(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            try:
+                self._read()
+                self._write()
+            except RuntimeError:  # the store is closed, or beyond reach: `_look` says so when it is time
+                continue
+
+    def _write(self) -> None:
+        dead = {death.rank for death in self._watcher.deaths_of(self._own.ranks)}
+        if min(set(self._own.ranks) - dead) != self._rank:
+            return
+        told = {"beat": time.time_ns(), "name": socket.gethostname(), "dead": sorted(dead)}
+        self._store.set(_key(self._own), json.dumps(told))
+
+    def _read(self) -> None:
+        others = [host for host in self._hosts if host is not self._own]
+        present = [host for host in others if host.beat >= 0 or self._store.check([_key(host)])]
+        answers = self._store.multi_get([_key(host) for host in present]) if present else []
+        self._reached = time.monotonic()
+        for host, answer in zip(present, answers, strict=True):
+            told = json.loads(answer)
+            if told["beat"] != host.beat:
+                host.beat, host.seen, host.name = told["beat"], self._reached, told["name"]
+            for rank in told["dead"]:
+                self._watcher.report(rank, f"on {host} has ended")
+
+    def _look(self) -> None:
+        while not self._stop.wait(self._interval_s / _LOOKS_PER_INTERVAL):
+            now = time.monotonic()
+            silent_s = now - self._reached
+            if silent_s > self._limit_s and self._serving is not self._own:
+                self._give_up(self._serving, silent_s)
+            for host in self._hosts:
+                # A host is judged by what the store says, so only for as long as the store answers.
+                if host is not self._own and self._reached - host.seen > self._limit_s:
+                    self._give_up(host, self._reached - host.seen)
+
+    def _give_up(self, host: _Host, silent_s: float) -> None:
+        if host.given_up:
+            return
+        host.given_up = True
+        for rank in host.ranks:
+            self._watcher.report(
+                rank, f"on {host} has not been heard of for {silent_s:.1f} s: look at the network between the hosts",
+                certain=False,
+            )  # fmt: skip
+
+
+def _key(host: _Host) -> str:
+    return f"heartbeat/{host.ranks[0]}"

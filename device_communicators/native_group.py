@@ -1,0 +1,239 @@
+"""The C++ collectives of those ranks of a group that share a host: one call each, and what became of it as an error."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupDestroyedError,
+    PeerDiedError,
+)
+from device_communicators.native import NativeLibrary
+from device_communicators.recorder import Operation
+
+_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED = 1, 2, 3, 4, 5, 7
+_TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
+                 11: "bool", 15: "bfloat16"}  # fmt: skip
+"""c10::ScalarType."""
+_REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
+    _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
+    _MISMATCH: (CollectiveMismatchError, "met another call than its own"),
+    _INTERRUPTED: (CommunicationError, "was interrupted by a signal"),
+}
+_COUNTED = (
+    "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",
+    "all_reduce_add_rms_norm",
+)  # fmt: skip
+"""In the order of `Counted` in csrc/handle.h."""
+DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.uint8: 8,
+}
+"""Numbers of `Dtype` in csrc/reduce.h."""
+REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
+_KINDS = (
+    "?", "barrier", "all_reduce", "reduce_scatter", "all_gather", "gatherv", "broadcast", "scatter", "all_to_all",
+    "all_reduce_add_rms_norm",
+)  # fmt: skip
+"""In the order of `Kind` in csrc/call.h."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """A group as far as shared memory needs to know it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global, in group order."""
+    rank: int
+    """This process' position in `ranks`."""
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, rank {self.rank} of {len(self.ranks)}"
+
+
+class NativeGroup:
+    """The C++ collectives of the ranks of one host; ranks here are positions among them."""
+
+    def __init__(self, library: NativeLibrary, number: int, members: Members, local_ranks: tuple[int, ...]) -> None:
+        self.library = library
+        self.number = number
+        self.members = members
+        self.local_ranks = local_ranks
+        """Ranks in the group, ascending."""
+        self._served: set[str] = set()
+
+    @property
+    def size(self) -> int:
+        return len(self.local_ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.local_ranks.index(self.members.rank)
+
+    def call(self, operation: str, *args: Any) -> None:
+        """Calls `ps_<operation>`; raises what became of it. Two threads take turns."""
+        started = time.monotonic()
+        status = getattr(self.library, f"ps_{operation}")(self.number, *args)
+        if status == _INTERRUPTED:
+            self.library.raise_interruption()
+        if status != 0:
+            raise self.failure(status, operation, time.monotonic() - started)
+
+    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | GroupDestroyedError:
+        members = self.members
+        if status == _CLOSED:
+            return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")
+        told = (ctypes.c_int64 * 5)()
+        self.library.ps_group_failure(self.number, told)
+        suspect = members.ranks[self.local_ranks[told[0]]] if told[0] >= 0 else -1
+        elapsed_s = max(elapsed_s, told[3] / 1e6)
+        facts: dict[str, Any] = {
+            "group": members.name,
+            "operation": operation,
+            "rank": members.rank,
+            "suspect_ranks": (suspect,),
+            "elapsed_s": elapsed_s,
+            "timeout_s": members.timeout_s,
+        }
+        lost = "The group can't be used further"
+        if told[4] >= 0:
+            return given_up(status, members.ranks[self.local_ranks[told[4]]], facts, members)
+        if status == _INTERRUPTED:
+            return CommunicationError(
+                f"an earlier call of {members} was interrupted by a signal, so that this rank has left the others in "
+                f"it. {lost}; destroy it and initialise again",
+                **facts,
+            )
+        if status == _TIMED_OUT:
+            return CollectiveTimeoutError(
+                f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {members.timeout_s:g} s): "
+                f"global rank {suspect} has not come. {lost}; look at that rank (its log, `py-spy dump`), or raise "
+                "the timeout",
+                **facts,
+            )
+        if status == _PEER_DIED:
+            return PeerDiedError(
+                f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} has ended. {lost}; "
+                "look at that rank's log",
+                **facts,
+            )
+        return CollectiveMismatchError(
+            f"{operation} of {members} met another call: this rank is in {call_in_words(told[1])}, global rank "
+            f"{suspect} in {call_in_words(told[2])}. {lost}; make the same calls in the same order on every rank",
+            **facts,
+        )
+
+    def serve(self, key: str) -> None:
+        """Lets the registered ops that are called with `key` come here without Python, where the library has them."""
+        if self.library.has_ops:
+            self._served.add(key)
+            self.library.ps_serve(key.encode(), self.number)
+
+    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
+        """Undoes `serve`; returns what `traffic` would have."""
+        told = self.traffic(key)
+        if key in self._served:
+            self._served.remove(key)
+            self.library.ps_stop_serving(key.encode())
+        return told
+
+    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        """Calls and bytes of what the registered ops carried without Python, by operation."""
+        if key not in self._served:
+            return {}
+        told = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
+        self.library.ps_served_traffic(key.encode(), told)
+        return {name: (told[2 * i], told[2 * i + 1]) for i, name in enumerate(_COUNTED) if told[2 * i]}
+
+    def next_operation(self, key: str) -> int:
+        """The number of an operation that doesn't come by itself, among those that do."""
+        return int(self.library.ps_served_next(key.encode()))
+
+    def operations(self, key: str) -> list[Operation]:
+        """The last ones that the registered ops carried without Python."""
+        count = self.library.ps_served_records()
+        told = (ctypes.c_int64 * (12 * count))()
+        self.library.ps_served_recorded(key.encode(), told)
+        found = []
+        for start in range(0, 12 * count, 12):
+            sequence, operation, dtype, dims, started_us, ended_us, *sizes = told[start : start + 12]
+            if sequence:
+                found.append(
+                    Operation(
+                        sequence,
+                        _COUNTED[operation],
+                        _TORCH_DTYPES.get(dtype, f"dtype {dtype}") if operation != _COUNTED.index("barrier") else "",
+                        tuple(sizes[: min(dims, len(sizes))]) if operation != _COUNTED.index("barrier") else (),
+                        started_us / 1e6,
+                        ended_us / 1e6 or None,
+                    )
+                )
+        return found
+
+    def give_up(self, error: CommunicationError) -> None:
+        """Tells the ranks of this host that this one has failed: they needn't wait for it until their deadline."""
+        kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
+        local = {self.members.ranks[rank]: place for place, rank in enumerate(self.local_ranks)}
+        suspect = next((local[rank] for rank in error.suspect_ranks if rank in local), -1)
+        self.library.ps_group_fail(self.number, kinds.get(type(error), _FAILED), suspect)
+
+    def leave(self) -> None:
+        """Says that this rank goes on purpose, so that its end is no death to the others."""
+        self.library.ps_group_leave(self.number)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of the group, which is on this host, went on purpose."""
+        return bool(self.library.ps_group_has_left(self.number, self.local_ranks.index(rank)))
+
+    def close(self) -> None:
+        """The memory goes with the last call that is still under way. Twice is fine."""
+        for key in list(self._served):
+            self.stop_serving(key)
+        self.leave()
+        self.library.ps_group_close(self.number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def given_up(status: int, reporter: int, facts: dict[str, Any], members: Members) -> CommunicationError:
+    """The error for an operation that waited for a rank that had failed itself: global rank `reporter`."""
+    kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
+    (suspect,) = facts["suspect_ranks"]
+    about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
+    return kind(
+        f"{facts['operation']} of {members} failed after {facts['elapsed_s']:.3f} s: global rank {reporter} gave up, "
+        f"because it {what}{about}. The group can't be used further; look at that rank's log",
+        **{**facts, "suspect_ranks": (suspect if suspect >= 0 else reporter,)},
+    )
+
+
+def call_in_words(call: int) -> str:
+    """A call as its rank told it: see `call_of` in csrc/call.h."""
+    call &= (1 << 64) - 1
+    kind, dtype, op, size = call >> 56, (call >> 52) & 15, (call >> 48) & 15, call & ((1 << 47) - 1)
+    name = _KINDS[kind] if kind < len(_KINDS) else "?"
+    if name in ("all_reduce", "reduce_scatter", "all_reduce_add_rms_norm"):
+        ops, dtypes = list(REDUCE_OPS), list(DTYPES)
+        what = f"{ops[op] if op < len(ops) else '?'} of {size} × {dtypes[dtype] if dtype < len(dtypes) else '?'}"
+        return f"{name} ({what})"
+    if name in ("broadcast", "scatter"):
+        return f"{name} ({size} bytes from rank {(call >> 48) & 255 ^ 0x80})"
+    return name if name == "barrier" else f"{name} ({size} bytes)"

@@ -1,0 +1,109 @@
+"""Who else is where, asked when an operation has failed and nobody is known to have died.
+
+gloo says neither who is missing nor that ranks are in different calls. When its wait has timed out on one rank it
+closes the connections, so all others that wait fail as well. Each rank that fails then writes to the store in which
+operation it was, and reads what the others wrote: who writes nothing isn't in a call of this group. It costs nothing
+before that.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from device_communicators.base import GroupContext
+from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.recorder import Operation
+
+_PATIENCE_S = 0.6
+"""How long a rank waits for the others' reports: they come within the 0.2 s in which a death might come to be known."""
+_LIMIT_S = 1.0
+"""A store beyond reach answers after minutes."""
+_STEP_S = 0.02
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank was when the group failed there."""
+
+    sequence: int
+    call: str
+
+
+def explained(context: GroupContext, operation: Operation, failure: CommunicationError) -> CommunicationError:
+    """`failure` of the group's `operation`, or the error that says who is missing or in another call."""
+    open_store = None if context.watcher is None else context.watcher.open_store
+    if open_store is None:
+        return failure
+    own = Report(operation.sequence, operation.call)
+    reports: dict[int, Report] = {context.rank: own}
+    thread = threading.Thread(
+        target=_exchange, args=(context, open_store, own, reports), daemon=True, name="parallel_state-reports"
+    )
+    thread.start()
+    thread.join(_LIMIT_S)
+    return _verdict(context, own, dict(reports), failure)
+
+
+def _exchange(context: GroupContext, open_store: Callable[[], Any], own: Report, reports: dict[int, Report]) -> None:
+    prefix = f"report/{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
+    until = time.monotonic() + _PATIENCE_S
+    try:
+        store = open_store()
+        if store is None:
+            return
+        store.set(f"{prefix}/{context.rank}", json.dumps([own.sequence, own.call]))
+        while len(reports) < context.size and time.monotonic() < until:
+            for rank in range(context.size):
+                if rank not in reports and store.check([f"{prefix}/{rank}"]):
+                    reports[rank] = Report(*json.loads(store.get(f"{prefix}/{rank}")))
+            time.sleep(_STEP_S)
+    except RuntimeError:  # the store is gone, and with it what could be known
+        return
+
+
+def _verdict(
+    context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
+) -> CommunicationError:
+    if len(reports) == 1:  # nobody answers: more likely than that all others are missing is that they can't be heard
+        return failure
+    facts: dict[str, Any] = {
+        "group": context.name,
+        "operation": failure.operation,
+        "sequence": own.sequence,
+        "rank": context.rank,
+        "elapsed_s": failure.elapsed_s,
+        "timeout_s": failure.timeout_s,
+    }
+    missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
+    # Where a rank is missing, some may have got through an operation of which others still lack the end.
+    different = [
+        rank
+        for rank, report in sorted(reports.items())
+        if report != own and (report.sequence == own.sequence or not missing)
+    ]
+    if different:
+        suspects = [context.ranks[rank] for rank in different]
+        there = reports[different[0]]
+        return CollectiveMismatchError(
+            f"{failure.operation} of {context} met another call: this rank is in {own.call} number {own.sequence}, "
+            f"global rank {suspects[0]} in {there.call} number {there.sequence}. The group can't be used further; make "
+            "the same calls in the same order on every rank",
+            **facts,
+            suspect_ranks=suspects,
+        )
+    if not missing:
+        return failure
+    who = ", ".join(f"global rank {rank}" for rank in missing) + (" has" if len(missing) == 1 else " have")
+    return CollectiveTimeoutError(
+        f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} "
+        f"not come to {own.call} number {own.sequence}, or stopped in it. The group can't be used further; look at "
+        "that rank (its log, `py-spy dump`), or raise the timeout",
+        **facts,
+        suspect_ranks=missing,
+    )

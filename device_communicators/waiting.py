@@ -1,0 +1,159 @@
+"""Waiting for torch.distributed: with a deadline, and with an ear for ranks that have ended.
+
+gloo tells a rank's end to its direct neighbours only; everyone else would wait until the deadline. So a wait goes in
+slices, between which the watcher is asked. A collective survives the time-out of a slice; a gloo point-to-point
+transfer does not (the pair is closed), and reduce_scatter's wait takes no limit. A thread waits for those, which is
+left behind where somebody died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from device_communicators.base import GroupContext, Work
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.health import NOTICE_S, Death
+
+_SLICE = timedelta(milliseconds=50)
+_AT_ONCE = timedelta(milliseconds=1)
+
+
+class Watched:
+    """A collective's work on a CPU group whose wait ends when a rank of the group does."""
+
+    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
+        self._work = work
+        self._context = context
+        self._operation = operation
+
+    def wait(self) -> None:
+        watcher = self._context.watcher
+        if watcher is None:
+            self._work.wait()
+            return
+        started = time.monotonic()
+        deadline = started + self._context.timeout_s
+        while True:
+            try:
+                self._work.wait(_SLICE)  # type: ignore[call-arg]
+                return
+            except RuntimeError:
+                if self._work.is_completed():  # by a failure, or just after the slice
+                    self._work.wait()
+                    return
+                if time.monotonic() >= deadline:
+                    raise
+            if watcher.deaths_of(self._context.ranks):
+                self._last_chance(started)
+                return
+
+    def _last_chance(self, started: float) -> None:
+        """What the dead rank sent before may still be on its way."""
+        try:
+            self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
+        except RuntimeError as error:
+            raise died(self._context, self._operation, started) from error
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class WatchedByThread(Watched):
+    """A work whose wait can't be cut into slices: a point-to-point transfer, gloo's reduce_scatter."""
+
+    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
+        super().__init__(work, context, operation)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        watcher = self._context.watcher
+        if watcher is None:
+            self._work.wait()
+            return
+        started = time.monotonic()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, daemon=True, name="parallel_state-gloo")
+            self._thread.start()
+        while self._thread.is_alive():
+            self._thread.join(_SLICE.total_seconds())
+            if self._thread.is_alive() and watcher.deaths_of(self._context.ranks):
+                self._thread.join(NOTICE_S)
+                if self._thread.is_alive():
+                    raise died(self._context, self._operation, started)
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        try:
+            with torch.inference_mode():  # gloo writes into the caller's tensors here, which may be inference tensors
+                self._work.wait()
+        except BaseException as error:  # for `wait`, in the caller's thread
+            self._error = error
+
+
+def abandon(process_group: Any, peer: int, tag: int) -> None:
+    """Ends all waits of this rank in a gloo group, and lets its peers know at once that it won't go on.
+
+    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):
+        process_group.recv([nothing], peer, tag).wait(_AT_ONCE)
+
+
+def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
+    """The error for an operation that was given up because ranks of the group have ended."""
+    deaths: list[Death] = context.watcher.deaths_of(context.ranks) if context.watcher is not None else []
+    elapsed = time.monotonic() - started
+    who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+    kind = PeerDiedError if any(death.certain for death in deaths) else CollectiveTimeoutError
+    return kind(
+        f"{operation} of {context} failed after {elapsed:.3f} s: {who}. The group can't be used further; look at that "
+        "rank's log",
+        group=context.name,
+        operation=operation,
+        rank=context.rank,
+        suspect_ranks=[death.rank for death in deaths],
+        elapsed_s=elapsed,
+        timeout_s=context.timeout_s,
+    )
+
+
+def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
+    """`failure`, which names one dead rank; where others have died with it, the error that names them all."""
+    watcher = context.watcher
+    deaths = [] if watcher is None else watcher.await_death_of(context.ranks, NOTICE_S)
+    return failure if len(deaths) <= len(failure.suspect_ranks) else died(context, operation, started)
+
+
+def attributed(
+    context: GroupContext, operation: str, started: float, failure: CommunicationError
+) -> CommunicationError:
+    """The error for a connection that broke: by whose death, where that comes to be known in a moment.
+
+    Where all of the group's ranks are watched and none has ended, one of them closed the connection because it gave up.
+    """
+    watcher = context.watcher
+    if watcher is None:
+        return failure
+    if watcher.await_death_of(context.ranks, NOTICE_S):
+        return died(context, operation, started)
+    others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
+    if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
+        return failure
+    return CommunicationError(
+        f"{failure}. No rank of the group has ended: one gave up first, at its deadline or by an error of its own",
+        group=context.name,
+        operation=operation,
+        sequence=failure.sequence,
+        rank=context.rank,
+        elapsed_s=failure.elapsed_s,
+        timeout_s=failure.timeout_s,
+    )

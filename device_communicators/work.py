@@ -1,0 +1,44 @@
+"""What a started transfer is: something to wait for, as c10d's `Work`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Work(Protocol):
+    """A transfer in progress, as c10d's `Work`."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _Done:
+    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class Then:
+    """A work, and what this rank does once with its result."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()

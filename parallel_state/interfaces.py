@@ -1,0 +1,88 @@
+"""Where other hosts will look for this process: the address that gloo tells them, found before gloo does.
+
+gloo takes that of the interfaces in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's,
+and loopback where there is none. On many hosts the own name is an entry for 127.0.1.1 in /etc/hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from typing import NamedTuple
+
+from device_communicators.errors import format_ranks
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+class Whereabouts(NamedTuple):
+    """Of one rank, in words without spaces."""
+
+    network: str = ""
+    """Equal for processes that can reach each other over loopback; empty where that can't be told."""
+    address: str = ""
+    """What gloo tells the others; empty where an interface was chosen."""
+    name: str = "?"
+    """The host's."""
+
+    @classmethod
+    def told(cls, words: list[str]) -> Whereabouts:
+        """As another rank has told them; nowhere if it has told something else."""
+        return cls(*words) if len(words) == len(cls._fields) else cls()
+
+    @property
+    def is_loopback(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+        return False
+
+
+def whereabouts() -> Whereabouts:
+    """This process'. May take as long as the host's name takes to resolve."""
+    name = socket.gethostname()
+    return Whereabouts(_network(), "" if os.environ.get(VARIABLE) else _address_of(name), name or "?")
+
+
+def unreachable(places: dict[int, Whereabouts]) -> list[str]:
+    """The ranks that others can't reach, as all are on several hosts and these on loopback: host, address, ranks."""
+    if len({place.network for place in places.values() if place.network}) < 2:
+        return []
+    ranks = [rank for rank, place in places.items() if place.is_loopback]
+    return [places[ranks[0]].name, places[ranks[0]].address, *map(str, ranks)] if ranks else []
+
+
+def not_reachable(here: Whereabouts, name: str, address: str, *ranks: str, who: str) -> str:
+    """The message for what `unreachable` has found, for a rank that is `who`."""
+    return (
+        f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} would be looked for "
+        f"on the loopback interface: the name of their host, {name}, resolves to {address} there (this is {who}, on "
+        f"{here.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
+        "mend the name in /etc/hosts"
+    )
+
+
+def _names() -> str:
+    """The interfaces beside loopback."""
+    with contextlib.suppress(OSError):
+        found = [name for _, name in socket.if_nameindex() if name != "lo"]
+        return ", ".join(found[:8]) or "none"
+    return "unknown"
+
+
+def _network() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+def _address_of(name: str) -> str:
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+                return str(where[0])
+    return "127.0.0.1"

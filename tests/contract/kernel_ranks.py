@@ -1,0 +1,100 @@
+"""A group of the compiled library with arenas, on plain shared maps, without communicators and torch.distributed."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators import native
+
+ARENA_BYTES = 8 << 20
+DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3, torch.int64: 7}
+MEET_S = 30.0
+
+
+class KernelRank:
+    """This rank: `at(offset, shape, dtype)` is a tensor in its arena, `call(name, …)` a collective's status."""
+
+    def __init__(self, folder: str, timeout_s: float, spin_us: int = 5, yields: int = 100) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.timeout_s = timeout_s
+        self._library = native.load()
+        segment_bytes = self._library.ps_segment_bytes(self.size)
+        self._table = self._map(f"{folder}/table", mmap.PAGESIZE)
+        own = self._map(f"{folder}/arena{self.rank}", ARENA_BYTES)
+        pids = self._meet()
+        self.group = self._library.ps_group_new(
+            self._mapped(f"{folder}/segment", segment_bytes), segment_bytes, self.rank, self.size, pids,
+            spin_us * 1000, yields, timeout_s,
+        )  # fmt: skip
+        bases = [self._mapped(f"{folder}/arena{rank}", ARENA_BYTES) for rank in range(self.size)]
+        with open(f"{folder}/arena{self.rank}", "r+b") as file:
+            self._library.ps_group_arenas(
+                self.group, (ctypes.c_void_p * self.size)(*bases), ARENA_BYTES, file.fileno(), 0
+            )
+        # The group knows its arena at the address where it has mapped it.
+        self._arena = torch.frombuffer((ctypes.c_char * ARENA_BYTES).from_address(bases[self.rank]), dtype=torch.uint8)
+        own.close()
+
+    @staticmethod
+    def _map(path: str, size_bytes: int) -> mmap.mmap:
+        with open(path, "a+b") as file:
+            if os.fstat(file.fileno()).st_size < size_bytes:
+                file.truncate(size_bytes)
+            return mmap.mmap(file.fileno(), size_bytes)
+
+    def _mapped(self, path: str, size_bytes: int) -> int:
+        """For the library, whose the map is from then on."""
+        with open(path, "a+b") as file:
+            if os.fstat(file.fileno()).st_size < size_bytes:
+                file.truncate(size_bytes)
+            return self._library.ps_map(file.fileno(), size_bytes, 0)
+
+    def _meet(self) -> Any:
+        table = memoryview(self._table).cast("q")
+        table[self.rank] = os.getpid()
+        deadline = time.monotonic() + MEET_S
+        while not all(table[: self.size]):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other ranks have not come")
+            time.sleep(0.001)
+        return (ctypes.c_int64 * self.size)(*table[: self.size])
+
+    def at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
+        return self._arena[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def call(self, name: str, *args: Any) -> int:
+        given = [arg.data_ptr() if isinstance(arg, Tensor) else DTYPES.get(arg, arg) for arg in args]
+        return getattr(self._library, f"ps_{name}")(self.group, *given)
+
+    def failure(self) -> list[int]:
+        told = (ctypes.c_int64 * 5)()
+        self._library.ps_group_failure(self.group, told)
+        return list(told[:3])
+
+    def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Of all ranks: small whole numbers, whose sums are exact."""
+        return [
+            torch.randint(0, 8, (count,), generator=torch.Generator().manual_seed(seed * 64 + rank)).to(dtype)
+            for rank in range(self.size)
+        ]
+
+    def close(self) -> None:
+        self._library.ps_group_close(self.group)
+
+
+@contextmanager
+def kernel_rank(folder: str, timeout_s: float = 20.0, **policy: int) -> Iterator[KernelRank]:
+    rank = KernelRank(folder, timeout_s, **policy)
+    try:
+        yield rank
+    finally:
+        rank.close()

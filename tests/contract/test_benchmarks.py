@@ -1,0 +1,106 @@
+"""Every benchmark runs in its smallest form and writes what it says; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measure.rounds import Plan, measure
+from measure.teams import Team, started
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 180
+
+
+def run(name: str, file: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of a benchmark without peers, in as few rounds as there are."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, f"benchmarks/{name}.py", "--no-peers", "--rounds", "1", "--round-ms", "0.1"]
+    process = subprocess.run(
+        [*command, "--json", str(file), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    content = json.loads(file.read_text())
+    assert content["machine"]["cores"] > 0
+    assert content["versions"]["torch"]
+    assert content["commit"]
+    assert "WRONG" not in process.stderr
+    assert "p50, us" in process.stdout
+    for row in content["rows"]:
+        assert row["wrong"] == {}
+        assert all(len(samples) >= 3 for samples in row["us"].values())
+        assert all(sample > 0 for samples in row["us"].values() for sample in samples)
+    return content
+
+
+def names(content: dict[str, Any], **case: Any) -> set[str]:
+    """The candidates of the only row of this case."""
+    (row,) = [row for row in content["rows"] if case.items() <= row["case"].items()]
+    return set(row["us"])
+
+
+def test_collectives(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+    content = run("collectives", tmp_path / "c.json", "--sizes", "1024", "65536", "--svg", str(picture))
+    ours = {"op", "coordinator"}
+    assert {row["case"]["operation"] for row in content["rows"]} == set(operations)
+    assert names(content, operation="barrier") == {"coordinator", "gloo"}
+    for loop in ("tight", "produced"):
+        found = names(content, operation="all_reduce", bytes=1024, loop=loop)
+        assert found >= ours | {"op, in place", "coordinator, in place", "gloo"}
+        assert ("(copies alone)" in found) == (loop == "produced")
+        for operation in operations[1:-1]:
+            assert names(content, operation=operation, bytes=65536, loop=loop) >= ours | {"gloo"}
+    assert picture.read_text().count("<polyline") > 20
+
+
+def test_messages(tmp_path: Path) -> None:
+    content = run("messages", tmp_path / "m.json", "--readers", "1", "--objects", "1 KB")
+    assert names(content, kind="object", idle_ms=0) == {"parallel_state", "gloo"}
+    assert names(content, kind="object", idle_ms=5) == {"parallel_state", "gloo"}
+    for kind in ("broadcast", "pipeline"):
+        for what in ("decode", "prefill"):
+            found = {"parallel_state", "parallel_state, spec", "gloo", "(copying the bytes)"}
+            assert names(content, kind=kind, what=what) == found
+
+
+def test_messages_to_three_readers(tmp_path: Path) -> None:
+    content = run("messages", tmp_path / "m.json", "--readers", "3", "--objects", "1 KB", "--kinds", "object")
+    assert names(content, readers=3, idle_ms=0) == {"parallel_state", "gloo"}
+
+
+def test_dispatch(tmp_path: Path) -> None:
+    content = run("dispatch", tmp_path / "d.json", "--sizes", "1024", "--modes", "inference_mode", "requires_grad")
+    assert {"plain function", "coordinator", "functional collective"} <= names(content, ranks=1, mode="inference_mode")
+    assert {"op", "coordinator", "op, in place"} <= names(content, ranks=2, mode="inference_mode")
+    assert "op, in place" not in names(content, ranks=2, mode="requires_grad")
+
+
+def test_decode(tmp_path: Path) -> None:
+    content = run("decode", tmp_path / "e.json", "--only", "parallel_state", "parallel_state, spinning")
+    assert names(content, ranks=4) == {"parallel_state", "parallel_state, spinning"}
+
+
+@pytest.mark.parametrize("fault", ["raises", "ends", "raises at start"])
+def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
+    teams = [Team(name, "tests.contract.benchmark_team", 2, {"fault": fault}) for name in ("failing", "sound")]
+    with started(teams) as there:
+        row = measure(there, {}, Plan(rounds=3, round_s=0.001))
+    assert set(row.us) == {"sound"}
+    assert [team.name for team in there] == ["sound"]
+    assert all(process.poll() is not None for team in teams for process in team._processes)

@@ -1,0 +1,371 @@
+"""Groups over several hosts, which are namespaces of this machine: who shares what, the bits, the bytes, failures.
+
+That each collective does what it should, of every dtype and shape, is the business of the contract tests, which run on
+such hosts, too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import parallel_state as ps
+from device_communicators import native
+from tests.contract.attempts import Outcome, attempt, world
+from tests.hosts import Host, HostRanks, Hosts, problem
+
+try:
+    native.load()
+except native.NativeUnavailableError as error:
+    pytest.skip(f"no shared-memory library: {error}", allow_module_level=True)
+
+OnHosts = Callable[[Sequence[int]], HostRanks]
+PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 2, 1)]
+TIMEOUT_S = 3.0
+SOON_S = 3.0
+
+
+def _world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def _carrier(group: ps.GroupCoordinator) -> str:
+    return group.route.communicators[0].name if group.route.communicators else ""
+
+
+def _inputs(count: int, dtype: torch.dtype, size: int, seed: int = 0) -> list[Tensor]:
+    """What each rank holds: numbers whose sums depend on the order, and on where they are rounded."""
+    generator = torch.Generator().manual_seed(seed + count)
+    return [torch.randn(count, generator=generator).to(dtype) for _ in range(size)]
+
+
+def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
+    """Over the ranks of each host in order, then over the hosts in order of their first ranks, rounded once."""
+    wide = torch.float32 if inputs[0].itemsize < 4 else inputs[0].dtype
+    hosts: dict[int, Tensor] = {}
+    for x, host in zip(inputs, placement, strict=True):
+        hosts[host] = hosts[host] + x.to(wide) if host in hosts else x.to(wide)
+    first, *others = hosts.values()
+    return sum(others, first).to(inputs[0].dtype)
+
+
+def _bits(placement: Sequence[int]) -> str:
+    group = ps.get_tp_group()
+    size, rank = group.world_size, group.rank_in_group
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for count in (1000, 100_000, 2_300_000):  # in one exchange, in slices, in slices of chunks
+            inputs = _inputs(count, dtype, size)
+            total = _total(inputs, placement)
+            assert torch.equal(group.all_reduce(inputs[rank]), total), (dtype, count)
+            assert torch.equal(group.all_reduce_(inputs[rank].clone()), total), (dtype, count)
+            rows = count // size
+            found = group.reduce_scatter(inputs[rank][: rows * size])
+            assert torch.equal(found, total[rank * rows : (rank + 1) * rows]), (dtype, count)
+    return _carrier(group)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
+    """So all ranks have the same bits: those of this order."""
+    found = on_hosts(placement).run(_bits, placement, tp=len(placement))
+    assert found == ["hierarchical"] * len(placement)
+
+
+def _mixed(seed: int, calls: int) -> None:
+    """The same random calls on every rank; some ranks come late, so that the others run ahead."""
+    group = ps.get_tp_group()
+    size, rank = group.world_size, group.rank_in_group
+    draw, own = random.Random(seed), random.Random(seed * 64 + rank)
+    for number in range(calls):
+        kind = draw.choice(("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier", "all_to_all"))
+        count = draw.choice((1, 7, 1000, 20_000, 70_000)) * size
+        inputs = [torch.arange(count) * (number % 5) + each for each in range(size)]
+        x, src, rows = inputs[rank], draw.randrange(size), count // size
+        if own.random() < 0.1:
+            time.sleep(own.random() * 0.004)
+        if kind == "all_reduce":
+            assert torch.equal(group.all_reduce(x, "max"), inputs[-1]), number
+        elif kind == "all_gather":
+            assert torch.equal(group.all_gather(x), torch.cat(inputs)), number
+        elif kind == "broadcast":
+            assert torch.equal(group.broadcast(x, src), inputs[src]), number
+        elif kind == "reduce_scatter":
+            assert torch.equal(group.reduce_scatter(x), sum(inputs)[rank * rows : (rank + 1) * rows]), number
+        elif kind == "all_to_all":
+            expected = torch.cat([each[rank * rows : (rank + 1) * rows] for each in inputs])
+            assert torch.equal(group.all_to_all(x), expected), number
+        else:
+            group.barrier()
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 0, 1, 2, 1)], ids=str)
+def test_mixed_runs(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
+    for seed in range(2):
+        on_hosts(placement).run(_mixed, seed, 60, tp=len(placement))
+
+
+CALLS: dict[str, Callable[[ps.GroupCoordinator, Tensor], object]] = {
+    "all_reduce": lambda group, x: group.all_reduce(x),
+    "all_gather": lambda group, x: group.all_gather(x),
+    "reduce_scatter": lambda group, x: group.reduce_scatter(x),
+    "broadcast": lambda group, x: group.broadcast(x, 0),
+}
+COUNT = 1 << 20
+SENT = {"all_reduce": 1.0, "all_gather": 2.0, "reduce_scatter": 0.5, "broadcast": 1.0}
+"""Of the bytes that a rank holds, what host 0 must send to host 1; two ranks on each."""
+SPARED = {"all_reduce": 0.6, "all_gather": 0.6, "reduce_scatter": 0.4, "broadcast": 0.6}
+"""At most this part of what gloo sends: its ring goes from host to host at every rank where they alternate, and its
+tree for a broadcast goes there twice where they don't."""
+
+
+def _twice(operation: str, flat: bool) -> None:
+    group = ps.get_tp_group()
+    if flat:
+        group.route.communicators = group.route.communicators[-1:]
+    CALLS[operation](group, torch.ones(COUNT))
+    CALLS[operation](group, torch.ones(COUNT))
+    group.barrier()
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_a_host_sends_once_what_another_needs(hosts: Hosts, operation: str) -> None:
+    sent = []
+    placement = (0, 0, 1, 1) if operation == "broadcast" else (0, 1, 0, 1)
+    for flat in (False, True):
+        with hosts.ranks(placement) as ranks:
+            ranks.run(ps.get_tp_rank, tp=4)
+            before = hosts.sent_bytes(0)
+            ranks.run(_twice, operation, flat, tp=4)
+            sent.append((hosts.sent_bytes(0) - before) / 2 / (4 * COUNT))
+    ours, flat_sent = sent
+    assert ours == pytest.approx(SENT[operation], rel=0.1)
+    assert ours <= SPARED[operation] * flat_sent
+
+
+def _routes() -> list[str]:
+    return [_carrier(group) for group in (ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group())]
+
+
+def test_groups_are_carried_by_what_their_hosts_allow(on_hosts: OnHosts) -> None:
+    ranks = on_hosts((0, 0, 1, 1))
+    for found in ranks.run(_routes, tp=2, pp=2):
+        assert found == ["hierarchical", "shared_memory", "process_group"]
+
+
+def _explain() -> str:
+    return ps.get_tp_group().explain()
+
+
+def test_explain_says_who_is_where(on_hosts: OnHosts) -> None:
+    *_, text = on_hosts((0, 1, 0, 1)).run(_explain, tp=4)
+    assert "1. hierarchical: " in text
+    assert "host 0: ranks [0, 2], host 1: ranks [1, 3] (this one)" in text
+    assert "shared_memory: not used, its ranks are on 2 hosts" in text
+
+
+@pytest.fixture(scope="module")
+def odd_hosts() -> Iterator[Hosts]:
+    """Hosts that share something: 1 the network of 0, 2 the memory of 0; 3 has processes of its own."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts([Host(), Host(network_of=0), Host(memory_of=0), Host(own_pids=True)]) as made:
+        yield made
+
+
+def _where() -> tuple[str, int, Any]:
+    group = ps.get_tp_group()
+    assert int(group.all_reduce(torch.ones(1)).item()) == group.world_size
+    memory = group.context.host_memory
+    return _carrier(group), os.getpid(), memory.hosts if memory is not None else None
+
+
+@pytest.mark.parametrize(
+    ("placement", "carrier", "found"),
+    [
+        ((0, 0, 1, 1), "hierarchical", ((0, 1), (2, 3))),  # one address and one name, two memories
+        ((0, 0, 2), "shared_memory", ((0, 1, 2),)),  # two addresses and two names, one memory
+        ((0, 2, 1, 3, 3), "hierarchical", ((0, 1), (2,), (3, 4))),
+    ],
+    ids=["one network", "one memory", "all of it"],
+)
+def test_a_host_is_where_memory_is_shared(
+    odd_hosts: Hosts, placement: tuple[int, ...], carrier: str, found: tuple[tuple[int, ...], ...]
+) -> None:
+    with odd_hosts.ranks(placement) as ranks:
+        for each in ranks.run(_where, tp=len(placement)):
+            assert (each[0], each[2]) == (carrier, found)
+
+
+def test_process_ids_of_another_namespace(odd_hosts: Hosts) -> None:
+    with odd_hosts.ranks((0, 0, 3, 3)) as ranks:
+        pids = [pid for _, pid, _ in ranks.run(_where, tp=4)]
+    assert max(pids[2:]) < 1000 < min(pids[:2])
+
+
+class _Stage(nn.Module):
+    """Column- and row-parallel halves of a two-layer network, as of a tensor-parallel model's stage."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rank, size = ps.get_tp_group().rank_in_group, ps.get_tp_group().world_size
+        self.up, self.down = (part.chunk(size, dim=dim)[rank] for part, dim in zip(_weights(seed), (0, 1), strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ps.get_tp_group().all_reduce(torch.relu(x @ self.up.T) @ self.down.T)
+
+
+def _weights(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(64, 16, generator=generator), torch.randn(16, 64, generator=generator)
+
+
+def _pipeline() -> list[float] | None:
+    stages, tp = ps.get_pp_group(), ps.get_tp_group()
+    stage = _Stage(stages.rank_in_group)
+    x = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    with torch.inference_mode():
+        if stages.rank_in_group == 1:
+            x = stages.recv_tensor_dict(all_gather_group=tp)["hidden"]
+        x = stage(x)
+        if stages.rank_in_group == 0:
+            stages.send_tensor_dict({"hidden": x}, all_gather_group=tp)
+            return None
+        return x.flatten().tolist()
+
+
+def test_a_model_with_tensor_parallel_hosts_and_a_pipeline_between(on_hosts: OnHosts) -> None:
+    x = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+    for seed in (0, 1):
+        up, down = _weights(seed)
+        x = x + torch.relu(x @ up.T) @ down.T
+    for found in on_hosts((0, 0, 1, 1)).run(_pipeline, tp=2, pp=2)[2:]:
+        assert torch.allclose(torch.tensor(found), x.flatten(), rtol=1e-4, atol=1e-3)
+
+
+def _until_it_fails(victim: int, count: int) -> Outcome:
+    """All-reduces, in one of which a rank ends; how it ended for the others, and that the group stays failed."""
+    with world(_world_size()):
+        group = ps.get_tp_group()
+        x = torch.ones(count)
+        for number in range(50):
+            if group.rank == victim and number == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            outcome = attempt(group.all_reduce, x)
+            if outcome.kind != "ok":
+                assert attempt(group.all_reduce, x).kind == "GroupFailedError"
+                return outcome
+        return outcome
+
+
+@pytest.mark.parametrize(
+    ("victim", "count"), [(0, 10), (1, 10), (2, 1_000_000), (3, 10)],
+    ids=["first leader", "its neighbour", "second leader", "its neighbour, large"],
+)  # fmt: skip
+def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(hosts: Hosts, victim: int, count: int) -> None:
+    with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="20") as ranks:
+        outcomes = ranks.survivors(_until_it_fails, victim, count, timeout_s=60.0)
+    assert outcomes.keys() == {0, 1, 2, 3} - {victim}
+    for rank, outcome in outcomes.items():
+        assert outcome.kind == "PeerDiedError", f"rank {rank}: {outcome}"
+        # What another host sees at once is that the victim's leader gave up.
+        known = {(victim,)} if rank // 2 == victim // 2 else {(victim,), (victim // 2 * 2,)}
+        assert outcome.suspect_ranks in known, f"rank {rank}: {outcome}"
+        assert outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
+
+
+def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
+    """A good all-reduce, and one in which host 1 has no link, or is in another call."""
+    ps.init_distributed_environment()
+    ps.initialize_model_parallel(_world_size())
+    group = ps.get_tp_group()
+    good = attempt(group.all_reduce, torch.ones(10))
+    on_host_1 = group.rank >= 2
+    if cut == "link" and group.rank == 2:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True, timeout=10)
+    return good, attempt(group.all_reduce, torch.ones(11 if cut == "call" and on_host_1 else 10))
+
+
+@pytest.mark.parametrize("cut", ["link", "call"])
+def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
+    """A leader finds nobody until its deadline, and gives up; its ranks hear of it, and the other host sees it."""
+    del hosts  # these are changed for good
+    with Hosts(2) as two, two.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S=str(TIMEOUT_S)) as ranks:
+        outcomes = ranks.survivors(_cut_off, cut, timeout_s=60.0)
+    assert len(outcomes) == 4
+    for rank, (good, bad) in outcomes.items():
+        assert good.kind == "ok"
+        # Whose deadline comes first closes the connection on the other; what it was is asked for through the store.
+        expected = ("CollectiveTimeoutError", "CollectiveMismatchError", "PeerDiedError", "CommunicationError")
+        assert bad.kind in expected, f"rank {rank}: {bad}"
+        assert set(bad.suspect_ranks) & ({2, 3} if rank < 2 else {0, 1}), f"rank {rank}: {bad}"
+        assert bad.seconds < TIMEOUT_S + 5.0, f"rank {rank}: {bad}"
+    kinds = {bad.kind for _, bad in outcomes.values()}
+    assert kinds & {"CollectiveTimeoutError", "CollectiveMismatchError"}
+
+
+OWNER = """
+import sys, time
+sys.path[:0] = [{root!r}]
+from tests.contract.test_hosts import _routes
+from tests.hosts import Host, Hosts
+if __name__ == "__main__":
+    with Hosts([Host(), Host(own_pids=True)]) as hosts, hosts.ranks([0, 1]) as ranks:
+        ranks.run(_routes, tp=2)
+        print(*(hosts.pid(host) for host in (0, 1)), *(process.pid for process in ranks._processes), flush=True)
+        time.sleep(60)
+"""
+
+
+def test_nothing_is_left_of_hosts_whose_owner_was_killed(hosts: Hosts, tmp_path: Path) -> None:
+    script = tmp_path / "owner.py"
+    script.write_text(OWNER.format(root=str(Path(__file__).parents[2])))
+    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+    finally:
+        owner.kill()
+        owner.wait()
+    assert len(pids) == 4
+    deadline = time.monotonic() + SOON_S
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in pids if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _send_once(count: int) -> float:
+    started = time.monotonic()
+    ps.get_world_group().broadcast(torch.ones(count), 0)
+    ps.get_world_group().barrier()
+    return time.monotonic() - started
+
+
+def test_links_can_be_slow(hosts: Hosts) -> None:
+    with hosts.ranks((0, 0, 1)) as ranks:
+        ranks.run(_send_once, 10, tp=3)
+        hosts.limit(0, "40mbit")
+        try:
+            slow = min(ranks.run(_send_once, 250_000, tp=3))  # 8 Mbit
+        finally:
+            hosts.limit(0, None)
+        assert 0.15 < slow < 2.0
+        assert max(ranks.run(_send_once, 250_000, tp=3)) < slow

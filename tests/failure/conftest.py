@@ -1,0 +1,27 @@
+"""Fixtures of the failure tests: nothing may be left two seconds after any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.failure.leftovers import nothing_left_after
+from tests.failure.ranks import Ranks
+
+LEFT_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No process, no name in /dev/shm, no listening socket."""
+    with nothing_left_after(LEFT_S):
+        yield
+
+
+@pytest.fixture
+def ranks(nothing_left: None) -> Iterator[Ranks]:
+    """Four ranks of this test alone, which are killed at its end."""
+    pool = Ranks(4)
+    yield pool
+    pool.kill()

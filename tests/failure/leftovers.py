@@ -1,0 +1,103 @@
+"""What a test has left behind: processes, names in /dev/shm, listening sockets.
+
+Found by who descends from this process, not by a name: while a test runs, orphans become children of this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_STEP_S = 0.05
+
+
+@contextmanager
+def nothing_left_after(limit_s: float) -> Iterator[None]:
+    """Fails where something that wasn't there before is still there `limit_s` after the block; ends such processes."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    processes, names, sockets = descendants(), segments(), listening()
+    try:
+        yield
+        until = time.monotonic() + limit_s
+        left = _new(processes), segments() - names, listening() - sockets
+        while any(left) and time.monotonic() < until:
+            time.sleep(_STEP_S)
+            # What is new each time is another job's on this machine.
+            left = _new(processes), left[1] & segments(), left[2] & listening()
+        assert not any(left), f"left after {limit_s} s: {_in_words(left)}"
+    finally:
+        for pid in _new(processes):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reap(processes)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def descendants(of: int = 0) -> set[int]:
+    """The processes below this one, or another, that run."""
+    children: dict[int, list[int]] = {}
+    running = set()
+    for pid, parent, state in _processes():
+        children.setdefault(parent, []).append(pid)
+        if state != "Z":
+            running.add(pid)
+    found, waiting = set(), [of or os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found.update(below)
+        waiting += below
+    return found & running
+
+
+def segments() -> set[str]:
+    """The library's names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").glob("parallel_state-*")}
+
+
+def listening() -> set[str]:
+    """This process' listening sockets, by inode: those of others end with them."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+    own = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return own & inodes
+
+
+def _new(before: set[int]) -> set[int]:
+    """This run's fork server, and what tracks its semaphores, stay for later tests."""
+    lasting = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    return descendants() - before - lasting
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent = (process / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            yield int(process.name), int(parent), state
+
+
+def _reap(before: set[int]) -> None:
+    """The orphans that ended as children of this process; those of `multiprocessing` it has waited for itself."""
+    known = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
+    for pid, parent, state in list(_processes()):
+        if parent == os.getpid() and state == "Z" and pid not in before | known:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _in_words(left: tuple[set[int], set[str], set[str]]) -> str:
+    lines = []
+    for pid in left[0]:
+        with suppress(OSError):
+            lines.append(f"{pid} ({Path(f'/proc/{pid}/cmdline').read_text().replace(chr(0), ' ')[:200]})")
+    return ", ".join([*lines, *left[1], *left[2]])

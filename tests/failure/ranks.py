@@ -1,0 +1,59 @@
+"""Four ranks for tests in which some of them end: what became of each, and what those tell that go on."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from tests.workers import WorkerPool, WorkersFailedError
+
+
+class Ranks(WorkerPool):
+    """A pool whose ranks may end, on purpose of the test."""
+
+    def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[int, Any]:
+        """The results of those that return; a rank that ends is missing. Raises where one raises or is late."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((function, args, None)))
+        results: dict[int, Any] = {}
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while pending and not errors and time.monotonic() < deadline:
+            for connection in wait(list(pending), timeout=deadline - time.monotonic()):
+                rank = pending.pop(connection)  # type: ignore[call-overload]
+                try:
+                    ok, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    continue
+                (results if ok else errors)[rank] = value
+        errors.update(dict.fromkeys(pending.values(), f"no answer within {timeout_s} s"))
+        if errors:
+            self.kill()
+            raise WorkersFailedError(errors)
+        return results
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Has all ranks start with it, and doesn't wait."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((function, args, None)))
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def exit_code(self, rank: int, timeout_s: float = 2.0) -> int | None:
+        """Of one that ends; None where it still runs after that time."""
+        self._processes[rank].join(timeout_s)
+        return self._processes[rank].exitcode
+
+
+KILLED = -signal.SIGKILL

@@ -1,0 +1,172 @@
+"""Row 31, and half-made groups: worlds that follow each other in the same processes, after whatever became of the last.
+
+Row 31 makes 25 worlds by default, 100 with FAILURE_TESTS=long.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel_state as ps
+from device_communicators.segment import Segment
+from parallel_state import agreement, groups, startup
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.test_rendezvous import held_port
+from tests.failure.ranks import KILLED, Ranks
+
+WORLDS = 100 if os.environ.get("FAILURE_TESTS") == "long" else 25
+SETTLED = 15
+DEADLINE_S = 120.0
+TIMEOUT_S = 3.0
+SLACK_S = 2.0
+AGAIN_S = 10.0  # a few tenths of a second, when the machine is free and all come at once
+MOST_KIB = 8192
+"""Half of it is one step, whenever torch prints its first backtrace of a lost connection; torch keeps 5 KiB a world."""
+
+
+class Footprint(NamedTuple):
+    """Of one process."""
+
+    descriptors: int
+    threads: int
+    rss_kib: int
+    maps: int
+
+
+def _footprint() -> Footprint:
+    gc.collect()
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    with open("/proc/self/maps") as file:
+        maps = sum("parallel_state-" in line for line in file)
+    return Footprint(len(os.listdir("/proc/self/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]), maps)
+
+
+def _worlds(port: int) -> list[Footprint]:
+    rank, found = int(os.environ["RANK"]), []
+    for number in range(1, WORLDS + 1):
+        ps.init_distributed_environment(4, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
+        ps.initialize_model_parallel(2, 2)
+        assert ps.get_tp_group().all_reduce(torch.ones(1 << 16)).sum().item() == 2 << 16
+        assert ps.get_pp_group().all_gather_object(number) == [number] * 2
+        ps.destroy_distributed_environment()
+        if number in (SETTLED, WORLDS):
+            found.append(_footprint())
+    return found
+
+
+def test_row_31_worlds_on_one_port(ranks: Ranks) -> None:
+    with held_port() as port:
+        for settled, after in ranks.run(_worlds, port, timeout_s=DEADLINE_S + WORLDS):
+            assert after.descriptors <= settled.descriptors + 1
+            assert after.threads <= settled.threads
+            assert after.rss_kib - settled.rss_kib < MOST_KIB
+            assert after.maps == 0
+
+
+# Half-made groups.
+
+
+def _again(port: int, world_size: int, rank: int) -> list[Any]:
+    """A world of those that are left, in the same processes."""
+    began = time.monotonic()
+    ps.init_distributed_environment(world_size, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
+    ps.initialize_model_parallel(world_size)
+    group = ps.get_tp_group()
+    found = [group.all_reduce(torch.ones(1)).item(), group.all_gather_object(rank), group.route.communicators[0].name]
+    ps.destroy_distributed_environment()
+    return [*found, time.monotonic() - began]
+
+
+def _clean() -> dict[str, Any]:
+    return {
+        "default group": dist.is_initialized(),
+        "groups": [ps.try_get_world_group(), ps.try_get_tp_group(), ps.model_parallel_is_initialized()],
+        "c10d": len(dist.distributed_c10d._world.pg_map),
+        "maps": _footprint().maps,
+    }
+
+
+CLEAN = {"default group": False, "groups": [None, None, False], "c10d": 0, "maps": 0}
+
+TOLD = ("PeerDiedError", "CollectiveTimeoutError", "RendezvousError", "CommunicationError")
+PLACES = {
+    "in the rendezvous": (startup, "make_store"),
+    "before the agreement": (agreement.Agreement, "settle"),
+    "amid its groups": (groups.ProcessGroupPool, "_new_group_of_members"),
+    "with a segment": (Segment, "resize"),
+    "before the proof": (startup, "prove"),
+    "at the end": (startup, "closing_barrier"),
+}
+"""What a rank calls in init_distributed_environment and initialize_model_parallel, in this order."""
+
+
+def _break(place: str, how: str) -> None:
+    owner, name = PLACES[place]
+    real = getattr(owner, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("the reason")
+
+    setattr(owner, name, broken)
+
+
+def _initialize() -> None:
+    ps.init_distributed_environment(timeout=TIMEOUT_S)
+    ps.initialize_model_parallel(2)
+
+
+def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[str, Any], list[Any]]:
+    rank = int(os.environ["RANK"])
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(TIMEOUT_S), PARALLEL_STATE_BARRIER_TIMEOUT_S=str(TIMEOUT_S)):
+        if rank == 3:
+            _break(place, how)
+        told = attempt(_initialize)
+        after = attempt(lambda: ps.get_tp_group().all_reduce(torch.ones(1)))
+        ps.destroy_distributed_environment()
+    clean = _clean()
+    with environment(PARALLEL_STATE_START_TIMEOUT_S="30"):
+        return told, after, clean, _again(port, 3 if how == "killed" else 4, rank)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
+    """The others are told within their deadline, have nothing left, and make a smaller world."""
+    with held_port() as port:
+        results = ranks.survivors(_half_way, place, "killed", port, timeout_s=DEADLINE_S)
+    assert ranks.exit_code(3) == KILLED
+    assert sorted(results) == [0, 1, 2]
+    for told, after, clean, again in results.values():
+        assert told.kind in TOLD, told
+        assert told.seconds < TIMEOUT_S + SLACK_S, told
+        assert after.kind == "GroupNotInitializedError", after
+        assert clean == CLEAN
+        assert again[:3] == [3.0, [0, 1, 2], "shared_memory"]
+        assert again[3] < AGAIN_S
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
+    with held_port() as port:
+        results = ranks.run(_half_way, place, "raised", port, timeout_s=DEADLINE_S)
+    for rank, (told, after, clean, again) in enumerate(results):
+        if rank == 3:
+            assert told.kind == "ZeroDivisionError", told
+        else:
+            assert told.kind in TOLD, told
+        assert told.seconds < TIMEOUT_S + SLACK_S, told
+        assert after.kind == "GroupNotInitializedError", after
+        assert clean == CLEAN
+        assert again[:3] == [4.0, [0, 1, 2, 3], "shared_memory"]
+        assert again[3] < AGAIN_S

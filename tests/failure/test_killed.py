@@ -1,0 +1,201 @@
+"""Rows 1 to 4, 16 and 17: ranks are killed, and all others are told which, in whatever call they are."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import attempt
+from tests.contract.test_rendezvous import held_port
+from tests.failure.calls import calls_on
+from tests.failure.ranks import KILLED, Ranks
+from tests.failure.worlds import (
+    DEADLINE_S,
+    OPERATIONS,
+    ROUTES,
+    SLACK_S,
+    TIMEOUT_S,
+    Told,
+    calls_of_all,
+    kill_me,
+    later,
+    until_it_fails,
+    world_over,
+)
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
+)
+
+
+WITHIN_S = 1.0
+POISONED_WITHIN_S = 0.010
+LOOPS_S = 0.15
+
+
+def _killed_in(
+    operation: str, route: str, victims: list[int], folder: str, port: int | None = None
+) -> tuple[Told, float]:
+    """Calls it until a victim is gone; also how long it takes to let go of everything."""
+    with world_over(route, port) as group:
+        call = calls_of_all(group)[operation]
+        call()
+        if group.rank in victims:
+            later(LOOPS_S, lambda: (Path(folder, f"{group.rank}").write_text(repr(time.monotonic())), kill_me()))
+        told = until_it_fails(group, call)
+        left = time.monotonic()
+    return told, time.monotonic() - left
+
+
+def _check(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path) -> None:
+    assert sorted(results) == [rank for rank in range(4) if rank not in victims]
+    for victim in victims:
+        assert ranks.exit_code(victim) == KILLED
+    killed_s = max(float((folder / str(victim)).read_text()) for victim in victims)
+    for rank, (told, leaving_s) in results.items():
+        outcome = told.outcome
+        assert outcome.kind == "PeerDiedError", f"rank {rank}: {outcome}"
+        assert set(outcome.suspect_ranks) <= set(victims), f"rank {rank}: {outcome}"
+        assert outcome.suspect_ranks, f"rank {rank}: {outcome}"
+        assert "\n" not in outcome.text
+        assert told.at_s - killed_s < WITHIN_S + SLACK_S, f"rank {rank}: {outcome}"
+        assert told.facts["group"] == "tp:0" and told.facts["rank"] == rank, told.facts
+        assert told.facts["operation"] and told.facts["sequence"] is not None, told.facts
+        assert told.facts["elapsed_s"] is not None and told.facts["timeout_s"] == TIMEOUT_S, told.facts
+        assert told.again.kind == "GroupFailedError", f"rank {rank}: {told.again}"
+        assert leaving_s < WITHIN_S + SLACK_S, f"rank {rank} took {leaving_s} s to leave"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_01_rank_3_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    results = ranks.survivors(_killed_in, "all_reduce", route, [3], str(tmp_path), timeout_s=DEADLINE_S)
+    _check(ranks, results, [3], tmp_path)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    with held_port() as port:
+        results = ranks.survivors(_killed_in, "all_reduce", route, [0], str(tmp_path), port, timeout_s=DEADLINE_S)
+    _check(ranks, results, [0], tmp_path)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
+    victim = OPERATIONS.index(operation) % 4
+    results = ranks.survivors(_killed_in, operation, route, [victim], str(tmp_path), timeout_s=DEADLINE_S)
+    _check(ranks, results, [victim], tmp_path)
+
+
+WAITS = ("recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full")
+
+
+def _wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
+    """Rank 0 waits for rank 1, which lives and never comes; rank 3 is killed; rank 2 does nothing."""
+    with world_over(route) as group:
+        group.barrier()
+        rank = group.rank
+        if rank == 3:
+            time.sleep(LOOPS_S)
+            Path(folder, "3").write_text(repr(time.monotonic()))
+            kill_me()
+        told = None
+        if rank == 0:
+            call = {
+                "recv": lambda: group.recv((4,), torch.float32, 1),
+                "recv of an object": lambda: group.recv_object(1),
+                "irecv": lambda: group.irecv((4,), torch.float32, 1).wait(),
+                "irecv of a tensor dict": lambda: group.irecv_tensor_dict(1).wait(),
+                "broadcast of an object": lambda: group.broadcast_object(None, 1),
+                "send, ring full": lambda: group.send(torch.ones(1 << 22), 1),
+            }[waits]
+            told = until_it_fails(group, call)
+        else:
+            time.sleep(1.5)
+        left = time.monotonic()
+    return None if told is None else (told, time.monotonic() - left)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("waits", WAITS)
+def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
+    results = ranks.survivors(_wait_for_a_live_rank, waits, route, str(tmp_path), timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 1, 2]
+    told, leaving_s = results[0]
+    assert told.outcome.kind == "PeerDiedError", told
+    assert told.outcome.suspect_ranks == (3,), told
+    assert told.at_s - float((tmp_path / "3").read_text()) < WITHIN_S + SLACK_S, told
+    assert told.again.kind == "GroupFailedError", told
+    assert leaving_s < WITHIN_S + SLACK_S
+
+
+def _two_die(operation: str, route: str) -> tuple[Told, str]:
+    with world_over(route) as group:
+        group.barrier()
+        at = time.monotonic() + LOOPS_S
+        at = group.broadcast_object(at)
+        if group.rank in (1, 3):
+            time.sleep(max(0.0, at - time.monotonic()))
+            kill_me()
+        told = until_it_fails(group, calls_of_all(group)[operation])
+    return told, told.outcome.text
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("operation", ["all_reduce", "send_object", "broadcast_object"])
+def test_row_16_two_ranks_die_together(ranks: Ranks, operation: str, route: str) -> None:
+    results = ranks.survivors(_two_die, operation, route, timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 2]
+    for told, text in results.values():
+        assert told.outcome.kind == "PeerDiedError", text
+        assert set(told.outcome.suspect_ranks) == {1, 3}, text
+        assert "rank 1 has ended" in text and "rank 3 has ended" in text
+        assert told.outcome.seconds < WITHIN_S + SLACK_S
+
+
+def _after_a_failure(route: str, path: str) -> dict[str, float]:
+    """The fastest of some calls of each kind: the machine may be busy with something else for once."""
+    with world_over(route) as group:
+        other = ps.get_world_group().make_sub_group([0, 1])
+        call = calls_of_all(group)["all_reduce"]
+        call()
+        if group.rank == 3:
+            kill_me()
+        told = until_it_fails(group, call)
+        assert told.outcome.kind == "PeerDiedError", told
+        found = {}
+        for name, again in calls_on(group).items():
+            outcomes = [attempt(again) for _ in range(5)]
+            assert {outcome.kind for outcome in outcomes} <= {"GroupFailedError", "ok"}, (name, outcomes)
+            assert outcomes[0].kind == "GroupFailedError" or name.endswith("_group"), (name, outcomes)
+            found[name] = min(outcome.seconds for outcome in outcomes)
+            if outcomes[0].kind == "GroupFailedError":
+                assert "has ended" in outcomes[0].text
+        cause = cause_of(group)
+        assert cause is group.route.first_failure
+        if other is not None:  # it shares no dead rank
+            assert other.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+            Path(path, str(group.rank)).touch()
+    return found
+
+
+def cause_of(group: ps.GroupCoordinator) -> BaseException | None:
+    try:
+        group.barrier()
+    except ps.GroupFailedError as error:
+        return error.__cause__
+    return None
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_17_later_calls_fail_at_once_and_other_groups_go_on(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    results = ranks.survivors(_after_a_failure, route, str(tmp_path), timeout_s=DEADLINE_S)
+    assert sorted(results) == [0, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    for found in results.values():
+        assert max(found.values()) < POISONED_WITHIN_S, found

@@ -1,0 +1,137 @@
+"""Rows 25, 26, 27: a launcher that is told to stop, or killed; a worker that fails; one that doesn't want to end.
+
+The ranks are in the middle of collectives over shared memory. Bare workers, and what they may do about a signal, are in
+the contract tests of `launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.failure.leftovers import descendants
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+GONE_S = 2.0
+GRACE_S = 0.5
+
+PROGRAM = """
+import os
+import torch
+import parallel_state as ps
+
+def reduce_for_ever():
+    group = ps.get_tp_group()
+    group.barrier()
+    os.write(1, f"{os.getpid()}\\n".encode())
+    while True:
+        group.all_reduce(torch.ones(1000))
+
+if __name__ == "__main__":
+    ps.launch(reduce_for_ever, 4, tensor_model_parallel_size=4, timeout=60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
+def test_row_25_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    with ExitStack() as stack:
+        program = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, str(path)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environ,
+                start_new_session=True,
+            )
+        )
+        stack.callback(program.kill)
+        assert program.stdout is not None
+        lines = [program.stdout.readline() for _ in range(4)]
+        assert all(line.strip().isdecimal() for line in lines), lines
+        gone = [os.pidfd_open(int(line)) for line in lines]
+        for descriptor in gone:
+            stack.callback(os.close, descriptor)
+        begin = time.monotonic()
+        program.send_signal(number)
+        for descriptor in gone:
+            left_s = begin + GONE_S - time.monotonic()
+            assert select.select([descriptor], [], [], max(0.0, left_s))[0], f"a rank is there {GONE_S} s later"
+        assert program.wait(DEADLINE_S) == -number
+        errors = program.stderr.read() if program.stderr is not None else ""
+        assert errors.count("Traceback") == (number == signal.SIGINT), errors
+
+
+def _fail_amid(how: str, noted: Path) -> None:
+    group = ps.get_tp_group()
+    for step in range(1_000_000):
+        if step == 100 and group.rank == 2:
+            noted.write_text(str(time.monotonic()))
+            if how == "sys.exit":
+                sys.exit(1)
+            if how == "os._exit":
+                os._exit(1)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        group.all_reduce(torch.ones(1000))
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "words"),
+    [
+        ("sys.exit", 1, "SystemExit(1)"),
+        ("os._exit", 1, "exit code 1 before the function returned"),
+        ("segfault", -signal.SIGSEGV, "signal 11 (SIGSEGV)"),
+    ],
+)
+def test_row_26_a_worker_exits_or_segfaults(how: str, exit_code: int, words: str, tmp_path: Path) -> None:
+    """It is the one that is reported, although the others have noticed, and raise, before the launcher does."""
+    before = descendants()
+    with pytest.raises(ps.LaunchError) as caught:
+        ps.launch(
+            _fail_amid, 4, args=(how, tmp_path / "at"), tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S
+        )
+    assert time.monotonic() - float((tmp_path / "at").read_text()) < GONE_S
+    assert (caught.value.rank, caught.value.exit_code) == (2, exit_code), caught.value
+    assert str(caught.value).startswith("rank 2 (")
+    assert words in str(caught.value)
+    assert "PeerDiedError" in str(caught.value), "the others' errors follow"
+    assert "global rank 2 has ended" in str(caught.value)
+    assert len(descendants() - before) <= 2, "beside the fork server and its tracker"
+
+
+def _refuse_to_end(noted: Path) -> None:
+    group = ps.get_tp_group()
+    if group.rank == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    group.barrier()
+    if group.rank == 3:
+        noted.write_text(str(time.monotonic()))
+        raise ValueError("the reason")
+    while True:
+        if group.rank == 1:
+            time.sleep(DEADLINE_S)  # not even an error of the others makes it end
+        group.all_reduce(torch.ones(1000))
+
+
+def test_row_27_a_worker_ignores_sigterm(tmp_path: Path) -> None:
+    with pytest.raises(ps.LaunchError, match=r"^rank 3 .* raised ValueError: the reason") as caught:
+        ps.launch(
+            _refuse_to_end, 4, args=(tmp_path / "at",), tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S
+        )
+    took_s = time.monotonic() - float((tmp_path / "at").read_text())
+    assert caught.value.rank == 3
+    assert GRACE_S < took_s < GRACE_S + GONE_S

@@ -1,0 +1,149 @@
+"""Rows 18 to 21: two hosts whose network fails, in whole or in part, for good or for a while."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt
+from tests.failure.worlds import DEADLINE_S, SLACK_S
+from tests.hosts import INTERFACE, HostRanks, Hosts, problem
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
+)
+
+
+BEAT_S, LIMIT_S = 0.2, 2.0
+HEARTBEATS = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}
+PLACEMENTS = [(0, 0, 1, 1), (0, 1)]
+TIMEOUT_S = "30"
+
+
+@pytest.fixture
+def two() -> Iterator[Hosts]:
+    """Two hosts of this test alone."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts(2) as hosts:
+        yield hosts
+
+
+def _ranks(hosts: Hosts, placement: tuple[int, ...]) -> HostRanks:
+    return hosts.ranks(placement, PARALLEL_STATE_TIMEOUT_S=TIMEOUT_S, **HEARTBEATS)
+
+
+def _shell(command: str) -> None:
+    subprocess.run(command, shell=True, check=True, timeout=10)
+
+
+def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
+    """Good calls, then the cut on one host, then a call that can't succeed; how long leaving takes."""
+    ps.init_distributed_environment()
+    group = ps.get_world_group()
+    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    outcomes = [attempt(group.all_reduce, torch.ones(10)) for _ in range(3)]
+    if group.rank == who:
+        _shell(command)
+    calls = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(10)),
+        "recv": lambda: group.recv((3,), torch.float32, (group.rank + group.world_size // 2) % group.world_size),
+        "broadcast_object": lambda: group.broadcast_object({"a": 1}, group.world_size - 1),
+    }
+    started = time.monotonic()
+    outcome = attempt(calls[kind])
+    while outcome.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:  # what is only sent doesn't wait
+        outcome = attempt(calls[kind])
+    outcomes.append(outcome._replace(seconds=time.monotonic() - started))
+    outcomes.append(attempt(group.all_reduce, torch.ones(10)))
+    left = time.monotonic()
+    ps.destroy_distributed_environment()
+    return outcomes, time.monotonic() - left
+
+
+def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int, ...]) -> None:
+    assert sorted(results) == list(range(len(placement)))
+    for rank, (outcomes, leaving_s) in results.items():
+        *good, bad, again = outcomes
+        others = {each for each, host in enumerate(placement) if host != placement[rank]}
+        assert [outcome.kind for outcome in good] == ["ok"] * 3
+        assert bad.kind in ("CollectiveTimeoutError", "PeerDiedError"), f"rank {rank}: {bad}"
+        assert bad.suspect_ranks and set(bad.suspect_ranks) <= others, f"rank {rank}: {bad}"
+        assert bad.seconds < LIMIT_S + 1.0 + SLACK_S, f"rank {rank}: {bad}"
+        assert again.kind == "GroupFailedError" and again.seconds < SLACK_S, f"rank {rank}: {again}"
+        assert leaving_s < SLACK_S, f"rank {rank} took {leaving_s} s to leave"
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "recv", "broadcast_object"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["two each", "one each"])
+def test_row_18_the_link_goes_down(two: Hosts, placement: tuple[int, ...], kind: str) -> None:
+    with _ranks(two, placement) as ranks:
+        command = f"ip link set {INTERFACE} down"
+        results = ranks.survivors(_cut, command, placement.index(1), kind, timeout_s=DEADLINE_S)
+    _check(results, placement)
+    for rank, (outcomes, _) in results.items():
+        bad = outcomes[3]
+        assert bad.kind == "CollectiveTimeoutError", f"rank {rank}: {bad}"
+        if rank == placement.index(placement[rank]):  # who leads its host knows by whose silence
+            assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
+
+
+@pytest.mark.parametrize("deaf", [0, 1], ids=["host 0 hears nothing", "host 1 hears nothing"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["two each", "one each"])
+def test_row_21_one_direction_is_dead(two: Hosts, placement: tuple[int, ...], deaf: int) -> None:
+    # Of the host that the other one can't hear any more: the smallest bucket takes no packet in.
+    command = f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms"
+    with _ranks(two, placement) as ranks:
+        results = ranks.survivors(_cut, command, placement.index(1 - deaf), "all_reduce", timeout_s=DEADLINE_S)
+    _check(results, placement)
+
+
+def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:
+    ps.init_distributed_environment()
+    group = ps.get_world_group()
+    found = [group.all_reduce(torch.ones(10)).sum().item()]
+    if group.rank == first_on_host_1:
+        _shell(f"ip link set {INTERFACE} down; sleep {seconds}; ip link set {INTERFACE} up")
+    found.append(group.all_reduce(torch.ones(10)).sum().item())
+    time.sleep(LIMIT_S + 2 * BEAT_S)  # who was given up by mistake would be missing now
+    found.append(group.all_reduce(torch.ones(10)).sum().item())
+    ps.destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["two each", "one each"])
+def test_row_19_a_partition_that_heals_in_time(two: Hosts, placement: tuple[int, ...]) -> None:
+    with _ranks(two, placement) as ranks:
+        results = ranks.survivors(_through_a_pause, LIMIT_S / 4, placement.index(1), timeout_s=DEADLINE_S)
+    assert results == dict.fromkeys(range(len(placement)), [10.0 * len(placement)] * 3)
+
+
+def _slowly(count: int) -> tuple[list[float], float]:
+    ps.init_distributed_environment()
+    group = ps.get_world_group()
+    group.barrier()
+    started = time.monotonic()
+    found = [group.all_reduce(torch.full((count,), float(number))).mean().item() for number in range(2)]
+    took_s = time.monotonic() - started
+    ps.destroy_distributed_environment()
+    return found, took_s
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["two each", "one each"])
+def test_row_20_a_slow_link_is_no_death(two: Hosts, placement: tuple[int, ...]) -> None:
+    """Of 1 Mbit/s, for longer than the heartbeats' limit; these share it."""
+    with _ranks(two, placement) as ranks:
+        for host in (0, 1):
+            two.limit(host, "1mbit")
+        results = ranks.survivors(_slowly, 60_000, timeout_s=DEADLINE_S)
+    assert len(results) == len(placement)
+    for found, took_s in results.values():
+        assert found == [0.0, float(len(placement))]
+        assert took_s > LIMIT_S

@@ -1,0 +1,128 @@
+"""Rows 22, 23, 24: addresses at which the ranks can't meet.
+
+More of it, for every init method, is in the contract tests of the rendezvous.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import parallel_state as ps
+from tests import hosts
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.test_rendezvous import held_port
+from tests.failure.ranks import Ranks
+
+START_S = 3.0
+SLACK_S = 1.0
+DEADLINE_S = 60.0
+AT_ONCE_S = 1.0
+
+
+# Row 22.
+
+
+def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
+    """On a host whose own name is in /etc/hosts with a loopback address, as Debian's installer leaves it."""
+    names = Path("/dev/shm/hosts")  # this host's alone, as is the mount
+    if os.environ["LOCAL_RANK"] == "0" and not names.exists():
+        names.write_text(f"127.0.0.1 localhost\n{entry}\n")
+        subprocess.run(["mount", "--bind", str(names), "/etc/hosts"], check=True, timeout=10)
+    until = time.monotonic() + DEADLINE_S
+    while entry not in Path("/etc/hosts").read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+    with environment(GLOO_SOCKET_IFNAME=interface, PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S / 2)):
+        met = attempt(ps.init_distributed_environment, timeout=DEADLINE_S / 2)
+        ps.destroy_distributed_environment()
+    return met, socket.gethostname()
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1]])
+def test_row_22_the_hosts_name_resolves_to_loopback(placement: list[int]) -> None:
+    """Other hosts can't reach what gloo would tell them. All ranks are told whose address it is, and what to set."""
+    problem = hosts.problem()
+    if problem is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    with hosts.Hosts(2) as made, made.ranks(placement) as ranks:
+        results = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", None, timeout_s=DEADLINE_S)
+        for told, _ in results:
+            assert told.kind == "RendezvousError", told
+            assert "parallel-state-host-0" in told.text
+            assert "127.0.1.1" in told.text
+            assert "loopback interface" in told.text
+            assert "GLOO_SOCKET_IFNAME" in told.text
+            assert told.seconds < AT_ONCE_S + SLACK_S
+            assert told.suspect_ranks[0] == 0
+        named = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", hosts.INTERFACE, timeout_s=DEADLINE_S)
+        assert [met.kind for met, _ in named] == ["ok"] * len(placement), named
+
+
+# Row 23.
+
+
+def _meet_at(address: str) -> Outcome:
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(START_S)):
+        return attempt(ps.init_distributed_environment, 4, int(os.environ["RANK"]) or 1, f"tcp://{address}")
+
+
+@pytest.mark.parametrize(
+    ("address", "resolved", "why"),
+    [
+        ("localhost:{port}", "127.0.0.1", "refused"),
+        ("192.0.2.1:{port}", "192.0.2.1", ""),  # nobody's, by RFC 5737: no answer, or no route
+        ("no-such-host.invalid:{port}", "does not resolve", ""),
+    ],
+    ids=["dead", "unroutable", "unresolvable"],
+)
+def test_row_23_a_master_address_that_leads_nowhere(ranks: Ranks, address: str, resolved: str, why: str) -> None:
+    with held_port() as port:
+        for told in ranks.run(_meet_at, address.format(port=port), timeout_s=DEADLINE_S):
+            assert told.kind == "RendezvousError", told
+            assert address.format(port=port) in told.text
+            assert resolved in told.text
+            assert why in told.text
+            assert "MASTER_ADDR" in told.text
+            assert told.seconds < START_S + SLACK_S
+
+
+# Row 24.
+
+
+def _nothing() -> None: ...
+
+
+def test_row_24_the_launchers_port_is_in_use() -> None:
+    with held_port(listen=True) as port:
+        began = time.monotonic()
+        with pytest.raises(ps.RendezvousError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use") as caught:
+            ps.launch(_nothing, 4, master_port=port, timeout=DEADLINE_S)
+        assert time.monotonic() - began < AT_ONCE_S
+        assert "give another one, 0 for any, or preferred_port" in str(caught.value)
+
+
+def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
+    rank = int(os.environ["RANK"])
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(start_s)):
+        met = attempt(ps.init_distributed_environment, 4, rank, f"tcp://127.0.0.1:{port}")
+        works = attempt(lambda: ps.get_world_group().all_gather_object(rank))
+        ps.destroy_distributed_environment()
+    return met, works
+
+
+def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks) -> None:
+    """It is tried again, as it may be just given back, until the start's deadline at most; then all are told."""
+    with held_port(listen=True) as port:
+        for rank, (told, _) in enumerate(ranks.run(_serve_at, port, START_S, timeout_s=DEADLINE_S)):
+            assert told.kind == "RendezvousError", told
+            assert f"127.0.0.1:{port}" in told.text
+            assert rank > 0 or "that address is in use by another process; choose another MASTER_PORT" in told.text
+            assert told.seconds < START_S + SLACK_S
+    for met, works in ranks.run(_serve_at, port, DEADLINE_S, timeout_s=DEADLINE_S):
+        assert met.kind == "ok", met
+        assert works.text == "[0, 1, 2, 3]"

@@ -1,0 +1,132 @@
+"""Rows 33 to 35: message queues in shared memory whose other end dies, or is slow."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract.attempts import Outcome, attempt
+from tests.failure.ranks import KILLED, Ranks
+from tests.failure.worlds import DEADLINE_S, SLACK_S, TIMEOUT_S, kill_me, later, world_over
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
+)
+
+
+WITHIN_S = 1.0
+RING_BYTES = 1 << 20
+SLOT_BYTES = 64 << 10
+
+
+def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
+    with world_over("shared memory") as group:
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(0.3)  # the ring is full by then
+            Path(folder, "1").write_text(repr(time.monotonic()))
+            kill_me()
+        if group.rank != 0:
+            time.sleep(1.0)
+            return Outcome("ok", "", 0.0), 0.0
+        x = torch.ones(4 * RING_BYTES // 4)
+        outcome = {
+            "one message": lambda: attempt(group.send, x, 1),
+            "many messages": lambda: attempt(lambda: [group.send(x[: SLOT_BYTES // 8], 1) for _ in range(10_000)]),
+            "without waiting": lambda: attempt(lambda: group.isend(x, 1).wait()),
+            "an object": lambda: attempt(group.send_object, {"x": x}, 1),
+            "a broadcast": lambda: attempt(lambda: [group.broadcast_object({"x": x}, 0) for _ in range(100)]),
+        }[way]()
+        return outcome, time.monotonic()
+
+
+@pytest.mark.parametrize("way", ["one message", "many messages", "without waiting", "an object", "a broadcast"])
+def test_row_33_the_reader_dies_with_the_ring_full(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    results = ranks.survivors(_reader_dies, way, str(tmp_path), timeout_s=DEADLINE_S)
+    assert ranks.exit_code(1) == KILLED
+    outcome, at_s = results[0]
+    assert outcome.kind == "PeerDiedError", outcome
+    assert outcome.suspect_ranks == (1,), outcome
+    assert at_s - float((tmp_path / "1").read_text()) < WITHIN_S + SLACK_S, outcome
+
+
+def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, int]:
+    """Rank 0 sends one whole message and dies amid the next, which is longer than the ring."""
+    with world_over("shared memory") as group:
+        group.barrier()
+        whole, half = torch.arange(1000), torch.ones(8 * RING_BYTES)
+        if group.rank == 0:
+            later(0.4, lambda: (Path(folder, "0").write_text(repr(time.monotonic())), kill_me()))
+            for x in (whole, half):
+                if broadcast:
+                    group.broadcast_object({"x": x}, 0)
+                else:
+                    group.send_object({"x": x}, 1)
+            time.sleep(DEADLINE_S)
+        if group.rank > 1 and not broadcast:
+            time.sleep(1.0)
+            return [], 0.0, 0
+        first = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
+        time.sleep(0.8)  # the writer has died by then, in the middle
+        second = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
+        third = attempt(lambda: group.broadcast_object(None, 0) if broadcast else group.recv_object(0))
+        return [first, second, third], time.monotonic(), first.text.count("tensor")
+
+
+@pytest.mark.parametrize("broadcast", [False, True], ids=["to one", "to all"])
+def test_row_34_the_writer_dies_in_the_middle_of_a_message(ranks: Ranks, tmp_path: Path, broadcast: bool) -> None:
+    results = ranks.survivors(_writer_dies, broadcast, str(tmp_path), timeout_s=DEADLINE_S)
+    assert ranks.exit_code(0) == KILLED
+    for rank in (1, 2, 3) if broadcast else (1,):
+        (first, second, third), _, tensors = results[rank]
+        assert first.kind == "ok" and tensors == 1, first
+        assert second.kind == "PeerDiedError" and second.suspect_ranks == (0,), second
+        assert second.seconds < WITHIN_S + SLACK_S, second
+        assert third.kind == "GroupFailedError", third
+
+
+def _slow_reader(size: int, pause_s: float) -> list[str]:
+    with world_over("shared memory") as group:
+        group.barrier()
+        messages = [torch.full((size // 8,), number) for number in range(5)]
+        found = []
+        if group.rank == 0:
+            for x in messages:
+                found.append(attempt(group.send_object, {"x": x}, 1).kind)
+        elif group.rank == 1:
+            for x in messages:
+                time.sleep(pause_s)
+                outcome = attempt(lambda x=x: torch.equal(group.recv_object(0)["x"], x))
+                found.append(f"{outcome.kind} {outcome.text}" if outcome.kind == "ok" else outcome.kind)
+        for _ in range(50 if group.rank > 1 else 0):
+            time.sleep(0.05)
+        return found
+
+
+@pytest.mark.parametrize("size", [SLOT_BYTES + 8, RING_BYTES + 8, 5 * RING_BYTES])
+def test_row_35_a_slow_reader_gets_everything(ranks: Ranks, size: int) -> None:
+    results = ranks.survivors(_slow_reader, size, 0.2, timeout_s=DEADLINE_S)
+    assert results[0] == ["ok"] * 5
+    assert results[1] == ["ok True"] * 5
+
+
+def test_row_35_a_reader_that_is_too_slow_is_named(ranks: Ranks) -> None:
+    results = ranks.survivors(_too_slow, timeout_s=DEADLINE_S)
+    sender, reader = results[0][0], results[1][0]
+    assert sender.kind == "CollectiveTimeoutError" and sender.suspect_ranks == (1,), sender
+    assert sender.seconds < 1.0 + SLACK_S, sender
+    assert reader.kind != "ok", reader  # half of it was written: no part of it may look like a message
+    assert reader.seconds < TIMEOUT_S + SLACK_S, reader
+
+
+def _too_slow() -> list[Outcome]:
+    with world_over("shared memory", timeout_s=1.0) as group:
+        group.barrier()
+        if group.rank == 0:
+            return [attempt(group.send_object, {"x": torch.ones(RING_BYTES)}, 1)]
+        time.sleep(2.0)
+        return [attempt(group.recv_object, 0)] if group.rank == 1 else []

@@ -1,0 +1,191 @@
+"""`reinitialize`: after a rank was killed the others go on as a smaller world, in the same processes, soon."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import attempt, environment
+from tests.contract.test_rendezvous import held_port
+from tests.failure.ranks import Ranks
+from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill_me, settings_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
+)
+
+
+AGAIN_S = 3.0
+TIMEOUT_S = 600.0
+"""The default: whoever waits for it in vain is late for everything here."""
+
+
+def _start(port: int | None) -> None:
+    method = "env://" if port is None else f"tcp://127.0.0.1:{port}"
+    ps.init_distributed_environment(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), method, timeout=TIMEOUT_S)
+    ps.initialize_model_parallel(2, 2)
+
+
+def _lose(victim: int) -> tuple[str, float]:
+    """A rank of the present world is killed amid everything; how the others are told."""
+    world, tp = ps.get_world_group(), ps.get_tp_group()
+    call = calls_of_all(world)["all_reduce"]
+    call()
+    tp.all_reduce(torch.ones(3))
+    if world.rank == victim:
+        kill_me()
+    outcome = attempt(call)
+    until = time.monotonic() + DEADLINE_S / 2
+    while outcome.kind == "ok" and time.monotonic() < until:
+        outcome = attempt(call)
+    assert outcome.suspect_ranks == (victim,), outcome
+    return outcome.kind, outcome.seconds
+
+
+def _go_on(victim: int, tp: int) -> dict[str, Any]:
+    world = ps.get_world_group()
+    survivors = [rank for rank in world.ranks if rank != victim]
+    began = time.monotonic()
+    ps.reinitialize(survivors, tensor_model_parallel_size=tp)
+    again_s = time.monotonic() - began
+    world = ps.get_world_group()
+    for name, call in calls_of_all(world).items():
+        if world.world_size % 2 == 0 or name not in ("send and recv", "send_object", "send_tensor_dict"):
+            call()
+    return {
+        "again_s": again_s,
+        "rank": world.rank,
+        "size": world.world_size,
+        "tp": ps.get_tp_group().all_gather_object(world.rank),
+        "carrier": world.route.communicators[0].name,
+    }
+
+
+def _losing(victims: list[int], route: str, port: int | None, pending: bool) -> list[Any]:
+    """Each victim is a rank of the world that is left then."""
+    with environment(**settings_of(route)):
+        _start(port)
+        told: list[Any] = []
+        for victim in victims:
+            if pending:
+                _leave_something_pending()
+            told += [_lose(victim), _go_on(victim, 1 if len(victims) > 1 or port else 3)]
+        began = time.monotonic()
+        ps.destroy_distributed_environment()
+        told.append(time.monotonic() - began)
+        return told
+
+
+def _leave_something_pending() -> None:
+    """Waits that nobody ends: in gloo's threads, and in this process' own."""
+    world = ps.get_world_group()
+    after, before = (world.rank + 1) % world.world_size, (world.rank - 1) % world.world_size
+    threading.Thread(target=attempt, args=(world.recv_object, before), daemon=True).start()
+    world.irecv((1 << 20,), torch.float32, after).is_completed()
+
+
+def _check(results: dict[int, list[Any]], route: str, sizes: list[int]) -> None:
+    assert len(results) == sizes[-1]
+    for told in results.values():
+        *rounds, leaving_s = told
+        for (kind, seconds), facts, size in zip(rounds[::2], rounds[1::2], sizes, strict=True):
+            assert kind == "PeerDiedError" and seconds < 1.0 + SLACK_S
+            assert facts["again_s"] < AGAIN_S + SLACK_S, facts
+            assert facts["size"] == size
+            assert facts["carrier"] == ("process_group" if route == "gloo" else "shared_memory")
+        assert leaving_s < SLACK_S
+    ranks = [told[-2]["rank"] for _, told in sorted(results.items())]
+    assert ranks == list(range(sizes[-1]))
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["idle", "with waits that nobody ends"])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_others_go_on_under_a_launchers_store(ranks: Ranks, victim: int, route: str, pending: bool) -> None:
+    results = ranks.survivors(_losing, [victim], route, None, pending, timeout_s=DEADLINE_S)
+    _check(results, route, [3])
+    assert all(told[1]["tp"] == [0, 1, 2] for told in results.values())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("victim", [0, 3], ids=["rank 0, which served the store", "rank 3"])
+def test_the_others_go_on_under_a_store_of_their_own(ranks: Ranks, victim: int, route: str) -> None:
+    with held_port() as port:
+        results = ranks.survivors(_losing, [victim], route, port, True, timeout_s=DEADLINE_S)
+    _check(results, route, [3])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("victims", [[0, 0], [3, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize("served", [True, False], ids=["by rank 0", "by a launcher"])
+def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served: bool) -> None:
+    with held_port() as port:
+        results = ranks.survivors(_losing, victims, route, port if served else None, False, timeout_s=DEADLINE_S)
+    _check(results, route, [3, 2])
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+import parallel_state as ps
+
+ps.init_distributed_environment(backend="gloo")
+ps.initialize_model_parallel(2, 2)
+world = ps.get_world_group()
+for _ in range(3):
+    world.all_reduce(torch.ones(3))
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        world.all_reduce(torch.ones(3))
+except ps.CommunicationError as error:
+    lost = error.suspect_ranks
+ps.reinitialize([rank for rank in world.ranks if rank not in lost], tensor_model_parallel_size=3)
+total = ps.get_tp_group().all_reduce(torch.ones(1)).item()
+with open(os.path.join(sys.argv[1], f"{ps.get_rank()}"), "w") as file:
+    file.write(f"{total} {time.monotonic()}")
+"""
+"""Ends without destroying anything: the process must end all the same, and at once."""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_processes_end_by_themselves_afterwards(tmp_path: Path, route: str) -> None:
+    import subprocess
+    import sys
+
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    variables = {name: value for name, value in settings_of(route).items() if value is not None}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            env={
+                **os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        codes = [process.wait(DEADLINE_S) for process in processes]
+        ended_s = time.monotonic()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes[1] != 0 and codes[0] == codes[2] == codes[3] == 0
+    told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [total for total, _ in told] == ["3.0"] * 3
+    assert ended_s - max(float(at) for _, at in told) < 2.0 + SLACK_S

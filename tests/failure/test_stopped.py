@@ -1,0 +1,72 @@
+"""Row 15: a rank that is stopped is named at the deadline, and what it finds when it goes on is a failed group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract.attempts import attempt
+from tests.failure.ranks import Ranks
+from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, Told, until_it_fails, world_over
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
+)
+
+
+T_S = 2.0
+
+
+def _until_the_stopped_fails(route: str, folder: str) -> tuple[Told, list[str]]:
+    with world_over(route, timeout_s=T_S) as group:
+        group.barrier()
+        Path(folder, str(group.rank)).write_text(str(os.getpid()))
+        told = until_it_fails(group, lambda: group.all_reduce(torch.ones(5)))
+        if group.rank != 2:
+            Path(folder, f"failed-{group.rank}").touch()
+        until = time.monotonic() + DEADLINE_S / 2
+        while not Path(folder, "goes on").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        later = [attempt(group.all_reduce, torch.ones(5)).kind, attempt(group.broadcast_object, 1).kind]
+    return told, later
+
+
+def _stop_and_go_on(folder: Path) -> None:
+    until = time.monotonic() + DEADLINE_S / 2
+    while not all((folder / str(rank)).exists() for rank in range(4)) and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    stopped = int((folder / "2").read_text())
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        while not all((folder / f"failed-{rank}").exists() for rank in (0, 1, 3)) and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+        (folder / "goes on").touch()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    thread = threading.Thread(target=_stop_and_go_on, args=(tmp_path,))
+    thread.start()
+    try:
+        results = ranks.survivors(_until_the_stopped_fails, route, str(tmp_path), timeout_s=DEADLINE_S)
+    finally:
+        thread.join(DEADLINE_S)
+    assert sorted(results) == [0, 1, 2, 3]
+    for rank, (told, later) in results.items():
+        assert later == ["GroupFailedError"] * 2, (rank, told, later)
+        if rank != 2:
+            assert told.outcome.kind == "CollectiveTimeoutError", (rank, told)
+            assert told.outcome.suspect_ranks == (2,), (rank, told)
+            assert told.outcome.seconds < T_S + 1.0 + SLACK_S, (rank, told)
+        else:
+            assert told.outcome.kind in ("CollectiveTimeoutError", "PeerDiedError", "CommunicationError"), told

@@ -1,0 +1,286 @@
+"""Hosts on this machine, for tests and benchmarks: what ranks see of each other is what they would see over a network.
+
+    with Hosts(2) as hosts:                                       # or Hosts([Host(), Host(own_pids=True)])
+        with hosts.ranks([0, 0, 1, 1]) as ranks:                  # rank r is on host placement[r]
+            results = ranks.run(function, argument, tp=2, pp=2)   # each rank's return value, as of any pool
+            hosts.link(1, up=False)
+            ...
+
+A host is a network namespace with one interface, a UTS namespace with a name of its own, a mount namespace with a
+fresh /dev/shm, and, if asked for, a PID namespace. Their interfaces meet in a bridge, in a namespace of its own:
+nothing has a name outside, and no two runs meet. Each namespace lives as long as a process that reads a pipe of ours,
+so whatever becomes of the owner, be it SIGKILL, the kernel takes all of it away. It needs root, `ip` and `tc` (Debian:
+iproute2), `unshare` and `nsenter` (util-linux); `problem()` says what is missing.
+
+Ranks are forks of the tests' fork server, so they start in milliseconds, that enter a host's namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.workers import WorkerPool, serve
+
+_FIRST_PORT = 20_000
+"""Of rank 0, on its own host, one for each pool: nobody else is there, and outgoing connections have higher ones."""
+
+INTERFACE = "eth0"
+_DEADLINE_S = 20.0
+_NAMESPACES = ("net", "uts", "ipc", "pid_for_children", "mnt")  # the last one takes the way to the others away
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Host:
+    """What one host has of its own, and what it shares with one before it."""
+
+    network_of: int | None = None
+    """Shares that host's network: the same address, but no memory."""
+    memory_of: int | None = None
+    """Shares that host's /dev/shm and files: the same memory, but another address and name."""
+    own_pids: bool = False
+    """Its processes have a PID namespace: others don't see them, nor does this host see others."""
+    shared_memory: str = "1g"
+    """The size of /dev/shm."""
+    cpus: tuple[int, ...] = ()
+    """The cores of its ranks; else all of this machine's, which its neighbours use, too."""
+
+
+@functools.cache
+def problem() -> str | None:
+    """Why there can be no hosts here, or None."""
+    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found (Debian: iproute2, util-linux)"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with Hosts(1):
+            return None
+    except HostsFailedError as error:
+        return str(error)
+
+
+def cores_of_each(hosts: int) -> list[tuple[int, ...]]:
+    """This machine's cores, shared out to hosts; all of them to each where there are fewer cores than hosts."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // hosts
+    return [tuple(cores[host * share : (host + 1) * share] if share else cores) for host in range(hosts)]
+
+
+class HostsFailedError(RuntimeError):
+    """A command that makes or changes hosts failed, or was late."""
+
+
+class Hosts:
+    """Hosts that reach each other, from `__enter__` to `__exit__`; `addresses[i]` is that of host i."""
+
+    def __init__(self, hosts: int | Sequence[Host]) -> None:
+        self.hosts = [Host()] * hosts if isinstance(hosts, int) else list(hosts)
+        self.addresses: list[str] = []
+        self._pools: list[HostRanks] = []
+        self._ports = itertools.count(_FIRST_PORT)
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._switch = 0
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._switch = self._hold(
+                "--net", script="ip link add br0 type bridge forward_delay 0 && ip link set br0 up"
+            )
+            for index, host in enumerate(self.hosts):
+                self._add(index, host)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all ranks and takes the hosts away. Twice is fine."""
+        for pool in self._pools:
+            pool.kill()
+        for holder in self._holders:
+            if holder.stdin is not None:
+                holder.stdin.close()
+        for holder in self._holders:
+            try:
+                holder.wait(_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.wait()
+        self._pools, self._holders = [], []
+
+    def _add(self, index: int, host: Host) -> None:
+        options, steps = ["--uts", "--ipc"], [f"hostname parallel-state-host-{index}"]
+        enter: list[str] = []
+        if host.network_of is None:
+            options.append("--net")
+        else:
+            enter += [f"--net=/proc/{self.pid(host.network_of)}/ns/net"]
+        if host.memory_of is None:
+            options.append("--mount")
+            steps.append(f"mount -t tmpfs -o mode=1777,size={host.shared_memory} tmpfs /dev/shm")
+        else:
+            enter += [f"--mount=/proc/{self.pid(host.memory_of)}/ns/mnt"]
+        if host.own_pids:
+            options += ["--pid", "--fork", "--kill-child", *(["--mount-proc"] if host.memory_of is None else [])]
+        pid = self._hold(*options, script=" && ".join(steps), enter=enter)
+        if host.network_of is not None:
+            self.addresses.append(self.addresses[host.network_of])
+            return
+        address = f"10.77.{index // 250}.{index % 250 + 1}"
+        self._in_network(self._switch, f"ip link add h{index} type veth peer name {INTERFACE} netns {pid}")
+        self._in_network(self._switch, f"ip link set h{index} master br0 up")
+        # Without an IPv6 address of the link, there is one address only that a transport can choose.
+        self._in_network(pid, f"ip link set {INTERFACE} addrgenmode none && ip addr add {address}/16 dev {INTERFACE}")
+        self._in_network(pid, f"ip link set {INTERFACE} up && ip link set lo up")
+        self.addresses.append(address)
+
+    def _hold(self, *options: str, script: str, enter: Sequence[str] = ()) -> int:
+        """Makes namespaces and runs `script` in them; they stay until the pipe to their process ends."""
+        command = ["nsenter", *enter] if enter else []
+        command += ["unshare", *options, "sh", "-c", f"{script} && echo ready && exec cat"]
+        holder = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/"
+        )  # fmt: skip
+        self._holders.append(holder)
+        assert holder.stdout is not None and holder.stderr is not None
+        answered, _, _ = select.select([holder.stdout], [], [], _DEADLINE_S)
+        if not answered or holder.stdout.readline() != b"ready\n":
+            holder.kill()
+            raise HostsFailedError(f"{' '.join(command)}: {holder.stderr.read().decode().strip() or 'no answer'}")
+        return holder.pid
+
+    def _in_network(self, pid: int, script: str) -> str:
+        return _run(["nsenter", "-t", str(pid), "--net", "sh", "-c", script])
+
+    def pid(self, host: int) -> int:
+        """A process that lives in the host's namespaces."""
+        return self._holders[1 + host].pid
+
+    def run_on(self, host: int, command: str) -> str:
+        """The output of a shell command on a host."""
+        return _run(["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "sh", "-c", command])
+
+    def link(self, host: int, up: bool) -> None:
+        """Plugs the host's cable in or out, at the switch: the host itself still believes in its interface."""
+        state = "up" if up else "down"
+        self._in_network(self._switch, f"ip link set h{self._port(host)} {state}")
+
+    def limit(self, host: int, rate: str | None) -> None:
+        """What the host sends passes at `rate` (`1gbit`, `1mbit`); None takes the limit away."""
+        script = f"tc qdisc del dev {INTERFACE} root 2>/dev/null || true"
+        if rate is not None:
+            # A burst holds the largest packet that the kernel hands down at once, of 64 KiB.
+            script = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 128kb limit 256kb"
+        self.run_on(host, script)
+
+    def sent_bytes(self, host: int) -> int:
+        """What the host has sent to other hosts so far, headers and acknowledgements included."""
+        (link,) = json.loads(self._in_network(self._switch, f"ip -s -j link show dev h{self._port(host)}"))
+        return int(link["stats64"]["rx"]["bytes"])
+
+    def _port(self, host: int) -> int:
+        shared = self.hosts[host].network_of
+        return host if shared is None else self._port(shared)
+
+    def ranks(self, placement: Sequence[int], **environment: str) -> HostRanks:
+        """Ranks on these hosts, with these environment variables beside the usual ones; they start at the first run."""
+        pool = HostRanks(self, placement, {"MASTER_PORT": str(next(self._ports)), **environment})
+        self._pools.append(pool)
+        return pool
+
+
+class HostRanks(WorkerPool):
+    """A pool of ranks that are spread over hosts. They meet at the address of rank 0's host, which serves the store."""
+
+    def __init__(self, hosts: Hosts, placement: Sequence[int], environment: dict[str, str]) -> None:
+        super().__init__(len(placement))
+        self.placement = tuple(placement)
+        self._hosts = hosts
+        self._variables = environment
+
+    def __enter__(self) -> HostRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def _serve_store(self) -> None:
+        """Rank 0 does."""
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        host = self.placement[rank]
+        return {
+            **super()._environment(rank),
+            "LOCAL_RANK": str(self.placement[:rank].count(host)),
+            "LOCAL_WORLD_SIZE": str(self.placement.count(host)),
+            "MASTER_ADDR": self._hosts.addresses[self.placement[0]],
+            "TORCHELASTIC_USE_AGENT_STORE": "",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+            **self._variables,
+        }
+
+    def _target(self, rank: int) -> tuple[Any, tuple[Any, ...]]:
+        host = self.placement[rank]
+        return _serve_on_host, (self._hosts.pid(host), self._hosts.hosts[host])
+
+
+def _serve_on_host(host_pid: int, host: Host, connection: Connection, environment: dict[str, str]) -> None:
+    _end_with_parent()
+    _enter(host_pid)
+    if host.cpus:
+        os.sched_setaffinity(0, host.cpus)
+    if host.own_pids:
+        # Only children are in the PID namespace; this process stays outside and ends as its child does.
+        child = os.fork()
+        if child:
+            connection.close()
+            _, status = os.waitpid(child, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+        _end_with_parent()
+    serve(connection, environment)
+    os._exit(0)
+
+
+def _enter(pid: int) -> None:
+    """This process, of one thread, joins the namespaces of another."""
+    library = ctypes.CDLL(None, use_errno=True)
+    folder = os.getcwd()
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(f"/proc/{pid}/ns/{name}")) for name in _NAMESPACES]
+        for file in files:
+            if library.setns(file.fileno(), 0) != 0:
+                error = ctypes.get_errno()
+                raise OSError(error, f"{file.name}: {os.strerror(error)}")
+    os.chdir(folder)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise HostsFailedError(f"{' '.join(command)}: not done within {_DEADLINE_S:g} s") from error
+    if done.returncode != 0:
+        raise HostsFailedError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

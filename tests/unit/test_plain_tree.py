@@ -1,0 +1,162 @@
+"""What is found to be plain in C encodes to the same bytes as by the walk; whatever isn't takes the walk."""
+
+from __future__ import annotations
+
+import collections
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators import native
+from parallel_state import codec, codec_values, wire, wire_forms
+from parallel_state.codec_values import MAX_DEPTH
+
+try:
+    native.load()
+except native.NativeUnavailableError as error:
+    pytest.skip(f"no compiled library: {error}", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _with_library() -> Iterator[None]:
+    before = codec_values._library.look
+    codec_values.use_library()
+    yield
+    codec_values._library.look = before
+
+
+class Text(str):
+    pass
+
+
+class Number(int):
+    pass
+
+
+class Row(list):  # type: ignore[type-arg]
+    pass
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for number in range(depth):
+        value = [value] if number % 2 else {"k": value}
+    return value
+
+
+X = torch.arange(3)
+PLAIN: list[Any] = [
+    None, 1, -1.5, "text", b"bytes", True, [], {}, [1, "a", None], {"a": {"b": [1.5, {1: None}]}, 2: [False]},
+    [2**63, 2**64 - 1, -(2**63)], {"x": X, "deep": [{"again": X, "other": X + 1}]}, X, nested(MAX_DEPTH),
+]  # fmt: skip
+OTHER: list[Any] = [
+    (1,), [(1,)], {(1,): 2}, {1}, 1j, bytearray(b"x"), collections.OrderedDict(a=1), [2**64], {"deep": [X, (X,)]},
+    torch.float32, {"x": torch.nn.Parameter(torch.ones(2)), "y": X.to(torch.complex64).conj()},
+]  # fmt: skip
+
+
+def slowly(value: Any) -> codec.Encoded:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec_values._library, "look", None)
+        return codec.encode(value)
+
+
+@pytest.mark.parametrize("value", [*PLAIN, *OTHER], ids=lambda value: str(value)[:30])
+def test_both_ways_give_the_same(value: Any) -> None:
+    fast, slow = codec.encode(value), slowly(value)
+    assert fast.metadata == slow.metadata
+    assert all(map(torch.equal, fast.tensors, slow.tensors))
+    assert len(fast.tensors) == len(slow.tensors)
+
+
+def test_what_is_plain() -> None:
+    found = [codec_values._library.look(value) for value in PLAIN]  # type: ignore[misc]
+    assert found == [1] * 11 + [2, 2, 1]
+    for value in [
+        *OTHER[:6],
+        Text("a"),
+        Number(1),
+        Row(),
+        Color.RED,
+        [Text("a")],
+        {Text("a"): 1},
+        nested(MAX_DEPTH + 1),
+    ]:
+        assert codec_values._library.look(value) == 0, value  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ([Text("a")], r"value at \[0\] is .*Text, which is not sent as its base str"),
+        ({"k": Color.RED}, r"value at \['k'\] is .*Color"),
+        ({"k": [X, len]}, r"value at \['k'\]\[1\] is a builtin"),
+        ({"k": X.to_sparse()}, r"value at \['k'\] is a tensor of layout"),
+        (["\ud800"], "lone surrogate"),
+        (nested(MAX_DEPTH + 1), "nested more than 100 deep"),
+    ],
+)
+def test_what_does_not_travel_is_told_with_its_path(value: Any, match: str) -> None:
+    with pytest.raises(codec.MessageEncodeError, match=match):
+        codec.encode(value)
+    assert codec.encode_plain(value) is None
+
+
+# Dicts whose form was seen before.
+
+
+def head(values: dict[str, Any]) -> bytes:
+    outgoing = wire.encode(values, allow_pickle=False, must_be=dict)
+    assert outgoing.error is None
+    assert [x.data_ptr() for x in outgoing.tensors] == [x.data_ptr() for x in values.values() if torch.is_tensor(x)]
+    return outgoing.head
+
+
+def test_a_form_is_known_by_all_that_its_head_depends_on() -> None:
+    same: dict[str, Any] = {"x": torch.ones(2, 3), "n": 1, "f": 0.0, "s": "a", "none": None}
+    first = head(same)
+    assert wire_forms.form_of(same)[0] in wire_forms._heads
+    assert head({**same, "x": torch.zeros(2, 3)}) == first
+    others = [
+        {**same, "x": torch.ones(3, 2)}, {**same, "x": torch.ones(2, 3).int()}, {**same, "n": True}, {**same, "n": 2},
+        {**same, "f": -0.0}, {**same, "f": 0}, {**same, "s": "b"}, {"n": 1, "x": torch.ones(2, 3)},
+        dict(reversed(same.items())),
+    ]  # fmt: skip
+    heads = [head(values) for values in others]
+    assert len({first, *heads}) == 1 + len(others)
+    assert heads == [wire.encode(values, allow_pickle=False, must_be=dict).head for values in others]
+
+
+def test_dicts_that_have_no_form() -> None:
+    x = torch.ones(4, 2)
+    complex_x = torch.ones(2, dtype=torch.complex64)
+    for values in (
+        {}, {"n": 1}, {"x": x, 1: 2}, {"x": x, "again": x}, {"x": x.t()}, {"x": x.to_sparse()}, {"x": x.to("meta")},
+        {"x": complex_x.conj()}, {"x": torch.nn.Parameter(x)}, {"x": x, "l": [1]}, {"x": x, Text("k"): 1},
+        {"x": x, "n": Number(1)}, {"x": torch._neg_view(x)},
+    ):  # fmt: skip
+        assert wire_forms.form_of(values)[0] is None, values
+
+
+def test_a_template_gives_what_was_read() -> None:
+    x, y = torch.ones(2), torch.zeros(3)
+    metadata = [codec.TensorMetadata(t.dtype, tuple(t.shape), "cpu") for t in (x, y)]
+    value = {"n": 1, "x": x, "f": 0.5, "y": y, "x again": x}
+    wire_forms.remember_template(b"head", metadata, [x, y], value)
+    template = wire_forms.template_of(b"head")
+    assert template is not None
+    made = template.fill([y, x])
+    assert list(made) == list(value)
+    assert made["x"] is made["x again"] is y
+    assert made["y"] is x
+    assert (made["n"], made["f"]) == (1, 0.5)
+    for other in ([x, y], {"x": x, "l": []}, {1: x}, {"x": torch.ones(2)}):
+        wire_forms.remember_template(b"other", metadata, [x, y], other)
+        assert wire_forms.template_of(b"other") is None
