@@ -226,12 +226,12 @@ class Communicator(ABC):
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        self.ibroadcast_(out, src).wait()
+        self.flat_broadcast_(out, src)
         return out
 
     def broadcast_(self, x: Tensor, src: int) -> None:
         with _contiguous(x) as flat:
-            self.ibroadcast_(flat, src).wait()
+            self.flat_broadcast_(flat, src)
 
     def send(self, x: Tensor, dst: int) -> None:
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
@@ -287,6 +287,10 @@ class Communicator(ABC):
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         """Starts a broadcast of `src`'s tensor into the others'; the caller keeps `x` alive until it is done."""
+
+    def flat_broadcast_(self, x: Tensor, src: int) -> None:
+        """`src`'s tensor into the others'."""
+        self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:

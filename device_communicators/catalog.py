@@ -53,10 +53,15 @@ def _no_hosts_of_several(context: GroupContext) -> str | None:
     return "each of its ranks is alone on its host" if len(memory.hosts) == context.size else None
 
 
+def _no_device(context: GroupContext) -> str | None:
+    return "its device is the CPU" if context.device.type == "cpu" else None
+
+
 CATALOG: tuple[Row, ...] = (
     Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
     Row("shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator", unfit=_no_shared_memory),
     Row("hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator", unfit=_no_hosts_of_several),
+    Row("device_group", "device_communicators.device_group", "DeviceGroupCommunicator", unfit=_no_device),
     Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
 )
 

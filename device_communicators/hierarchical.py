@@ -24,7 +24,7 @@ from device_communicators.base import DONE, Communicator, GroupContext, Request,
 from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hosts import Hosts
 from device_communicators.native_group import DTYPES
-from device_communicators.process_group import as_bytes, reducible, reduction_refusal
+from device_communicators.reductions import as_bytes, reducible, reduction_refusal
 
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "barrier"]

@@ -24,7 +24,7 @@ from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.failures import kind_of_failure
 from device_communicators.health import NOTICE_S, Death
-from device_communicators.process_group import as_bytes
+from device_communicators.reductions import as_bytes
 from device_communicators.waiting import abandon, attributed, died
 
 DIRECT_BYTES = 64 << 10

@@ -1,8 +1,8 @@
-"""torch.distributed process groups (gloo, NCCL, any backend): carries everything, always there, last in every route.
+"""torch.distributed process groups (gloo, NCCL, any backend), called as they are.
 
 Tensors of the group's device go over its device group, CPU tensors over its gloo group, so that a CPU tensor never
 meets NCCL. What only moves (gather, broadcast, send, …) moves as bytes, so every dtype travels; what is reduced is
-widened where no backend knows the dtype.
+widened where no backend knows the dtype. Whether all ranks are in the same call is not asked here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 from device_communicators.base import DONE, Communicator, Request, Then, Work
 from device_communicators.errors import GroupNotInitializedError
+from device_communicators.reductions import as_bytes, reducible, reduction_refusal
 from device_communicators.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
@@ -33,18 +33,6 @@ _REDUCE_OPS: dict[str, Any] = {
     "min": ReduceOp.MIN,
     "product": ReduceOp.PRODUCT,
 }
-_NATIVE = frozenset(
-    [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
-)
-_WIDENED = {
-    torch.int16: torch.int32,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-}
-_COMPLEX = {torch.complex64, torch.complex128}
-_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
-"""On bytes that are 0 or 1, `or` is max and `and` is min."""
-
 _REDUCTIONS = (
     "all_reduce",
     "all_reduce_",
@@ -56,34 +44,13 @@ _REDUCTIONS = (
 )
 
 
-def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
-    """Why `reduce_op` of `dtype` has no defined result here, or None."""
-    if dtype in _NATIVE or dtype in _WIDENED:
-        if reduce_op == "avg" and not dtype.is_floating_point:
-            return f"avg needs a floating-point dtype, not {dtype}; sum and divide as you mean it"
-        return None
-    if dtype in _COMPLEX:
-        return None if reduce_op in ("sum", "avg") else f"{reduce_op} of {dtype} is not defined"
-    if dtype == torch.bool:
-        return None if reduce_op in _BOOL_OPS else f"{reduce_op} of {dtype} is not defined"
-    return f"{dtype} can't be reduced; reducible are {_names(_NATIVE | _WIDENED.keys() | _COMPLEX | {torch.bool})}"
-
-
-class ProcessGroupCommunicator(Communicator):
+class PlainProcessGroup(Communicator):
     """The group's pair of torch process groups."""
-
-    name = "process_group"
 
     def refusal(self, request: Request) -> str | None:
         if request.operation in _REDUCTIONS and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
-
-    def __str__(self) -> str:
-        name = self.context.device_group.name()
-        if self.context.device.type == "cpu":
-            return f"torch.distributed over {name}, every tensor"
-        return f"torch.distributed, {self.context.device.type} tensors over {name}, CPU tensors over gloo"
 
     def _group(self, x: Tensor) -> Any:
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
@@ -92,14 +59,13 @@ class ProcessGroupCommunicator(Communicator):
         """A device's work is waited for by its stream and not by the host."""
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
 
-    def _pair_group(self, x: Tensor, operation: str) -> Any:
+    def check_pair_group(self, x: Tensor, operation: str) -> None:
         """Two ranks alone can't make the gloo group of more: the others would never come."""
         if x.device.type == "cpu" and self.context.size > 2 and not self.context.cpu_group_is_made:
             raise GroupNotInitializedError(
                 f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
                 "group make together at its first use; call barrier() on every rank once before"
             )
-        return self._group(x)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         self.iall_reduce_(x, reduce_op).wait()
@@ -183,38 +149,15 @@ class ProcessGroupCommunicator(Communicator):
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
         if x.numel() == 0:
             return DONE
-        return self._watched(self._pair_group(x, "send").send([as_bytes(x)], dst, tag), x, "send", WatchedByThread)
+        self.check_pair_group(x, "send")
+        return self._watched(self._group(x).send([as_bytes(x)], dst, tag), x, "send", WatchedByThread)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         if out.numel() == 0:
             return DONE
-        work = self._pair_group(out, "recv").recv([as_bytes(out)], src, tag)
+        self.check_pair_group(out, "recv")
+        work = self._group(out).recv([as_bytes(out)], src, tag)
         return self._watched(work, out, "recv", WatchedByThread)
 
     def barrier(self) -> None:
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """A flat view of contiguous `x`."""
-    flat = x.view(-1)
-    if flat.stride(0) != 1:  # one element is contiguous whatever its stride, but can't be viewed as bytes
-        flat = flat.as_strided((1,), (1,))
-    return flat.view(torch.uint8)
-
-
-def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
-    if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
-        return x.float(), reduce_op, x
-    if x.dtype in _NATIVE:
-        return x, reduce_op, None
-    if x.dtype == torch.bool:
-        return x.view(torch.uint8), _BOOL_OPS[reduce_op], None
-    if x.dtype in _COMPLEX:
-        return torch.view_as_real(x), reduce_op, None
-    return x.to(_WIDENED[x.dtype]), reduce_op, x
-
-
-def _names(dtypes: Any) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

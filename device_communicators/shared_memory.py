@@ -15,8 +15,8 @@ from device_communicators.base import DONE, Communicator, GroupContext, Request,
 from device_communicators.channels import Channels
 from device_communicators.errors import UnsupportedError
 from device_communicators.native_group import DTYPES, REDUCE_OPS
-from device_communicators.process_group import reducible, reduction_refusal
 from device_communicators.recorder import Operation
+from device_communicators.reductions import reducible, reduction_refusal
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 _REDUCING = (

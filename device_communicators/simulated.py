@@ -13,7 +13,7 @@ from torch import Tensor
 
 from device_communicators.base import DONE, Communicator, Request, Work
 from device_communicators.errors import UnsupportedError
-from device_communicators.process_group import reduction_refusal
+from device_communicators.reductions import reduction_refusal
 
 
 class SimulatedCommunicator(Communicator):
