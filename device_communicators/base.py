@@ -211,11 +211,10 @@ class Communicator(ABC):
 
     def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
         """Slice r of `src`'s `[…, size · d, …]` into rank r's contiguous `out`."""
-        if out.numel() == 0:
-            return
         blocks = None
         if x is not None:
-            blocks = x.unflatten(dim, (self.context.size, -1)).movedim(dim, 0).contiguous()
+            slices = (self.context.size, x.shape[dim] // self.context.size)
+            blocks = x.unflatten(dim, slices).movedim(dim, 0).contiguous()
         self.flat_scatter(out, blocks, src)
 
     def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:

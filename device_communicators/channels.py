@@ -24,7 +24,7 @@ from torch import Tensor
 from device_communicators.errors import CommunicationError, GroupDestroyedError
 from device_communicators.message_queue import Message, Place, Receiver, Sender, Shape, Waiting, pieces_of
 from device_communicators.native_group import Members
-from device_communicators.work import DONE, Work
+from device_communicators.work import Work
 
 TENSORS, MESSAGES = 0, 1
 """Kinds of queues: send and recv of plain tensors; objects and tensor dicts."""
@@ -152,17 +152,14 @@ class Channels:
 
     def isend(self, x: Tensor, dst: int) -> Work:
         """Starts to send a contiguous CPU tensor. Done at once where the ring has room for it."""
-        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x))) if x.numel() else DONE
+        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x)))
 
     def send(self, x: Tensor, dst: int) -> None:
         """Sends a contiguous CPU tensor, which may be changed afterwards."""
-        if x.numel():
-            self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x)))
+        self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x)))
 
     def irecv_(self, out: Tensor, src: int) -> Work:
         """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
-        if out.numel() == 0:
-            return DONE
         tensors = self._tensors.get(src)
         if tensors is None:
             tensors = self._tensors.setdefault(src, TensorReceiver(self.receiver(src, TENSORS)))

@@ -83,6 +83,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _all_reduce(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if x.numel() == 0:
+            self._meet("all_reduce", x.dtype, reduce_op)
             return
         parts, outs = x.view(-1).split(CHUNK_ELEMENTS), out.view(-1).split(CHUNK_ELEMENTS)
         # In step i the ranks of a host reduce chunk i. The slices of chunk i - 1 are on their way to the hosts that
@@ -103,6 +104,7 @@ class HierarchicalCommunicator(Communicator):
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if out.numel() == 0:
+            self._meet("reduce_scatter", x.dtype, reduce_op)
             return
         with self._call("reduce_scatter", x.numel(), x.dtype, reduce_op) as hosts:
             reduction = _Reduction(hosts.by_host(x.view(self.context.size, -1)), reduce_op, self.context.size)
@@ -127,6 +129,7 @@ class HierarchicalCommunicator(Communicator):
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel() == 0:
+            self._meet("all_gather")
             return
         with self._call("all_gather", x.nbytes) as hosts:
             ordered = as_bytes(out).view(self.context.size, -1)
@@ -142,10 +145,17 @@ class HierarchicalCommunicator(Communicator):
         return out
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        if x.numel():
-            with self._call("broadcast", x.nbytes, src) as hosts:
-                hosts.broadcast_from(as_bytes(x), src)
+        if x.numel() == 0:
+            self._meet("broadcast", src)
+            return DONE
+        with self._call("broadcast", x.nbytes, src) as hosts:
+            hosts.broadcast_from(as_bytes(x), src)
         return DONE
+
+    def _meet(self, operation: str, *facts: object) -> None:
+        """For a tensor without elements: a rank that has some must find out."""
+        with self._call(operation, 0, *facts) as hosts:
+            hosts.barrier()
 
     def barrier(self) -> None:
         with self._call("barrier") as hosts:

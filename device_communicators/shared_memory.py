@@ -78,9 +78,8 @@ class SharedMemoryCommunicator(Communicator):
         shape = list(x.shape)
         shape[dim] *= self.context.size
         out = x.new_empty(shape)
-        if x.numel():
-            outer = x.shape[:dim].numel()
-            self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
+        outer = x.shape[:dim].numel() if x.numel() else 1
+        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
         return out
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
@@ -88,8 +87,7 @@ class SharedMemoryCommunicator(Communicator):
         shape = list(x.shape)
         shape[dim] //= self.context.size
         out = x.new_empty(shape)
-        if out.numel():
-            self._reduce_scatter(out, x, x.shape[:dim].numel(), reduce_op)
+        self._reduce_scatter(out, x, x.shape[:dim].numel() if x.numel() else 1, reduce_op)
         return out
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, outer: int, reduce_op: str) -> None:
@@ -112,15 +110,10 @@ class SharedMemoryCommunicator(Communicator):
         if x.dtype not in DTYPES or not x.is_contiguous():
             return super().all_reduce(x, reduce_op)
         out = torch.empty_like(x)
-        if x.numel():
-            self._group.call(
-                "all_reduce", out.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[reduce_op]
-            )
+        self._group.call("all_reduce", out.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[reduce_op])
         return out
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        if x.numel() == 0:
-            return
         wide, op, narrow = _supported(x, reduce_op)
         self._group.call(
             "all_reduce", wide.data_ptr(), wide.data_ptr(), wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[op]
@@ -129,25 +122,20 @@ class SharedMemoryCommunicator(Communicator):
             narrow.copy_(wide)
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        if out.numel():
-            self._reduce_scatter(out, x, 1, reduce_op)
+        self._reduce_scatter(out, x, 1, reduce_op)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        if x.numel():
-            self._group.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
+        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        if any(out.numel() for out in outs):
-            outs[self.context.rank].copy_(x)
-            self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
+        outs[self.context.rank].copy_(x)
+        self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
 
     def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor) -> None:
         self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr())
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        if x.numel() == 0:
-            return
-        pointers = [None] * self.context.size if out is None else [block.data_ptr() for block in out.unbind(0)]
+        pointers = [None] * self.context.size if out is None else [block.data_ptr() or 1 for block in out.unbind(0)]
         self._gatherv(pointers, [x.nbytes] * self.context.size, x)
         if out is not None:
             out[self.context.rank].copy_(x)
@@ -166,8 +154,7 @@ class SharedMemoryCommunicator(Communicator):
         )
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        if x.numel():
-            self._group.call("broadcast", x.data_ptr(), x.nbytes, src)
+        self._group.call("broadcast", x.data_ptr(), x.nbytes, src)
         return DONE
 
     def barrier(self) -> None:

@@ -35,6 +35,9 @@ void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t 
   }
 }
 
+// The pieces that `bytes` go in; nothing is one piece, as the ranks compare their calls with each.
+inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
+
 constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
@@ -44,7 +47,7 @@ constexpr auto kEveryone = [](int) { return true; };
 template <typename Write, typename Wanted, typename Read>
 Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
-  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
     const std::size_t length = std::min(slot_bytes, bytes - start);
     const Slot slot = next_slot(length);
     RETURN_IF_FAILED(reuse(*slot.used));
@@ -72,7 +75,7 @@ Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size
   const std::size_t stride = size_ * inner_bytes, bytes = outer * inner_bytes, slot_bytes = slot_bytes_for(bytes);
   const std::uint64_t call = call_of(Kind::kAllGather, bytes), flag = offer(in, bytes, nullptr, 0);
   Inputs inputs;
-  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
     const std::size_t length = std::min(slot_bytes, bytes - start);
     const Slot slot = next_slot(length);
     RETURN_IF_FAILED(reuse(*slot.used));
@@ -114,7 +117,7 @@ Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s
   const std::uint64_t call = call_of(Kind::kBroadcast, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
   const std::uint64_t flag = rank_ == src ? offer(data, bytes, nullptr, 0) : 0;
   const std::size_t slot_bytes = slot_bytes_for(bytes);
-  for (std::size_t start = 0; start < bytes; start += slot_bytes) {
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
     const std::size_t length = std::min(slot_bytes, bytes - start);
     const Slot slot = next_slot(length);
     RETURN_IF_FAILED(reuse(*slot.used));
@@ -139,9 +142,9 @@ Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, dou
   begin(timeout_s);
   // A slot holds a piece of every rank's block, side by side.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
-  const std::size_t piece = std::min(bytes, slot_bytes / size_);
+  const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
   const std::uint64_t call = call_of(Kind::kScatter, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
-  for (std::size_t start = 0; start < bytes; start += piece) {
+  for (std::size_t start = 0; more(start, bytes); start += piece) {
     const std::size_t length = std::min(piece, bytes - start);
     RETURN_IF_FAILED(move(
         piece * size_, call,
@@ -165,13 +168,13 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
   begin(timeout_s);
   const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
   const std::size_t bytes = outer * row;  // of a slice
-  const std::size_t piece = std::min(bytes, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
+  const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
   const ReduceFunction reduce = reduce_function(dtype, op);
   const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, dtype, op);
   const std::uint64_t flag = outer == 1 ? offer(in, stride, nullptr, 0) : 0;
   const auto* source = static_cast<const char*>(in);
   Inputs inputs;
-  for (std::size_t start = 0; start < bytes; start += piece) {
+  for (std::size_t start = 0; more(start, bytes); start += piece) {
     const std::size_t length = std::min(piece, bytes - start);
     const Slot slot = next_slot(piece * size_);
     RETURN_IF_FAILED(reuse(*slot.used));

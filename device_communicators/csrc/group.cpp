@@ -50,16 +50,30 @@ Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     if (result == WaitResult::kInterrupted) return Status::kInterrupted;
     if (result == WaitResult::kTimedOut) return Status::kTimedOut;
     const Loss loss = liveness_.loss(rank);
+    // One rank saw a mismatch before the others; who is in another call than this rank can tell it better than a word.
+    if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call(tick, call)) {
+      return Status::kMismatch;
+    }
     if (loss.rank >= 0) suspect_ = loss.rank;
     reporter_ = loss.reporter;
     return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
   }
-  if (call != 0 && lines_[rank].differs(tick, call, &found_)) {
-    suspect_ = rank;
-    expected_ = call;
-    return Status::kMismatch;
+  return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
+}
+
+// Whether `rank`, which has published `tick`, did so in another call.
+bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
+  if (call == 0 || !lines_[rank].differs(tick, call, &found_)) return false;
+  suspect_ = rank;
+  expected_ = call;
+  return true;
+}
+
+bool Group::in_another_call(std::uint64_t tick, std::uint64_t call) {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_ && lines_[rank].read() >= tick && differs(rank, tick, call)) return true;
   }
-  return Status::kDone;
+  return false;
 }
 
 Status Group::wait_all(std::uint64_t tick, std::uint64_t call) {

@@ -54,6 +54,7 @@ class Group {
 
   static std::size_t segment_bytes(int size);
 
+  // Sizes may be zero: the ranks meet nonetheless, so that one that has something finds out.
   // Every one returns kDone, or what went wrong and `suspect()`, `expected()` and `found()` say who and how.
   Status barrier(double timeout_s);
   Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s);
@@ -87,6 +88,8 @@ class Group {
   Status move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read);
   Status reuse(std::uint64_t tick);
   Status wait_one(int rank, std::uint64_t tick, std::uint64_t call);
+  bool differs(int rank, std::uint64_t tick, std::uint64_t call);
+  bool in_another_call(std::uint64_t tick, std::uint64_t call);
   Status wait_all(std::uint64_t tick, std::uint64_t call);
   std::uint64_t publish(std::uint64_t call);
   void begin(double timeout_s);
