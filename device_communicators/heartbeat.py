@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from device_communicators.health import Watcher
 
 _LOOKS_PER_INTERVAL = 4
@@ -83,7 +85,9 @@ class Heartbeats:
             try:
                 self._read()
                 self._write()
-            except RuntimeError:  # the store is closed, or beyond reach: `_look` says so when it is time
+            except dist.DistNetworkError:  # the connection is gone for good: `_look` says so when it is time
+                return
+            except RuntimeError:  # the store didn't answer in time
                 continue
 
     def _write(self) -> None:

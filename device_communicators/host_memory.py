@@ -21,6 +21,7 @@ import torch
 from device_communicators import native, settings
 from device_communicators.channels import Channels
 from device_communicators.errors import CommunicationError
+from device_communicators.health import Watcher
 from device_communicators.native import NativeLibrary
 from device_communicators.native_group import Members, NativeGroup
 from device_communicators.queue_memory import QueueMapping
@@ -46,6 +47,7 @@ class HostMemory:
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
         self._neighbours = tuple(neighbours)
         self._waiting = (0, 0)
+        self._watcher: Watcher | None = None
         self.attached = False
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
@@ -59,6 +61,8 @@ class HostMemory:
         """Whether one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
+        self.watched_together: tuple[tuple[int, ...], ...] = ()
+        """As `hosts`, but ranks of a host that can't watch each other are apart."""
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -102,6 +106,7 @@ class HostMemory:
                 memory.unmap()
             raise
         self.pids = meeting.pids()
+        self.watched_together = meeting.watched_together(self.hosts)
         self.debug = meeting.debug
         self.addresses = meeting.addresses
         self.cores = meeting.cores()
@@ -130,8 +135,26 @@ class HostMemory:
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
         return f"{self.collectives.size} ranks, {library.ps_instruction_set().decode()}, {ops}; waits: {waits}, sleep"
 
+    def hear(self, watcher: Watcher) -> None:
+        """Waits in this memory end with what `watcher` hears, too: some ranks' processes can't be watched from here."""
+        self._watcher = watcher
+        watcher.on_death.append(self._pass_on)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        collectives, watcher, ranks = self.collectives, self._watcher, self.members.ranks
+        if collectives is None or watcher is None:
+            return
+        dead = {death.rank for death in watcher.deaths_of(ranks)}
+        for rank in self.local_ranks:
+            if ranks[rank] in dead:
+                collectives.note_end(rank)
+
     def close(self) -> None:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and self._pass_on in watcher.on_death:
+            watcher.on_death.remove(self._pass_on)
         channels, self.channels = self.channels, None
         if channels is not None:
             channels.close()
@@ -310,6 +333,14 @@ class _Meeting:
         return tuple(
             self._told[rank]["pid"] if self._told[rank]["namespace"] == own != 0 else -1 for rank in self.local_ranks
         )
+
+    def watched_together(self, hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        parts: dict[tuple[int, int], list[int]] = {}
+        for host in hosts:
+            for rank in host:
+                namespace = self._told[rank]["namespace"] or -rank  # who can't tell is alone
+                parts.setdefault((host[0], namespace), []).append(rank)
+        return tuple(sorted(tuple(ranks) for ranks in parts.values()))
 
     def _others_problem(self, told: list[dict[str, Any]]) -> str | None:
         found = next(((rank, each["problem"]) for rank, each in enumerate(told) if each["problem"]), None)

@@ -43,6 +43,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_arenas": (None, (c_uint64, POINTER(c_void_p), c_size_t, c_int, c_size_t)),
     "ps_group_leave": (None, (c_uint64,)),
     "ps_group_fail": (None, (c_uint64, c_int, c_int)),
+    "ps_group_note_end": (None, (c_uint64, c_int)),
     "ps_group_has_left": (c_int, (c_uint64, c_int)),
     "ps_group_close": (None, (c_uint64,)),
     "ps_group_failure": (None, (c_uint64, POINTER(c_int64))),

@@ -194,6 +194,10 @@ class NativeGroup:
         suspect = next((local[rank] for rank in error.suspect_ranks if rank in local), -1)
         self.library.ps_group_fail(self.number, kinds.get(type(error), _FAILED), suspect)
 
+    def note_end(self, rank: int) -> None:
+        """Ends the waits of this process for a rank of the group, on this host, whose end it heard of elsewhere."""
+        self.library.ps_group_note_end(self.number, self.local_ranks.index(rank))
+
     def leave(self) -> None:
         """Says that this rank goes on purpose, so that its end is no death to the others."""
         self.library.ps_group_leave(self.number)

@@ -130,7 +130,8 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
     """`failure`, which names one dead rank; where others have died with it, the error that names them all."""
     watcher = context.watcher
     deaths = [] if watcher is None else watcher.await_death_of(context.ranks, NOTICE_S)
-    return failure if len(deaths) <= len(failure.suspect_ranks) else died(context, operation, started)
+    known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
+    return failure if known else died(context, operation, started)
 
 
 def attributed(

@@ -244,6 +244,7 @@ def create_group(
         memory = HostMemory(members, pool.address, pool.neighbours) if cpu_group.made and len(ranks) > 1 else None
         if memory is not None:
             memory.attach(cpu_group())
+            memory.hear(pool.watcher)
         context = GroupContext(
             name=members.name,
             ranks=members.ranks,

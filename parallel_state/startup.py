@@ -176,7 +176,10 @@ def hosts_of(world: GroupCoordinator) -> list[list[int]]:
 
 
 def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
-    """Has the ranks of this host watched, and the other hosts listened to; every rank calls it once."""
+    """Has the ranks of this host watched, and all others listened to; every rank calls it once.
+
+    Ranks of one host in several PID namespaces, as containers have them, hear of each other as hosts do.
+    """
     memory = world.context.host_memory
     if memory is None:
         return
@@ -189,16 +192,17 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
 
     others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != world.rank}
     pool.watcher.watch_processes(others, has_left)
-    store = pool.private_store() if len(memory.hosts) > 1 else None
+    apart = memory.watched_together
+    store = pool.private_store() if len(apart) > 1 else None
     if store is not None:
         interval_s = settings.HEARTBEAT_S.get() * max(1.0, world.world_size / _READERS_PER_S)
         beats = Heartbeats(
-            store, memory.hosts, world.rank, pool.watcher,
+            store, apart, world.rank, pool.watcher,
             interval_s=interval_s, limit_s=settings.HEARTBEAT_LIMIT_S.get(),
         )  # fmt: skip
         beats.start()
         pool.watcher.on_close.append(beats.close)
-    elif len(memory.hosts) > 1:
+    elif len(apart) > 1:
         logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late", world)
 
 

@@ -72,6 +72,10 @@ int ps_group_has_left(std::uint64_t group, int rank) {
   return handle != nullptr && handle->liveness().has_left(rank);
 }
 
+void ps_group_note_end(std::uint64_t group, int rank) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().note_end(rank);
+}
+
 // This rank gave up, with a status of its choice and about this one (-1: about nobody).
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().fail(status, suspect);

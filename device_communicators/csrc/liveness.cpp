@@ -9,7 +9,7 @@ namespace parallel_state {
 ProcessLiveness::ProcessLiveness(const std::int64_t* pids, int count, Member* members, int me)
     : members_(members), me_(me) {
   for (int rank = 0; rank < count; ++rank) {
-    // A pid of another namespace can't be watched: its death is then only noticed at the deadline.
+    // A pid of another namespace can't be watched: others hear of its end, and note it here.
     pidfds_.push_back(pids[rank] > 0 ? static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pids[rank]), 0)) : -1);
   }
 }
@@ -21,6 +21,7 @@ ProcessLiveness::~ProcessLiveness() {
 }
 
 bool ProcessLiveness::has_ended(int rank) const {
+  if ((ended_.load(std::memory_order_acquire) >> rank & 1) != 0) return true;
   if (pidfds_[rank] < 0) return false;
   pollfd poll_one{pidfds_[rank], POLLIN, 0};
   return poll(&poll_one, 1, 0) > 0;

@@ -43,12 +43,15 @@ class ProcessLiveness : public Liveness {
   // This rank tells the others that it goes, or that it gave up and why.
   void leave();
   void fail(int status, int suspect);
+  // This process heard of a rank's end by other ways than its pid.
+  void note_end(int rank) { ended_.fetch_or(std::uint64_t{1} << rank, std::memory_order_release); }
   bool has_left(int rank) const;
 
  private:
   bool has_ended(int rank) const;
 
   std::vector<int> pidfds_;
+  std::atomic<std::uint64_t> ended_{0};  // by rank, a bit each
   Member* const members_;
   const int me_;
 };

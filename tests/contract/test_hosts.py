@@ -285,6 +285,20 @@ def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(hosts: Hosts, victim: int
         assert outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
 
 
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_in_another_pid_namespace(hosts: Hosts, victim: int) -> None:
+    """One memory, and containers that don't see each other's processes: they listen to each other as hosts do."""
+    del hosts  # for the reason to skip
+    settings = {"PARALLEL_STATE_TIMEOUT_S": "30", "PARALLEL_STATE_HEARTBEAT_LIMIT_S": "3"}
+    with Hosts([Host(), Host(memory_of=0, own_pids=True)]) as two, two.ranks((0, 0, 1, 1), **settings) as ranks:
+        outcomes = ranks.survivors(_until_it_fails, victim, 10, timeout_s=60.0)
+    assert outcomes.keys() == {0, 1, 2, 3} - {victim}
+    for rank, outcome in outcomes.items():
+        assert outcome.kind in ("PeerDiedError", "CollectiveTimeoutError"), f"rank {rank}: {outcome}"
+        assert victim in outcome.suspect_ranks, f"rank {rank}: {outcome}"
+        assert outcome.seconds < 3.0 + SOON_S, f"rank {rank}: {outcome}"
+
+
 def _cut_off(cut: str) -> tuple[Outcome, Outcome]:
     """A good all-reduce, and one in which host 1 has no link, or is in another call."""
     ps.init_distributed_environment()
