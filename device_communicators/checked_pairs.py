@@ -10,7 +10,6 @@ The follow-ups have tags by the sender's count, so transfers don't mix when seve
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from typing import Any
 
@@ -20,15 +19,13 @@ from torch import Tensor
 from device_communicators.base import GroupContext
 from device_communicators.checked_calls import Call, call_in, call_of, fill, frame_bytes, payload_of, room_for
 from device_communicators.errors import CollectiveMismatchError
-from device_communicators.health import NOTICE_S
 from device_communicators.reductions import as_bytes
-from device_communicators.waiting import died
+from device_communicators.waiting import ByThread
 
 _FOLLOW_UPS = 1 << 28  # a bit of tags that neither plain transfers nor started calls have
 _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
 _ANSWER, _DATA = 1, 2
-_SLICE_S = 0.05
 _BETWEEN_TWO = 2  # the size of the group whose frames these are
 
 
@@ -50,52 +47,17 @@ class CheckedPairs:
         return _Recv(self.context, out, src, tag)
 
 
-class Transfer:
+class Transfer(ByThread):
     """A work, as c10d's, that a thread sees to its end: at once where it takes answers, else when it is waited for."""
 
     operation = ""
 
     def __init__(self, context: GroupContext, x: Tensor, peer: int, tag: int) -> None:
-        self._context = context
+        super().__init__(context, self.operation)
         self._group = context.cpu_group
         self._tensor = x
         self._peer = peer
         self._tag = tag
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def is_completed(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
-
-    def wait(self) -> None:
-        started, context = time.monotonic(), self._context
-        thread = self._begin()
-        while thread.is_alive():
-            thread.join(_SLICE_S)
-            if thread.is_alive() and context.watcher is not None and context.watcher.deaths_of(context.ranks):
-                thread.join(NOTICE_S)
-                if thread.is_alive():
-                    raise died(context, self.operation, started)
-        if self._error is not None:
-            raise self._error
-
-    def _begin(self) -> threading.Thread:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._to_the_end, daemon=True, name="parallel_state-pair")
-                self._thread.start()
-            return self._thread
-
-    def _to_the_end(self) -> None:
-        try:
-            with torch.inference_mode():  # it writes into the caller's tensor, which may be an inference tensor
-                self._run()
-        except BaseException as error:  # for `wait`, in the caller's thread
-            self._error = error
-
-    def _run(self) -> None:
-        raise NotImplementedError
 
     def _follow_up(self, kind: int, number: int) -> int:
         return _FOLLOW_UPS | number << _CHANNEL_BITS | (self._tag & ~3) | kind
@@ -136,7 +98,7 @@ class _Send(Transfer):
         self._frame = frame[:length]
         self._framed = self._start_send(self._frame, tag)
         if not in_frame:
-            self._begin()
+            self.begin()
 
     def _run(self) -> None:
         self._framed.wait()
@@ -158,7 +120,7 @@ class _Recv(Transfer):
         self._frame = _empty_frame()
         self._framed = self._start_recv(self._frame, tag)
         if out.nbytes > room_for(_BETWEEN_TWO):
-            self._begin()
+            self.begin()
 
     def _run(self) -> None:
         self._framed.wait()

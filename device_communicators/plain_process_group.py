@@ -55,7 +55,7 @@ class PlainProcessGroup(Communicator):
     def _group(self, x: Tensor) -> Any:
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
-    def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched] = Watched) -> Work:
+    def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
         """A device's work is waited for by its stream and not by the host."""
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
 

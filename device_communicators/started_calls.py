@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,14 +21,12 @@ from torch import Tensor
 
 from device_communicators.base import GroupContext, reduce_in_rank_order
 from device_communicators.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
-from device_communicators.health import NOTICE_S
 from device_communicators.reductions import as_bytes
-from device_communicators.waiting import died
+from device_communicators.waiting import until
 
 _OWN_TAGS = 1 << 29  # apart from those of plain transfers, and of the ones between hosts
 _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
-_SLICE_S = 0.05
 
 Finish = Callable[["Exchange", Frames], object]
 """What is left to do once the ranks are known to agree: with what came in the frames, or with further transfers."""
@@ -175,11 +172,6 @@ class StartedCall:
         return self._done.is_set()
 
     def wait(self) -> None:
-        context, operation = self._exchange.context, self._call.operation
-        started = time.monotonic()
-        while not self._done.wait(_SLICE_S):
-            watcher = context.watcher
-            if watcher is not None and watcher.deaths_of(context.ranks) and not self._done.wait(NOTICE_S):
-                raise died(context, operation, started)
+        until(self._done.wait, self._exchange.context, self._call.operation)
         if self._error is not None:
             raise self._error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -64,38 +65,66 @@ class Watched:
         return self._work.is_completed()
 
 
-class WatchedByThread(Watched):
-    """A work whose wait can't be cut into slices: a point-to-point transfer, gloo's reduce_scatter."""
+class ByThread:
+    """A work that a thread sees to its end, from `begin` or the first `wait` on, and which then may be left behind."""
 
-    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
-        super().__init__(work, context, operation)
+    def __init__(self, context: GroupContext, operation: str) -> None:
+        self._context = context
+        self._operation = operation
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
+    def _run(self) -> None:
+        """What the thread does."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._to_the_end, daemon=True, name="parallel_state-gloo")
+                self._thread.start()
+
     def wait(self) -> None:
-        watcher = self._context.watcher
-        if watcher is None:
-            self._work.wait()
-            return
-        started = time.monotonic()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True, name="parallel_state-gloo")
-            self._thread.start()
-        while self._thread.is_alive():
-            self._thread.join(_SLICE.total_seconds())
-            if self._thread.is_alive() and watcher.deaths_of(self._context.ranks):
-                self._thread.join(NOTICE_S)
-                if self._thread.is_alive():
-                    raise died(self._context, self._operation, started)
+        self.begin()
+        until(self._ended, self._context, self._operation)
         if self._error is not None:
             raise self._error
 
-    def _wait(self) -> None:
+    def is_completed(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def _ended(self, seconds: float) -> bool:
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self.is_completed()
+
+    def _to_the_end(self) -> None:
         try:
-            with torch.inference_mode():  # gloo writes into the caller's tensors here, which may be inference tensors
-                self._work.wait()
+            with torch.inference_mode():  # it writes into the caller's tensors, which may be inference tensors
+                self._run()
         except BaseException as error:  # for `wait`, in the caller's thread
             self._error = error
+
+
+class WatchedByThread(ByThread):
+    """A work whose wait can't be cut into slices: a point-to-point transfer, gloo's reduce_scatter."""
+
+    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
+        super().__init__(context, operation)
+        self._work = work
+
+    def _run(self) -> None:
+        self._work.wait()
+
+
+def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
+    """Waits for `ended(seconds)`, which waits so long at most, or until a rank of the group has ended."""
+    started = time.monotonic()
+    while not ended(_SLICE.total_seconds()):
+        watcher = context.watcher
+        if watcher is not None and watcher.deaths_of(context.ranks) and not ended(NOTICE_S):
+            raise died(context, operation, started)
 
 
 def abandon(process_group: Any, peer: int, tag: int) -> None:
