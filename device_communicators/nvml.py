@@ -1,0 +1,203 @@
+"""The only place where NVML is asked, through pynvml: questions with plain answers, or the reason why there is none.
+
+What the answers mean is `topology`'s business. Everything there goes through `Reader.ask`, so a recorded machine can
+stand in for a real one: `Recorder` writes down what a machine answers, `Recording` gives it again. The tests and
+`python -m parallel_state topology --replay` work on such records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+_NO_ANSWER = "no answer"
+_ALL = "*"
+
+
+class NoAnswerError(Exception):
+    """NVML doesn't say; the text is its reason. Never leaves this package."""
+
+
+class Reader(Protocol):
+    """What `topology` reads from."""
+
+    def ask(self, question: str, *where: int) -> Any:
+        """The answer for a GPU's index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
+
+
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Nvml]:
+    """This machine's NVML. Raises NoAnswerError where there is no driver, no library, or no pynvml."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoAnswerError("pynvml can't be imported; install nvidia-ml-py") from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound as error:
+        raise NoAnswerError("there is no libnvidia-ml.so.1, so no NVIDIA driver is installed here") from error
+    except pynvml.NVMLError as error:
+        raise NoAnswerError(f"NVML doesn't start: {error}") from error
+    try:
+        yield Nvml(pynvml)
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+class Nvml:
+    """Asks NVML itself; a question is a method below."""
+
+    def __init__(self, pynvml: Any) -> None:
+        self._pynvml = pynvml
+        self._handles: dict[int, Any] = {}
+
+    def ask(self, question: str, *where: int) -> Any:
+        try:
+            return getattr(self, f"_{question}")(*where)
+        except self._pynvml.NVMLError as error:
+            raise NoAnswerError(str(error)) from error
+        except (AttributeError, ctypes.ArgumentError, OSError, ValueError) as error:
+            # An older pynvml lacks a function, an older driver fills a structure otherwise.
+            raise NoAnswerError(f"{type(error).__name__}: {error}") from error
+
+    # The machine.
+
+    def _driver_version(self) -> str:
+        return _text(self._pynvml.nvmlSystemGetDriverVersion())
+
+    def _cuda_version(self) -> int:
+        return int(self._pynvml.nvmlSystemGetCudaDriverVersion_v2())
+
+    def _gpu_count(self) -> int:
+        return int(self._pynvml.nvmlDeviceGetCount())
+
+    def _max_links(self) -> int:
+        return int(self._pynvml.NVML_NVLINK_MAX_LINKS)
+
+    # A GPU.
+
+    def _handle(self, gpu: int) -> Any:
+        if gpu not in self._handles:
+            self._handles[gpu] = self._pynvml.nvmlDeviceGetHandleByIndex(gpu)
+        return self._handles[gpu]
+
+    def _uuid(self, gpu: int) -> str:
+        return _text(self._pynvml.nvmlDeviceGetUUID(self._handle(gpu)))
+
+    def _pci_id(self, gpu: int) -> str:
+        return _text(self._pynvml.nvmlDeviceGetPciInfo(self._handle(gpu)).busId)
+
+    def _name(self, gpu: int) -> str:
+        return _text(self._pynvml.nvmlDeviceGetName(self._handle(gpu)))
+
+    def _memory_bytes(self, gpu: int) -> int:
+        return int(self._pynvml.nvmlDeviceGetMemoryInfo(self._handle(gpu)).total)
+
+    def _numa_nodes(self, gpu: int) -> list[int]:
+        """Of the CPU memory next to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
+        pynvml = self._pynvml
+        return _bits(pynvml.nvmlDeviceGetMemoryAffinity(self._handle(gpu), 16, pynvml.NVML_AFFINITY_SCOPE_NODE))
+
+    def _sysfs_numa_node(self, gpu: int) -> int:
+        """What the kernel says, for drivers that don't."""
+        domain, bus, device = self._pci_id(gpu).lower().split(":")
+        return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text())
+
+    def _cores(self, gpu: int) -> list[int]:
+        """Of the CPU next to the GPU."""
+        words = -(-(os.cpu_count() or 1) // 64)
+        return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
+
+    def _fabric(self, gpu: int) -> dict[str, Any]:
+        pynvml = self._pynvml
+        info = pynvml.c_nvmlGpuFabricInfoV_t()
+        pynvml.nvmlDeviceGetGpuFabricInfoV(self._handle(gpu), ctypes.byref(info))
+        return {
+            "cluster": bytes(info.clusterUuid).hex(),
+            "clique": int(info.cliqueId),
+            "state": int(info.state),
+            "status": int(info.status),
+        }
+
+    def _mig_enabled(self, gpu: int) -> bool:
+        current, _ = self._pynvml.nvmlDeviceGetMigMode(self._handle(gpu))
+        return bool(current == self._pynvml.NVML_DEVICE_MIG_ENABLE)
+
+    def _max_slices(self, gpu: int) -> int:
+        return int(self._pynvml.nvmlDeviceGetMaxMigDeviceCount(self._handle(gpu)))
+
+    def _slice(self, gpu: int, number: int) -> dict[str, Any]:
+        pynvml = self._pynvml
+        handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle(gpu), number)
+        return {
+            "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+            "name": _text(pynvml.nvmlDeviceGetName(handle)),
+            "gpu_instance": int(pynvml.nvmlDeviceGetGpuInstanceId(handle)),
+            "compute_instance": int(pynvml.nvmlDeviceGetComputeInstanceId(handle)),
+        }
+
+    # A link of a GPU.
+
+    def _link_is_active(self, gpu: int, link: int) -> bool:
+        return bool(self._pynvml.nvmlDeviceGetNvLinkState(self._handle(gpu), link))
+
+    def _link_remote_type(self, gpu: int, link: int) -> int:
+        return int(self._pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(self._handle(gpu), link))
+
+    def _link_remote_pci_id(self, gpu: int, link: int) -> str:
+        return _text(self._pynvml.nvmlDeviceGetNvLinkRemotePciInfo(self._handle(gpu), link).busId)
+
+    # Two GPUs.
+
+    def _common_ancestor(self, gpu: int, other: int) -> int:
+        return int(self._pynvml.nvmlDeviceGetTopologyCommonAncestor(self._handle(gpu), self._handle(other)))
+
+    def _p2p_status(self, gpu: int, other: int, capability: int) -> int:
+        return int(self._pynvml.nvmlDeviceGetP2PStatus(self._handle(gpu), self._handle(other), capability))
+
+
+class Recorder:
+    """Asks another reader, and keeps what it said in `record`, which is JSON."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.record: dict[str, Any] = {}
+        self._reader = reader
+
+    def ask(self, question: str, *where: int) -> Any:
+        answers = self.record.setdefault(question, {})
+        key = " ".join(map(str, where))
+        try:
+            answers[key] = self._reader.ask(question, *where)
+        except NoAnswerError as error:
+            answers[key] = {_NO_ANSWER: str(error)}
+            raise
+        return answers[key]
+
+
+class Recording:
+    """Gives the answers of a record: question to where ("0 5", or "*" for everywhere else) to answer."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = record
+
+    def ask(self, question: str, *where: int) -> Any:
+        answers = self._record.get(question, {})
+        answer = answers.get(" ".join(map(str, where)), answers.get(_ALL, {_NO_ANSWER: "not recorded"}))
+        if isinstance(answer, dict) and _NO_ANSWER in answer:
+            raise NoAnswerError(answer[_NO_ANSWER])
+        return answer
+
+
+def _text(value: str | bytes) -> str:
+    """Older versions of pynvml give bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _bits(words: Any) -> list[int]:
+    """The numbers of the set bits of 64-bit words."""
+    return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]
