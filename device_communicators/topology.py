@@ -129,8 +129,10 @@ class Path:
         """Why NVLink doesn't connect the two, or None. Links that are up can still be of no use, as without the
         switches' manager."""
         if self.nvlinks is None:
-            return f"NVLinks are unknown: {self.unknown.get('nvlinks', 'not told')}"
-        return self._problem("nvlink") if self.nvlinks else "there is no NVLink"
+            return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not told')}"
+        if not self.nvlinks:
+            return "there is no NVLink"
+        return self._problem("nvlink") if "nvlink" in self.p2p else None
 
     def _problem(self, capability: str) -> str | None:
         state = self.p2p.get(capability)

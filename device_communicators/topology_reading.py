@@ -23,6 +23,8 @@ from device_communicators.topology import (
 )
 
 _GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
+_NO_LINK = {"not supported", "invalid argument"}
+"""What NVML says of a link that a GPU doesn't have, and of any link of a GPU without NVLink."""
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
@@ -111,16 +113,22 @@ def _numa_node(facts: _Facts, gpu: int) -> int | None:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """The active ones. NVML refuses to speak of links that a GPU doesn't have, so one answer is enough to know."""
-    links, answered = [], False
+    """The active ones. Where one link is answered for, those that aren't are links that the GPU doesn't have."""
+    links: list[Link] = []
+    reasons: set[str] = set()
+    answered = False
     for number in range(facts.get("links", gpu, question="max_links") or 0):
         active = facts.get("links", gpu, number, question="link_is_active")
-        answered = answered or active is not None
-        if active:
-            links.append(_link(facts, gpu, number))
-    if answered or "not supported" in facts.unknown.get("links", "").lower():  # as GPUs without NVLink say
-        facts.unknown.pop("links", None)
+        if active is None:
+            reasons.add(facts.unknown.pop("links").lower())
+        else:
+            answered = True
+            if active:
+                links.append(_link(facts, gpu, number))
+    if answered or (reasons and reasons <= _NO_LINK):
         return tuple(links)
+    if reasons:
+        facts.unknown["links"] = ", ".join(sorted(reasons))
     return None
 
 
