@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,10 @@ _ALL = "*"
 
 class NoAnswerError(Exception):
     """NVML doesn't say; the text is its reason. Never leaves this package."""
+
+
+class RecordError(Exception):
+    """A text is no record. Never leaves this library: the command tells it."""
 
 
 class Reader(Protocol):
@@ -178,12 +183,29 @@ class Recorder:
             raise
         return answers[key]
 
+    def text(self) -> str:
+        """As JSON, a line for each question."""
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(self.record[key])}" for key in self.record) + "\n}\n"
+
 
 class Recording:
     """Gives the answers of a record: question to where ("0 5", or "*" for everywhere else) to answer."""
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
+    def __init__(self, record: Mapping[str, Mapping[str, Any]]) -> None:
         self._record = record
+
+    @classmethod
+    def parse(cls, text: str) -> Recording:
+        """From what `Recorder.text` gave. Raises RecordError."""
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise RecordError(str(error)) from error
+        if not isinstance(record, dict) or not all(isinstance(answers, dict) for answers in record.values()):
+            raise RecordError("it must be an object of objects")
+        if not isinstance(record.get("gpu_count", {}).get(""), int):
+            raise RecordError("the question gpu_count is missing")
+        return cls(record)
 
     def ask(self, question: str, *where: int) -> Any:
         answers = self._record.get(question, {})

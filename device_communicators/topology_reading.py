@@ -133,12 +133,12 @@ def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
 
 
 def _link(facts: _Facts, gpu: int, number: int) -> Link:
-    remote = facts.get(f"link {number}", gpu, number, question="link_remote_type")
-    pci_id = facts.get(f"link {number}", gpu, number, question="link_remote_pci_id")
+    remote = facts.get("link_ends", gpu, number, question="link_remote_type")
+    pci_id = facts.get("link_ends", gpu, number, question="link_remote_pci_id")
     if pci_id is not None:
         pci_id = None if pci_id.lower().startswith("ffffffff") else short_pci_id(pci_id)
     if remote in (_GPU, _SWITCH):
-        facts.unknown.pop(f"link {number}", None)
+        facts.unknown.pop("link_ends", None)
     kind = {_GPU: "gpu", _SWITCH: "switch"}.get(remote, "other")
     if remote is None and pci_id is None:
         # An active link to something that nobody names: a switch that a virtual machine doesn't show (NCCL issue 1182).

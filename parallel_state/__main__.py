@@ -14,6 +14,7 @@ PROGRAM = "python -m parallel_state"
 
 COMMANDS = {
     "plan": ("parallel_state.plan.command", "groups, warnings and a picture of a layout, before anything is started"),
+    "topology": ("parallel_state.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
     "debug": (
         "parallel_state.debug",
         "what each rank did last, by the records in a folder: who is missing",
