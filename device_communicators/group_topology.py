@@ -43,7 +43,7 @@ class RankGpu:
     """A rank's device. All None but `problem` for a rank that has no GPU."""
 
     uuid: str | None
-    """Of the GPU, or of the slice of it."""
+    """Of the GPU, or of the slice of it; None for a slice that CUDA doesn't name."""
     gpu_uuid: str | None
     """Of the GPU."""
     pci_id: str | None
@@ -74,6 +74,11 @@ class GroupTopology:
         return next((ranks for ranks in self.shared_gpus if rank in ranks), ())
 
 
+def uuid_of(device: torch.device) -> str | None:
+    """Of a CUDA device, from torch, which starts CUDA for it; None for other devices. Not run on a GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
 def agree_on_topology(
     context: GroupContext,
     topology: Topology,
@@ -84,8 +89,8 @@ def agree_on_topology(
 ) -> GroupTopology:
     """Every rank of the group calls it, with its machine's topology and its own device's UUID (None: it has none).
 
-    `uuid` may lack the prefix, as torch's does. With `probe` peer access is tried where the driver reports it: once per
-    pair, driver and boot (see `peer_probe`). Raises CommunicationError where the exchange fails.
+    `uuid` is `uuid_of(device)`, or as NVML writes it. With `probe` peer access is tried where the driver reports it:
+    once per pair, driver and boot (see `peer_probe`). Raises CommunicationError where the exchange fails.
     """
     me = _tell_device(topology, uuid)
     devices = _exchange(context, me, "topology")
@@ -109,7 +114,8 @@ def shared_gpu_warning(topology: GroupTopology, context: GroupContext) -> str | 
 
 
 def _slices(topology: GroupTopology, ranks: Sequence[int]) -> str:
-    return ", MIG slices of it" if len({topology.gpus[rank].uuid for rank in ranks}) > 1 else ""
+    divided = any(topology.gpus[rank].uuid != topology.gpus[rank].gpu_uuid for rank in ranks)
+    return ", divided into MIG slices" if divided else ""
 
 
 # What a rank tells.
@@ -123,7 +129,7 @@ def _tell_device(topology: Topology, uuid: str | None) -> Told:
     gpu, part = found
     fabric = gpu.fabric
     return {
-        "uuid": gpu.uuid if part is None else part.uuid,
+        "uuid": part.uuid if part is not None else None if gpu.mig else gpu.uuid,
         "gpu_uuid": gpu.uuid,
         "pci_id": gpu.pci_id,
         "name": gpu.name,
@@ -148,8 +154,8 @@ def _tell_views(
             continue
         sliced = next((each for each in (devices[rank], device) if each["uuid"] != each["gpu_uuid"]), None)
         views[str(other)] = view = _view(path)
-        if sliced is not None:
-            view["peer_problem"] = f"{sliced['uuid']} is a MIG slice, which has no peer access"
+        if sliced is not None:  # NVIDIA's MIG guide: no peer access, over PCIe or NVLink
+            view["peer_problem"] = view["nvlink_problem"] = f"{sliced['gpu_uuid']} is divided into MIG slices"
         elif probe and view["peer_problem"] is None:
             tried[str(other)] = (mine, device["gpu_uuid"])
     results = probe_peers(list(dict.fromkeys(tried.values())), topology.driver_version) if tried else {}
@@ -198,6 +204,10 @@ def _seen(views: Sequence[Told], rank: int, other: int, what: str) -> Any:
     return views[rank].get(str(other), {}).get(what)
 
 
+def _same_device(gpus: Sequence[RankGpu], rank: int, other: int) -> bool:
+    return gpus[rank].uuid is not None and gpus[rank].uuid == gpus[other].uuid
+
+
 def _no_gpu(gpus: Sequence[RankGpu]) -> Vote | None:
     for rank, gpu in enumerate(gpus):
         if gpu.gpu_uuid is None:
@@ -211,7 +221,7 @@ def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Told]) -> Vote:
     fewest = None
     for rank, other in combinations(range(len(gpus)), 2):
         if gpus[rank].gpu_uuid == gpus[other].gpu_uuid:
-            if gpus[rank].uuid != gpus[other].uuid:
+            if not _same_device(gpus, rank, other):
                 return Vote(False, f"ranks {rank} and {other} have slices of one GPU, which NVLink doesn't connect")
             continue
         for pair in ((rank, other), (other, rank)):
@@ -240,7 +250,7 @@ def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Told], probed: bool)
     if (vote := _no_gpu(gpus)) is not None:
         return vote
     for rank, other in permutations(range(len(gpus)), 2):
-        if gpus[rank].uuid == gpus[other].uuid:
+        if _same_device(gpus, rank, other):
             continue  # one's own memory
         if gpus[rank].gpu_uuid == gpus[other].gpu_uuid:
             return Vote(False, f"ranks {rank} and {other} have slices of one GPU, which have no peer access")

@@ -252,6 +252,12 @@ class CopyKernel:
             self._cuda("cuModuleUnload", self._module)
 
 
+def start(library: str) -> Cuda:
+    cuda = Cuda(library)
+    cuda("cuInit", 0)
+    return cuda
+
+
 def end_with_parent() -> None:
     """So that a probe that hangs doesn't outlive who asked for it."""
     pr_set_pdeathsig, sigkill = 1, 9
@@ -267,8 +273,7 @@ def main() -> None:
         works: bool | None = None
         try:
             if cuda is None:
-                cuda = Cuda(task["library"])
-                cuda("cuInit", 0)
+                cuda = start(task["library"])
             for each in (index, peer_index):
                 check_uuid(cuda, each, task["uuids"][each])
             works, reason = probe(cuda, index, peer_index)

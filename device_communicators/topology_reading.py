@@ -117,7 +117,7 @@ def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False
-    for number in range(facts.get("links", gpu, question="max_links") or 0):
+    for number in range(facts.get("links", question="max_links") or 0):
         active = facts.get("links", gpu, number, question="link_is_active")
         if active is None:
             reasons.add(facts.unknown.pop("links").lower())

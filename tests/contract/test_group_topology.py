@@ -1,0 +1,51 @@
+"""The exchange of what ranks know of their GPUs, over a group's gloo group: ranks that see different things agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from device_communicators.group_topology import agree_on_topology
+from device_communicators.peer_probe import Pair, Probe
+from parallel_state import get_tp_group
+from tests.machines import machine
+from tests.workers import WorkerPool
+
+
+def agree(broken: int | None, absent: int | None) -> tuple[Any, ...]:
+    """Rank `broken` finds by trial that its GPU can't use the others' memory; rank `absent` has no driver."""
+    context = get_tp_group().context
+    node = machine("dgx-h100")
+    me = None if context.rank == absent else node.gpus[context.rank].uuid
+
+    def prober(pairs: Sequence[Pair], driver_version: str | None) -> Mapping[Pair, Probe]:
+        return dict.fromkeys(pairs, Probe(context.rank != broken, "tried"))
+
+    found = agree_on_topology(context, node, me, probe_peers=prober)
+    return found.nvlink_full_mesh, found.peer_access, found.gpus, found.nvlinks
+
+
+def test_all_ranks_hear_the_same(pools: Callable[[int], WorkerPool]) -> None:
+    results = pools(4).run(agree, None, None, tp=4)
+    assert results == [results[0]] * 4
+    mesh, peers, gpus, nvlinks = results[0]
+    assert mesh.holds and peers.holds
+    assert len({gpu.uuid for gpu in gpus}) == 4
+    assert nvlinks[0] == (None, 18, 18, 18)
+
+
+def test_one_rank_speaks_against_it(pools: Callable[[int], WorkerPool]) -> None:
+    results = pools(4).run(agree, 2, None, tp=4)
+    assert results == [results[0]] * 4
+    mesh, peers, *_ = results[0]
+    assert mesh.holds
+    assert not peers.holds
+    assert peers.reason.startswith(
+        "from the GPU of rank 2 to that of rank 0: the driver reports peer access, but a trial"
+    )
+
+
+def test_a_rank_without_a_gpu(pools: Callable[[int], WorkerPool]) -> None:
+    results = pools(4).run(agree, None, 3, tp=4)
+    assert results == [results[0]] * 4
+    assert {vote.reason for vote in results[0][:2]} == {"rank 3 has no GPU: it has no GPU"}

@@ -1,0 +1,127 @@
+"""CUDA_VISIBLE_DEVICES: NVIDIA's own examples, MIG slices, and what torch makes of random lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from device_communicators.topology import Gpu, Slice
+from device_communicators.visible_devices import visible_devices
+
+UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932aaaa-0000-4106-c12f-20bd9faed9f6",
+         "GPU-12345678-d72c-4106-c12f-20bd9faed9f6", "GPU-b0b0b0b0-d72c-4106-c12f-20bd9faed9f6"]  # fmt: skip
+GPUS = [Gpu(index, uuid, name="H100") for index, uuid in enumerate(UUIDS)]
+SLICES = (
+    Slice("MIG-11111111-0000-0000-0000-000000000000", "1g", 7, 0),
+    Slice("MIG-11112222-0000-0000-0000-000000000000", "2g", 3, 1),
+)
+DIVIDED = Gpu(0, UUIDS[0], name="A100", mig=True, slices=SLICES)
+
+
+def indices(text: str | None, gpus: list[Gpu] = GPUS) -> list[int]:
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    return [device.gpu.index for device in visible_devices(gpus, environ).devices]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,1", [2, 1]),
+        ("0,2,-1,1", [0, 2]),  # both from CUDA's programming guide
+        ("-1", []),
+        ("3", [3]),  # one GPU per process
+        (" 1 , 0 ", [1, 0]),
+        ("0,9,1", [0]),
+        ("0,x,1", [0]),
+        ("1gpu,2", [1, 2]),
+        ("0,1,0", []),
+        ("NoDevFiles", []),
+        (UUIDS[3], [3]),
+        (f"{UUIDS[2]},{UUIDS[0]}", [2, 0]),
+        ("GPU-8932f937", [0]),  # also from the guide: enough digits to be unique
+        ("GPU-1,GPU-b", [2, 3]),
+        ("GPU-b,GPU-8932", [3]),  # names two
+        ("GPU-b,GPU-ffff,GPU-1", [3]),
+        ("GPU-b,0", [3]),
+        ("0,GPU-b", [0]),
+        ("GPU-b,GPU-b0", []),
+        ("gpu-b", []),
+    ],
+)
+def test_lists(text: str | None, seen: list[int]) -> None:
+    assert indices(text) == seen
+
+
+@pytest.mark.parametrize("text", ["0,9,1", "0,x", "GPU-b,GPU-8932", "0,1,0"])
+def test_what_is_left_out_is_said(text: str) -> None:
+    (remark,) = visible_devices(GPUS, {"CUDA_VISIBLE_DEVICES": text}).remarks
+    assert text in remark
+
+
+@pytest.mark.parametrize("text", ["", "-1", "0,-1", "2,1"])
+def test_what_is_meant_needs_no_remark(text: str) -> None:
+    assert visible_devices(GPUS, {"CUDA_VISIBLE_DEVICES": text}).remarks == ()
+
+
+def test_as_torch_does() -> None:
+    """torch reads the variable itself, without CUDA; its answer for random lists of all kinds of entries."""
+    if not hasattr(torch.cuda, "_parse_visible_devices"):
+        pytest.skip("this torch has no _parse_visible_devices")
+    dice = random.Random(5)
+    entries = ["0", "1", "2", "3", "7", "-1", " 2", "1a", "a1", "", *UUIDS, "GPU-8932", "GPU-1", "GPU-b0", "GPU-x"]
+    seen = set()
+    for _ in range(3000):
+        text = ",".join(dice.choice(entries) for _ in range(dice.randint(1, 4)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CUDA_VISIBLE_DEVICES", text)
+            theirs = torch.cuda._parse_visible_devices()
+        if theirs and isinstance(theirs[0], str):
+            theirs = torch.cuda._transform_uuid_to_ordinals(theirs, UUIDS)
+        known = [index for place, index in enumerate(theirs) if all(each < len(GPUS) for each in theirs[: place + 1])]
+        assert indices(text) == known, text
+        seen.add(tuple(known))
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        (None, [SLICES[0]]),
+        ("0", [SLICES[0]]),
+        (UUIDS[0], [SLICES[0]]),
+        (SLICES[1].uuid, [SLICES[1]]),
+        ("MIG-11112", [SLICES[1]]),
+        ("MIG-1111", []),
+        (f"MIG-{UUIDS[0]}/3/1", [SLICES[1]]),  # drivers before R470
+        (f"MIG-{UUIDS[0]}/3/0", []),
+        (f"{SLICES[1].uuid},{SLICES[0].uuid}", [SLICES[1]]),  # CUDA shows one slice per process
+        (f"{SLICES[1].uuid},{SLICES[1].uuid}", []),
+    ],
+)
+def test_slices(text: str | None, seen: list[Slice]) -> None:
+    environ = {} if text is None else {"CUDA_VISIBLE_DEVICES": text}
+    devices = visible_devices([DIVIDED], environ).devices
+    assert [device.slice for device in devices] == seen
+    assert [device.uuid for device in devices] == [part.uuid for part in seen]
+
+
+def test_slices_beside_whole_gpus() -> None:
+    found = visible_devices([*GPUS[1:3], DIVIDED], {"CUDA_VISIBLE_DEVICES": "1,2,0"})
+    assert [device.uuid for device in found.devices] == UUIDS[1:3]
+    assert any("one MIG slice per process" in remark for remark in found.remarks)
+
+
+def test_a_gpu_in_mig_mode_without_slices_is_nothing() -> None:
+    assert indices("0", [Gpu(0, UUIDS[0], mig=True)]) == []
+    assert indices(None, [Gpu(0, UUIDS[0], mig=True), GPUS[1]]) == [1]
+
+
+def test_different_gpus_are_numbered_by_speed() -> None:
+    mixed = [GPUS[0], Gpu(1, UUIDS[1], name="T4")]
+    (remark,) = visible_devices(mixed, {}).remarks
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in remark
+    assert visible_devices(mixed, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).remarks == ()
