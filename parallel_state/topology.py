@@ -20,6 +20,7 @@ from device_communicators.topology import Topology
 from device_communicators.topology_reading import read_topology
 from device_communicators.topology_text import topology_text
 from device_communicators.visible_devices import Visible, visible_devices
+from parallel_state.topology_picture import topology_picture
 
 STDOUT = "-"
 
@@ -36,11 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         probes = _probe(topology) if options.probe else None
         if options.json is not None:
             _write(options.json, json.dumps(_as_json(topology, visible, probes), indent=1, ensure_ascii=False) + "\n")
+        if options.svg is not None:
+            _write(options.svg, topology_picture(topology, probes))
     except OSError as error:
         parser.error(f"cannot use {error.filename}: {error.strerror}")
     except RecordError as error:
         parser.error(f"{options.replay} is no record that --record wrote: {error}")
-    if options.json != STDOUT:
+    if STDOUT not in (options.json, options.svg):
         print(topology_text(topology, visible, probes))
     return 0
 
@@ -56,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
                         "and seconds on each, the results are kept until the next boot")  # fmt: skip
     parser.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    parser.add_argument("--svg", metavar="FILE", help="a picture of the GPUs and what connects them")
     parser.add_argument("--record", metavar="FILE", help="write down all that the driver said, for a bug report")
     parser.add_argument("--replay", metavar="FILE", help="show the machine of such a file instead of this one")
     return parser
