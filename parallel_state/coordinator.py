@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from device_communicators.registry import register_route, unique_name
 from device_communicators.routing import Traffic
 from parallel_state import checks
 from parallel_state.agreement import Request, digest
+from parallel_state.capture_stream import GraphCaptureContext, prepared
 from parallel_state.group_messages import GroupMessages
 from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger
@@ -176,6 +178,14 @@ class GroupCoordinator(GroupMessages):
             # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
+
+    def graph_capture(self, context: GraphCaptureContext | None = None) -> AbstractContextManager[GraphCaptureContext]:
+        """Capture CUDA graphs with this group's operations within it: `with group.graph_capture() as capture:`.
+
+        Every rank of the group enters it. `context`: that of another group, whose stream is taken; else there is a new
+        one, `capture.stream`, which waits for the current stream and is the current one inside.
+        """
+        return prepared(self.route, context, self.device)
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
