@@ -142,7 +142,10 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
         assert lines[0].endswith(f"rank {rank} of 2 (global ranks [0, 1])")
         assert lines[1].startswith("  1. small_floats: ")
         assert lines[2] == "  2. process_group: torch.distributed over gloo, every CPU tensor"
-        assert lines[3:] == ["  -  crowd: not used, it needs more than 8 ranks, the group has 2"]
+        assert lines[3:] == [
+            "  -  crowd: not used, it needs more than 8 ranks, the group has 2",
+            "  -  device_group: not used, its device is the CPU",
+        ]
 
 
 def test_explain_of_other_groups() -> None:
