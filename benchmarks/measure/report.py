@@ -62,7 +62,7 @@ def figure(value: float | None) -> str:
     if value is None:
         return "–"
     for least, digits in ((99.5, 0), (9.95, 1), (0.0995, 2)):
-        if value >= least:
+        if abs(value) >= least:
             return f"{value:,.{digits}f}"
     return f"{value:.4f}"
 
@@ -144,5 +144,10 @@ def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> 
 
 def _rounded(row: Row) -> dict[str, Any]:
     values = dataclasses.asdict(row)
-    values["us"] = {name: [round(sample, 3) for sample in samples] for name, samples in row.us.items()}
+    values["us"] = {name: [_nanoseconds(sample) for sample in samples] for name, samples in row.us.items()}
     return values
+
+
+def _nanoseconds(us: float) -> float:
+    """Rounded to them, but what takes only some of them to thousandths."""
+    return round(us, 3 if us >= 1 else 6)

@@ -72,15 +72,12 @@ Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
   return bytes < kPooledBytes ? ordinary(sizes, like.scalar_type()) : symmetric(served, sizes, like.scalar_type());
 }
 
-// Runs `call(group, timeout_s)`, records it, and counts the bytes of `x`. False where it failed.
+// As Served::carry, of `x`. False where it failed.
 template <typename Call>
 bool carry(Served& served, Counted operation, const Tensor& x, Call call) {
   const at::IntArrayRef sizes = x.sizes();
-  Record& record = served.begin(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size());
-  if (served.handle().run(call) != Status::kDone) return false;
-  record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
-  served.count(operation, x.nbytes());
-  return true;
+  return served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(), x.nbytes(), call) ==
+         Status::kDone;
 }
 
 const Tensor& nothing() {

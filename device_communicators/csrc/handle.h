@@ -138,6 +138,20 @@ class Served {
     traffic.calls.fetch_add(1, std::memory_order_relaxed);
     traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
+
+  // Runs `call(group, timeout_s)` as the group's next operation, on a tensor of `sizes`: recorded, and counted with its
+  // `bytes` where it succeeds.
+  template <typename Call>
+  Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
+               Call call) {
+    Record& record = begin(operation, dtype, sizes, dims);
+    const Status status = handle_->run(call);
+    if (status != Status::kDone) return status;
+    record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
+    count(operation, bytes);
+    return status;
+  }
+
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
   const Record& record(std::uint64_t index) const { return records_[index]; }
 

@@ -96,6 +96,18 @@ def test_decode(tmp_path: Path) -> None:
     assert names(content, ranks=4) == {"parallel_state", "parallel_state, spinning"}
 
 
+def test_failure_costs(tmp_path: Path) -> None:
+    content = run("failure_costs", tmp_path / "f.json", "--ranks", "2", "--sizes", "8", "65536")
+    pieces = {"record", "lock", "lock and check", "tick", "tick, note", "tick, note, comparison"}
+    assert names(content, part="C++", ranks=1) == pieces | {"empty loop", "group alone", "group, recorded"}
+    found = {"group alone", "group, recorded", "exchange", "exchange, compared"}
+    assert names(content, part="C++", ranks=2) == found
+    calls = {"op, in place", "all_reduce", "record in Python", "gloo's all_gather of 512 bytes"}
+    assert names(content, part="mode") == calls | {f"{name}, debug mode" for name in calls}
+    for size in (8, 65536):
+        assert names(content, part="gloo", bytes=size) == {"torch.distributed", "all_reduce", "all_reduce_"}
+
+
 @pytest.mark.parametrize("fault", ["raises", "ends", "raises at start"])
 def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
     teams = [Team(name, "tests.contract.benchmark_team", 2, {"fault": fault}) for name in ("failing", "sound")]
