@@ -33,6 +33,8 @@ def check_alike(
     mine = torch.frombuffer(bytearray(text.ljust(_BYTES)), dtype=torch.uint8)
     out = torch.empty(context.size, _BYTES, dtype=torch.uint8)
     Watched(context.cpu_group._allgather_base(out.view(-1), mine), context, operation).wait()
+    if torch.equal(out, mine.expand_as(out)):  # as a rule, and 30 us less than to read them all
+        return
     calls = [json.loads(bytes(row.tolist())) for row in out]
     own = calls[context.rank]
     for rank, other in enumerate(calls):
