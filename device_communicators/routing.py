@@ -320,6 +320,13 @@ class Route:
         return failure
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the group is beyond use: an operation failed, or a rank of it has ended, which none may have met."""
+        watcher = self.context.watcher
+        died = watcher is not None and bool(watcher.deaths_of(self.context.ranks))
+        return died or self.first_failure is not None
+
+    @property
     def _spans_hosts(self) -> bool:
         memory = self.context.host_memory
         return memory is not None and len(memory.hosts) > 1
