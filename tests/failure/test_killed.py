@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -27,11 +28,6 @@ from tests.failure.worlds import (
     until_it_fails,
     world_over,
 )
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
-)
-
 
 WITHIN_S = 1.0
 POISONED_WITHIN_S = 0.010
@@ -134,28 +130,32 @@ def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, wait
     assert leaving_s < WITHIN_S + SLACK_S
 
 
-def _two_die(operation: str, route: str) -> tuple[Told, str]:
-    with world_over(route) as group:
+def _until_two_are_gone(operation: str, route: str, folder: str) -> Told:
+    with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         group.barrier()
-        at = time.monotonic() + LOOPS_S
-        at = group.broadcast_object(at)
-        if group.rank in (1, 3):
-            time.sleep(max(0.0, at - time.monotonic()))
-            kill_me()
-        told = until_it_fails(group, calls_of_all(group)[operation])
-    return told, told.outcome.text
+        Path(folder, str(group.rank)).touch()
+        return until_it_fails(group, calls_of_all(group)[operation])
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("operation", ["all_reduce", "send_object", "broadcast_object"])
-def test_row_16_two_ranks_die_together(ranks: Ranks, operation: str, route: str) -> None:
-    results = ranks.survivors(_two_die, operation, route, timeout_s=DEADLINE_S)
+@pytest.mark.parametrize("operation", some(["broadcast_object", "all_reduce", "send_object"], 1))
+def test_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
+    ranks.begin(_until_two_are_gone, operation, route, str(tmp_path))
+    until = time.monotonic() + DEADLINE_S / 2
+    while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(LOOPS_S)
+    for victim in (1, 3):
+        os.kill(ranks.pids[victim], signal.SIGKILL)
+    killed_s = time.monotonic()
+    results = ranks.finish(DEADLINE_S)
     assert sorted(results) == [0, 2]
-    for told, text in results.values():
+    for told in results.values():
+        text = told.outcome.text
         assert told.outcome.kind == "PeerDiedError", text
         assert set(told.outcome.suspect_ranks) == {1, 3}, text
         assert "rank 1 has ended" in text and "rank 3 has ended" in text
-        assert told.outcome.seconds < WITHIN_S + SLACK_S
+        assert told.at_s - killed_s < WITHIN_S + SLACK_S
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
