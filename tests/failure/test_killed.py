@@ -17,14 +17,16 @@ from tests.failure.calls import calls_on
 from tests.failure.ranks import KILLED, Ranks
 from tests.failure.worlds import (
     DEADLINE_S,
+    LONG_TIMEOUT_S,
     OPERATIONS,
     ROUTES,
     SLACK_S,
-    TIMEOUT_S,
     Told,
     calls_of_all,
     kill_me,
     later,
+    on_routes,
+    some,
     until_it_fails,
     world_over,
 )
@@ -38,7 +40,7 @@ def _killed_in(
     operation: str, route: str, victims: list[int], folder: str, port: int | None = None
 ) -> tuple[Told, float]:
     """Calls it until a victim is gone; also how long it takes to let go of everything."""
-    with world_over(route, port) as group:
+    with world_over(route, port, LONG_TIMEOUT_S) as group:
         call = calls_of_all(group)[operation]
         call()
         if group.rank in victims:
@@ -62,7 +64,7 @@ def _check(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[i
         assert told.at_s - killed_s < WITHIN_S + SLACK_S, f"rank {rank}: {outcome}"
         assert told.facts["group"] == "tp:0" and told.facts["rank"] == rank, told.facts
         assert told.facts["operation"] and told.facts["sequence"] is not None, told.facts
-        assert told.facts["elapsed_s"] is not None and told.facts["timeout_s"] == TIMEOUT_S, told.facts
+        assert told.facts["elapsed_s"] is not None and told.facts["timeout_s"] == LONG_TIMEOUT_S, told.facts
         assert told.again.kind == "GroupFailedError", f"rank {rank}: {told.again}"
         assert leaving_s < WITHIN_S + SLACK_S, f"rank {rank} took {leaving_s} s to leave"
 
@@ -80,8 +82,7 @@ def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: 
     _check(ranks, results, [0], tmp_path)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "route"), on_routes(OPERATIONS))
 def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
     victim = OPERATIONS.index(operation) % 4
     results = ranks.survivors(_killed_in, operation, route, [victim], str(tmp_path), timeout_s=DEADLINE_S)
@@ -93,7 +94,7 @@ WAITS = ("recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadc
 
 def _wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
     """Rank 0 waits for rank 1, which lives and never comes; rank 3 is killed; rank 2 does nothing."""
-    with world_over(route) as group:
+    with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         group.barrier()
         rank = group.rank
         if rank == 3:
@@ -117,8 +118,7 @@ def _wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, fl
     return None if told is None else (told, time.monotonic() - left)
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("waits", WAITS)
+@pytest.mark.parametrize(("waits", "route"), on_routes(WAITS))
 def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
     results = ranks.survivors(_wait_for_a_live_rank, waits, route, str(tmp_path), timeout_s=DEADLINE_S)
     assert sorted(results) == [0, 1, 2]
@@ -138,7 +138,7 @@ def _until_two_are_gone(operation: str, route: str, folder: str) -> Told:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("operation", some(["broadcast_object", "all_reduce", "send_object"], 1))
+@pytest.mark.parametrize("operation", some(["all_reduce", "broadcast_object", "send_object"], 1))
 def test_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
     ranks.begin(_until_two_are_gone, operation, route, str(tmp_path))
     until = time.monotonic() + DEADLINE_S / 2

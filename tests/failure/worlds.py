@@ -33,6 +33,14 @@ def some(of_all: Sequence[T], count: int) -> Sequence[T]:
 
 
 ROUTES = ("shared memory", "gloo")
+
+
+def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
+    """Each with one of the routes in turn; with both with FAILURE_TESTS=long."""
+    pairs = [(value, route) for value in values for route in reversed(ROUTES)]
+    return pairs if LONG else [pairs[2 * number + number % 2] for number in range(len(values))]
+
+
 DEADLINE_S = 40.0
 
 
