@@ -342,7 +342,7 @@ class Route:
         return explained(self.context, last, failure)
 
     def _poison(self, failure: CommunicationError) -> None:
-        if self.first_failure is None:
+        if self.first_failure is None and not self.closed:
             self.first_failure = failure
             self.serve_ops(False)
             if failure.sequence is None:
@@ -379,7 +379,10 @@ class Route:
             for communicator in closing:
                 communicator.close()
             self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-            _let_go(self.first_failure)
+            # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call
+            # with it has frames that can't be cleared yet.
+            failure, self.first_failure = self.first_failure, None
+            _let_go(failure)
 
 
 def _let_go(failure: BaseException | None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -127,14 +127,15 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
             raise died(context, operation, started)
 
 
-def abandon(process_group: Any, peer: int, tag: int) -> None:
+def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
     """Ends all waits of this rank in a gloo group, and lets its peers know at once that it won't go on.
 
-    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that.
+    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that. On the
+    connection to a peer that is gone already nothing times out, so each is tried.
     """
-    nothing = torch.empty(1, dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
-        process_group.recv([nothing], peer, tag).wait(_AT_ONCE)
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:

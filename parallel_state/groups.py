@@ -272,8 +272,7 @@ class ProcessGroupPool:
     def _abandon(self, key: _Key, group: Any) -> None:
         ranks, options, _ = key
         if group is not None and "gloo" in str(options.backend):
-            position = ranks.index(self.rank)
-            abandon(group, (position + 1) % len(ranks), _NOBODYS_TAG)
+            abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
