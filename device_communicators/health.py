@@ -19,6 +19,9 @@ from typing import Any
 NOTICE_S = 0.2
 """How long after a transport's own error a death may come to be known: the error can overtake the news of it."""
 
+_TOGETHER_S = 0.05
+"""Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
+
 
 @dataclass(frozen=True)
 class Death:
@@ -83,13 +86,17 @@ class Watcher:
             return []
         return [self._deaths[rank] for rank in ranks if rank in self._deaths]
 
+    def deaths(self) -> list[Death]:
+        """Of all ranks of the world that have ended for certain, by rank."""
+        return [death for _, death in sorted(self._deaths.items()) if death.certain]
+
     def await_death_of(self, ranks: Iterable[int], timeout_s: float) -> list[Death]:
         """As `deaths_of`, once there is one, or the time is up. More that follow at once are waited for."""
         ranks = list(ranks)
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         if self.deaths_of(ranks):
-            time.sleep(0.02)  # two that were killed together are told together
+            time.sleep(_TOGETHER_S)
         return self.deaths_of(ranks)
 
     def close(self) -> None:

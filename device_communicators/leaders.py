@@ -186,7 +186,7 @@ class Leaders:
 
     def abandon(self) -> None:
         """Ends the waits of this rank in gloo, and lets the other leaders know at once that it won't go on."""
-        abandon(self.context.cpu_group, self.leaders[self.others[0]], _OWN_TAGS)
+        abandon(self.context.cpu_group, [self.leaders[host] for host in self.others], _OWN_TAGS)
 
     def close(self) -> None:
         if self.context.watcher is not None and self._hear in self.context.watcher.on_death:

@@ -81,6 +81,13 @@ def _verdict(
         "timeout_s": failure.timeout_s,
     }
     missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
+    others = {report for rank, report in reports.items() if rank != context.rank}
+    if not missing and len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
+        # They may have got through this operation with this rank's help, and given it up in the next one.
+        ours = f"{own.call} number {own.sequence}"
+        theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
+        failure.args = (f"{failure.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
+        return failure
     # Where a rank is missing, some may have got through an operation of which others still lack the end.
     different = [
         rank

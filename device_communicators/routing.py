@@ -320,6 +320,13 @@ class Route:
         return failure
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the group is beyond use: an operation failed, or a rank of it has ended, which none may have met."""
+        watcher = self.context.watcher
+        died = watcher is not None and bool(watcher.deaths_of(self.context.ranks))
+        return died or self.first_failure is not None
+
+    @property
     def _spans_hosts(self) -> bool:
         memory = self.context.host_memory
         return memory is not None and len(memory.hosts) > 1
@@ -335,7 +342,7 @@ class Route:
         return explained(self.context, last, failure)
 
     def _poison(self, failure: CommunicationError) -> None:
-        if self.first_failure is None:
+        if self.first_failure is None and not self.closed:
             self.first_failure = failure
             self.serve_ops(False)
             if failure.sequence is None:
@@ -372,7 +379,10 @@ class Route:
             for communicator in closing:
                 communicator.close()
             self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-            _let_go(self.first_failure)
+            # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call
+            # with it has frames that can't be cleared yet.
+            failure, self.first_failure = self.first_failure, None
+            _let_go(failure)
 
 
 def _let_go(failure: BaseException | None) -> None:

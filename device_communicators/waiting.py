@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from device_communicators.base import GroupContext, Work
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
-from device_communicators.health import NOTICE_S, Death
+from device_communicators.health import NOTICE_S, Death, Watcher
 
 _SLICE = timedelta(milliseconds=50)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -127,14 +127,15 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
             raise died(context, operation, started)
 
 
-def abandon(process_group: Any, peer: int, tag: int) -> None:
+def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
     """Ends all waits of this rank in a gloo group, and lets its peers know at once that it won't go on.
 
-    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that.
+    gloo closes all connections of a group where a wait has timed out; there is no other way to have it do that. On the
+    connection to a peer that is gone already nothing times out, so each is tried.
     """
-    nothing = torch.empty(1, dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
-        process_group.recv([nothing], peer, tag).wait(_AT_ONCE)
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
@@ -158,9 +159,22 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
     """`failure`, which names one dead rank; where others have died with it, the error that names them all."""
     watcher = context.watcher
-    deaths = [] if watcher is None else watcher.await_death_of(context.ranks, NOTICE_S)
+    if watcher is None:
+        return failure
+    deaths = watcher.await_death_of(context.ranks, NOTICE_S)
+    if not deaths:
+        blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
     return failure if known else died(context, operation, started)
+
+
+def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
+    """A rank that lives and left the group left it, most likely, because of one that ended in another group."""
+    deaths = watcher.deaths()
+    if deaths:
+        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+        failure.args = (f"{failure.args[0]}. Of the world, {who}",)
+        failure.suspect_ranks = tuple(death.rank for death in deaths)
 
 
 def attributed(
@@ -178,7 +192,7 @@ def attributed(
     others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
     if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
         return failure
-    return CommunicationError(
+    gave_up = CommunicationError(
         f"{failure}. No rank of the group has ended: one gave up first, at its deadline or by an error of its own",
         group=context.name,
         operation=operation,
@@ -187,3 +201,5 @@ def attributed(
         elapsed_s=failure.elapsed_s,
         timeout_s=failure.timeout_s,
     )
+    blame_the_dead(watcher, gave_up)
+    return gave_up

@@ -204,6 +204,7 @@ class GroupCoordinator(GroupMessages):
         self._destroyed = True
         self._messenger.close()
         memory = self.context.host_memory
+        failed = self.route.has_failed
         self.route.close()
         if memory is not None and self.pool is not None:
             memory.close()
@@ -211,7 +212,7 @@ class GroupCoordinator(GroupMessages):
         pool, self.pool = self.pool, None
         if pool is not None:
             for acquired in self.acquired:
-                pool.release(acquired)
+                pool.release(acquired, failed=failed)
         self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
 
     def close(self) -> None:

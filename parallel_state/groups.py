@@ -93,6 +93,7 @@ class ProcessGroupPool:
         self._channels: Counter[tuple[int, ...]] = Counter()
         self._made: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = set()
+        self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
         self._tried: Counter[_Key] = Counter()
         self._closed = False
@@ -238,9 +239,14 @@ class ProcessGroupPool:
             self._users[key] += 1
             return Acquired(self._groups[key], (key,))
 
-    def release(self, acquired: Acquired) -> None:
-        """Destroys the groups that nobody uses any more. Whoever acquired together releases together."""
+    def release(self, acquired: Acquired, *, failed: bool = False) -> None:
+        """Destroys the groups that nobody uses any more. Whoever acquired together releases together.
+
+        `failed`: operations may have been begun there that will never end.
+        """
         with self._lock:
+            if failed:
+                self._failed.update(acquired.keys)
             for key in acquired.keys:
                 self._users[key] -= 1
                 if self._users[key] == 0:
@@ -249,17 +255,24 @@ class ProcessGroupPool:
                     if key in self._borrowed:
                         self._borrowed.remove(key)
                     else:
+                        if key in self._failed:
+                            self._abandon(key, group)
                         _destroy(group)
+                    self._failed.discard(key)
 
-    def abandon(self) -> None:
+    def abandon(self, *, failed_only: bool = False) -> None:
         """Before an end after a failure: nobody waits in a process group any more, for ranks that will never come.
 
-        A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines.
+        A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines; and
+        destroying a gloo group waits for the collectives that it has begun.
         """
-        for (ranks, options, _), group in list(self._groups.items()):
-            if group is not None and "gloo" in str(options.backend):
-                position = ranks.index(self.rank)
-                abandon(group, (position + 1) % len(ranks), _NOBODYS_TAG)
+        for key in list(self._failed if failed_only else self._groups):
+            self._abandon(key, self._groups.get(key))
+
+    def _abandon(self, key: _Key, group: Any) -> None:
+        ranks, options, _ = key
+        if group is not None and "gloo" in str(options.backend):
+            abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""

@@ -17,6 +17,7 @@ for the next.
 from __future__ import annotations
 
 import errno
+import gc
 import ipaddress
 import os
 import secrets
@@ -281,6 +282,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             if in_use and time.monotonic() + 0.2 < give_up:
                 time.sleep(0.05)  # an earlier world of this process may be just closing its server
+                gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
                 continue
             what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
             raise RendezvousError(

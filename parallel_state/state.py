@@ -166,6 +166,8 @@ def destroy_distributed_environment() -> None:
         world.destroy()
         if pool is not None:
             pool.close()
+            if _OWNS_DEFAULT_GROUP:
+                pool.abandon(failed_only=True)
     if _OWNS_DEFAULT_GROUP and dist.is_initialized():
         dist.destroy_process_group()
     _OWNS_DEFAULT_GROUP = False

@@ -183,12 +183,12 @@ class Hosts:
         state = "up" if up else "down"
         self._in_network(self._switch, f"ip link set h{self._port(host)} {state}")
 
-    def limit(self, host: int, rate: str | None) -> None:
-        """What the host sends passes at `rate` (`1gbit`, `1mbit`); None takes the limit away."""
+    def limit(self, host: int, rate: str | None, queue: str = "256kb") -> None:
+        """What the host sends passes at `rate` (`1gbit`, `1mbit`), behind a `queue`; None takes the limit away."""
         script = f"tc qdisc del dev {INTERFACE} root 2>/dev/null || true"
         if rate is not None:
             # A burst holds the largest packet that the kernel hands down at once, of 64 KiB.
-            script = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 128kb limit 256kb"
+            script = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 128kb limit {queue}"
         self.run_on(host, script)
 
     def sent_bytes(self, host: int) -> int:

@@ -17,10 +17,18 @@ class Ranks(WorkerPool):
 
     def survivors(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> dict[int, Any]:
         """The results of those that return; a rank that ends is missing. Raises where one raises or is late."""
+        self.begin(function, *args)
+        return self.finish(timeout_s)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Has all ranks start with it, and doesn't wait."""
         if not self._processes:
             self._start()
         for connection in self._connections:
             connection.send_bytes(pickle.dumps((function, args, None)))
+
+    def finish(self, timeout_s: float) -> dict[int, Any]:
+        """The results of what was begun, as of `survivors`."""
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         errors: dict[int, str] = {}
@@ -38,13 +46,6 @@ class Ranks(WorkerPool):
             self.kill()
             raise WorkersFailedError(errors)
         return results
-
-    def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Has all ranks start with it, and doesn't wait."""
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send_bytes(pickle.dumps((function, args, None)))
 
     @property
     def pids(self) -> list[int]:

@@ -15,12 +15,7 @@ import parallel_state as ps
 from tests.contract.attempts import attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.ranks import Ranks
-from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill_me, settings_of
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
-)
-
+from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, calls_of_all, kill_me, on_routes, settings_of, some
 
 AGAIN_S = 3.0
 TIMEOUT_S = 600.0
@@ -105,29 +100,27 @@ def _check(results: dict[int, list[Any]], route: str, sizes: list[int]) -> None:
     assert ranks == list(range(sizes[-1]))
 
 
-@pytest.mark.parametrize("pending", [False, True], ids=["idle", "with waits that nobody ends"])
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_go_on_under_a_launchers_store(ranks: Ranks, victim: int, route: str, pending: bool) -> None:
-    results = ranks.survivors(_losing, [victim], route, None, pending, timeout_s=DEADLINE_S)
+@pytest.mark.parametrize("ranks_are", some(["in waits that nobody ends", "idle"], 1))
+@pytest.mark.parametrize(("victim", "route"), on_routes([0, 2]))
+def test_the_others_go_on_under_a_launchers_store(ranks: Ranks, victim: int, route: str, ranks_are: str) -> None:
+    results = ranks.survivors(_losing, [victim], route, None, ranks_are != "idle", timeout_s=DEADLINE_S)
     _check(results, route, [3])
     assert all(told[1]["tp"] == [0, 1, 2] for told in results.values())
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("victim", [0, 3], ids=["rank 0, which served the store", "rank 3"])
+@pytest.mark.parametrize(("victim", "route"), on_routes([3, 0]))
 def test_the_others_go_on_under_a_store_of_their_own(ranks: Ranks, victim: int, route: str) -> None:
     with held_port() as port:
         results = ranks.survivors(_losing, [victim], route, port, True, timeout_s=DEADLINE_S)
     _check(results, route, [3])
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("victims", [[0, 0], [3, 1], [1, 0]], ids=str)
-@pytest.mark.parametrize("served", [True, False], ids=["by rank 0", "by a launcher"])
-def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served: bool) -> None:
+@pytest.mark.parametrize(("victims", "route"), on_routes([[0, 0], [1, 0], [3, 1]]), ids=str)
+@pytest.mark.parametrize("served_by", some(["rank 0", "a launcher"], 1))
+def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served_by: str) -> None:
     with held_port() as port:
-        results = ranks.survivors(_losing, victims, route, port if served else None, False, timeout_s=DEADLINE_S)
+        port_of_ours = port if served_by == "rank 0" else None
+        results = ranks.survivors(_losing, victims, route, port_of_ours, False, timeout_s=DEADLINE_S)
     _check(results, route, [3, 2])
 
 
@@ -156,7 +149,7 @@ with open(os.path.join(sys.argv[1], f"{ps.get_rank()}"), "w") as file:
 """Ends without destroying anything: the process must end all the same, and at once."""
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", some(ROUTES, 1))
 def test_processes_end_by_themselves_afterwards(tmp_path: Path, route: str) -> None:
     import subprocess
     import sys

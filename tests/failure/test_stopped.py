@@ -15,11 +15,6 @@ from tests.contract.attempts import attempt
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, ROUTES, SLACK_S, Told, until_it_fails, world_over
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("FAILURE_TESTS") != "long", reason="not steady enough yet for every run: FAILURE_TESTS=long"
-)
-
-
 T_S = 2.0
 
 

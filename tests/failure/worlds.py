@@ -6,20 +6,41 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
 
+T = TypeVar("T")
+
 TIMEOUT_S = 5.0
 """T of the matrix."""
 SLACK_S = 5.0
 """What a loaded machine of two cores may take beside the matrix' bounds."""
+LONG_TIMEOUT_S = 30.0
+"""For what must end long before: whoever waits for the timeout is seen to."""
+LONG = os.environ.get("FAILURE_TESTS") == "long"
+"""Whether everything is tested with everything; else with a choice of it."""
+
+
+def some(of_all: Sequence[T], count: int) -> Sequence[T]:
+    """The first `count`; all with FAILURE_TESTS=long."""
+    return of_all if LONG else of_all[:count]
+
+
 ROUTES = ("shared memory", "gloo")
+
+
+def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
+    """Each with one of the routes in turn; with both with FAILURE_TESTS=long."""
+    pairs = [(value, route) for value in values for route in reversed(ROUTES)]
+    return pairs if LONG else [pairs[2 * number + number % 2] for number in range(len(values))]
+
+
 DEADLINE_S = 40.0
 
 

@@ -1,0 +1,64 @@
+"""A rank is killed from outside, at a random moment of what all are doing; when, and what the others tell."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.contract.attempts import Outcome, attempt
+from tests.failure.ranks import KILLED, Ranks
+from tests.failure.worlds import DEADLINE_S, SLACK_S
+
+WITHIN_S = 1.0
+LATEST_S = 0.25
+"""After all ranks have begun: some hundred calls."""
+
+
+class End(NamedTuple):
+    """How a rank came to the end of its loop."""
+
+    outcome: Outcome
+    at_s: float
+    """On this machine's monotonic clock."""
+    calls: int
+    """That went well before."""
+
+
+def until_killed(folder: str, rank: int, calls: Callable[[int], Callable[[], Any]]) -> End:
+    """Makes call 0, tells that it has begun, and goes on with calls 1, 2, … until one fails."""
+    calls(0)()
+    Path(folder, f"begun-{rank}").touch()
+    until, number, outcome = time.monotonic() + DEADLINE_S / 2, 0, Outcome("ok", "", 0.0)
+    while outcome.kind == "ok" and time.monotonic() < until:
+        number += 1
+        outcome = attempt(calls(number))
+    return End(outcome, time.monotonic(), number)
+
+
+def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
+    """Of ranks that are in `until_killed`: which, and when."""
+    chance = random.Random(seed)
+    victim, delay_s = chance.randrange(4), chance.uniform(0.0, LATEST_S)
+    until = time.monotonic() + DEADLINE_S / 2
+    while len(list(folder.glob("begun-*"))) < 4 and time.monotonic() < until:
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    os.kill(ranks.pids[victim], signal.SIGKILL)
+    return victim, time.monotonic()
+
+
+def check_ends(ranks: Ranks, results: dict[int, tuple[End, float]], victim: int, killed_s: float) -> float:
+    """Every other rank was right until it was told, soon, and could leave; how long after the kill the last was."""
+    assert ranks.exit_code(victim) == KILLED
+    assert sorted(results) == [rank for rank in range(4) if rank != victim]
+    for rank, (end, leaving_s) in results.items():
+        assert end.outcome.kind in ("PeerDiedError", "CommunicationError"), f"rank {rank}, call {end.calls}: {end}"
+        assert set(end.outcome.suspect_ranks) == {victim}, f"rank {rank}, call {end.calls}: {end}"
+        assert end.at_s - killed_s < WITHIN_S + SLACK_S, f"rank {rank}, call {end.calls}: {end}"
+        assert leaving_s < WITHIN_S + SLACK_S, f"rank {rank} took {leaving_s} s to leave"
+    return max(end.at_s for end, _ in results.values()) - killed_s

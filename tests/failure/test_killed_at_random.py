@@ -1,0 +1,48 @@
+"""Row 5: SIGKILL at a random time, amid all kinds of calls: right answers, then a typed error, never wrong data.
+
+6 seeds by default, 200 with FAILURE_TESTS=long. How long it took is in the JUnit file (--junitxml).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.failure.random_kills import End, check_ends, kill_one, until_killed
+from tests.failure.ranks import Ranks
+from tests.failure.worlds import (
+    DEADLINE_S,
+    LONG,
+    LONG_TIMEOUT_S,
+    OPERATIONS,
+    ROUTES,
+    calls_of_all,
+    world_over,
+)
+
+SEEDS = range(200 if LONG else 6)
+
+
+def _mixed_calls(route: str, seed: int, folder: str) -> tuple[End, float]:
+    """In an order that all ranks share; also how long leaving takes."""
+    order = random.Random(seed).choices(OPERATIONS, k=1000)
+    with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
+        calls = calls_of_all(group)
+        end = until_killed(folder, group.rank, lambda number: calls[order[number % len(order)]])
+        left = time.monotonic()
+    return end, time.monotonic() - left
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_row_05_killed_amid_any_call(
+    ranks: Ranks, tmp_path: Path, seed: int, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    ranks.begin(_mixed_calls, ROUTES[seed % len(ROUTES)], seed, str(tmp_path))
+    victim, killed_s = kill_one(ranks, seed, tmp_path)
+    results = ranks.finish(DEADLINE_S)
+    record_testsuite_property(f"row 5, seed {seed}: last told after s", check_ends(ranks, results, victim, killed_s))
+    assert {end.outcome.kind for end, _ in results.values()} == {"PeerDiedError"}, results

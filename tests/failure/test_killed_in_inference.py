@@ -1,0 +1,104 @@
+"""The soak of random kills: a rank of tensor- and pipeline-parallel inference is killed at a random time.
+
+Every step's answer is compared with that of the same model on one process. No rank may get a wrong answer, and every
+one that is left gets a typed error soon, those as well whose groups lack the dead rank: whoever fails leaves. 4 seeds
+by default, 200 with FAILURE_TESTS=long. How long it took is in the JUnit file (--junitxml).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from tests.contract.attempts import environment
+from tests.failure.random_kills import End, check_ends, kill_one, until_killed
+from tests.failure.ranks import Ranks
+from tests.failure.worlds import DEADLINE_S, LONG, LONG_TIMEOUT_S, ROUTES, settings_of
+
+SEEDS = range(200 if LONG else 4)
+LAYERS, HIDDEN, INNER, TOKENS = 4, 32, 64, 6
+
+
+class Model:
+    """Residual layers of a column- and a row-parallel matrix; those of one stage, and this rank's part of each."""
+
+    def __init__(self) -> None:
+        chance = torch.Generator().manual_seed(7)
+        self.up = torch.randn(LAYERS, HIDDEN, INNER, generator=chance, dtype=torch.float64) / HIDDEN**0.5
+        self.down = torch.randn(LAYERS, INNER, HIDDEN, generator=chance, dtype=torch.float64) / INNER**0.5
+
+    def whole(self, x: Tensor) -> Tensor:
+        """`x` [tokens, hidden] through all layers, on one process."""
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + torch.relu(x @ up) @ down
+        return x
+
+    def stage(self, x: Tensor) -> Tensor:
+        """`x` [tokens, hidden] through the layers of this rank's stage, with the ranks of its tp group."""
+        tp, pp = ps.get_tp_group(), ps.get_pp_group()
+        layers = LAYERS // pp.world_size
+        part = slice(tp.rank_in_group * INNER // tp.world_size, (tp.rank_in_group + 1) * INNER // tp.world_size)
+        for layer in range(pp.rank_in_group * layers, (pp.rank_in_group + 1) * layers):
+            x = x + tp.all_reduce(torch.relu(x @ self.up[layer][:, part]) @ self.down[layer][part])
+        return x
+
+
+class Engine:
+    """One step: from rank 0 to the first stage, through the stages, back from the last one, and to everybody."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.world, self.tp, self.pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()
+
+    def step(self, number: int) -> None:
+        """Raises AssertionError for a wrong answer."""
+        chance = torch.Generator().manual_seed(number)
+        asked = torch.randn(TOKENS, HIDDEN, generator=chance, dtype=torch.float64)
+        if self.pp.is_first_rank:
+            x = self.tp.broadcast_tensor_dict({"x": asked, "number": number} if self.tp.is_first_rank else None)
+        else:
+            x = self.pp.recv_tensor_dict(all_gather_group=self.tp)
+        assert x["number"] == number, f"step {number} got step {x['number']}"
+        hidden = self.model.stage(x["x"])
+        if not self.pp.is_last_rank:
+            self.pp.send_tensor_dict({"x": hidden, "number": number}, all_gather_group=self.tp)
+            hidden = self.pp.recv((TOKENS, HIDDEN), torch.float64, self.pp.world_size - 1)
+        else:
+            self.pp.send(hidden, 0)
+        answer = self.world.broadcast(hidden.clone(), 0)
+        best = self.world.broadcast_object(int(hidden.sum(dim=1).argmax()) if self.world.rank == 0 else None)
+        expected = self.model.whole(asked)
+        for found in (hidden, answer):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)  # another order of summing
+        assert best == int(hidden.sum(dim=1).argmax()), f"step {number} has best {best}"
+
+
+def _infer(route: str, folder: str) -> tuple[End, float]:
+    with environment(**settings_of(route)):
+        ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+        ps.initialize_model_parallel(2, 2)
+    try:
+        engine = Engine()
+        end = until_killed(folder, int(os.environ["RANK"]), lambda number: lambda: engine.step(number))
+    finally:
+        left = time.monotonic()
+        ps.destroy_distributed_environment()
+    return end, time.monotonic() - left
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_rank_of_an_inference_is_killed(
+    ranks: Ranks, tmp_path: Path, seed: int, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    ranks.begin(_infer, ROUTES[seed % len(ROUTES)], str(tmp_path))
+    victim, killed_s = kill_one(ranks, seed, tmp_path)
+    results = ranks.finish(DEADLINE_S)
+    last_s = check_ends(ranks, results, victim, killed_s)
+    record_testsuite_property(f"inference, seed {seed}: last told after s", last_s)
