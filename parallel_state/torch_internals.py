@@ -9,14 +9,17 @@ the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+_RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
 
 
 def default_store() -> dist.Store:
@@ -69,3 +72,20 @@ def _without_split() -> Iterator[None]:
 def is_registered(group: Any) -> bool:
     """Whether torch.distributed still has this process group: destroy_process_group() ends them all at once."""
     return group in c10d._world.pg_map
+
+
+def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
+    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address, where it gives one.
+
+    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew.
+    """
+    make = _RENDEZVOUS._create_c10d_store
+    make = getattr(make, "replaced", make)
+
+    def create(hostname: str, port: int, *args: Any, **options: Any) -> dist.Store:
+        found = find(hostname, port)
+        made: dist.Store = make(hostname, port, *args, **options) if found is None else found
+        return made
+
+    create.replaced = make  # type: ignore[attr-defined]
+    _RENDEZVOUS._create_c10d_store = create

@@ -74,8 +74,8 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def store() -> dist.TCPStore:
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def store() -> dist.Store:
+    return next(iter(dist.rendezvous("env://")))[0]
 
 
 def wait_for_ever() -> None:
