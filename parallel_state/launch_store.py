@@ -8,6 +8,7 @@ at torch's own store, which takes whoever comes.
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -75,7 +76,7 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
 
 
 def read_secret(path: str) -> bytes:
-    """What the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
+    """Made of what the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -91,7 +92,7 @@ def read_secret(path: str) -> bytes:
     ):  # fmt: skip
         if not fits:
             raise InvalidArgumentError(f"secret_file must be {must}: {path!r}")
-    return secret
+    return hashlib.sha256(secret).digest()  # HMAC takes keys that differ in zeros at the end for equal
 
 
 def _reached(config: LaunchConfig, secret: bytes, start_s: float) -> ControlStore:
