@@ -66,8 +66,8 @@ class ControlStore(dist.Store):
         self._pid = os.getpid()
         self.set_timeout(timedelta(seconds=timeout_s))
 
-    def __repr__(self) -> str:
-        return f"ControlStore({self.address[0]}:{self.address[1]})"
+    def __str__(self) -> str:
+        return f"launch's store at {self.address[0]}:{self.address[1]}"
 
     def reach(self, deadline: float) -> None:
         """Connects now, once the server is there. Raises DistNetworkError at the deadline."""

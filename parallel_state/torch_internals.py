@@ -19,12 +19,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from parallel_state.control_store import ControlStore
+
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
 
 
 def default_store() -> dist.Store:
     """The store through which the default group was made, within that group's own prefix."""
     return c10d._get_default_store()
+
+
+def store_in_words() -> str:
+    """Which store that is, and who may come to it."""
+    if not dist.is_initialized():
+        return "none any more"
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, ControlStore):
+        return f"launch's at {store.address[0]}:{store.address[1]}, which asks for the job's secret"
+    if isinstance(store, dist.TCPStore):
+        return f"TCPStore at {store.host}:{store.port}, which takes whoever reaches it"
+    return type(store).__name__
 
 
 def bound_device() -> torch.device | None:

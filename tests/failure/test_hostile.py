@@ -1,12 +1,11 @@
-"""Rows 37 and 38 for sockets: strangers at the port of a job that is running.
+"""Row 37: strangers at the ports of a job that is running.
 
-They come to the store of `launch`, which asks for the job's secret, and to torch's TCPStore, which has none: that one
-withstands junk and silence, but not a stranger who speaks its language.
+They come to the store of `launch`, which asks for the job's secret, to torch's TCPStore, which has none, and to gloo:
+these withstand junk and silence, but not a stranger who speaks their language.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -14,31 +13,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import parallel_state as ps
 from parallel_state.control_server import HANDSHAKE_S
 from parallel_state.control_store import ControlStore
 from parallel_state.control_wire import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
-from parallel_state.launch_store import read_secret
-from parallel_state.torch_internals import default_store
+from tests.failure.jobs import (
+    DEADLINE_S,
+    SLACK_S,
+    STEPS_AFTER,
+    compute,
+    connected,
+    pids_then_compute,
+    running_job,
+    send_all,
+    until_closed,
+)
 from tests.failure.ranks import Ranks
 
-DEADLINE_S = 60.0
-SLACK_S = 5.0
-STEPS_AFTER = 30
-"""How far a job goes on after the strangers came."""
-NOBODY = 65_534
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
 
 JUNK = {
     "noise": secrets.token_bytes(4096),
@@ -51,79 +53,13 @@ JUNK = {
 }
 
 
-def _compute(folder: str, own_init: bool) -> int:
-    """Reduces, makes groups and counts in the store until told to stop, and on; how many steps were right."""
-    if own_init:
-        ps.init_distributed_environment(timeout=DEADLINE_S)
-        ps.initialize_model_parallel(4)
-    group, store, steps, more = ps.get_tp_group(), default_store(), 0, STEPS_AFTER
-    while more:
-        if group.rank == 0 and steps == 1:  # the job is running now
-            Path(folder, "port.new").write_text(os.environ["MASTER_PORT"])
-            Path(folder, "port.new").rename(Path(folder, "port"))
-        flag = float(group.rank == 0 and Path(folder, "stop").exists())
-        stopped, total = group.all_reduce(torch.tensor([flag, float(group.rank + steps)])).tolist()
-        if total != 6.0 + 4 * steps:
-            raise ValueError(f"step {steps}: {total}")
-        if steps % 10 == 0:
-            three = group.make_sub_group([0, 1, 3])
-            if three is not None:
-                if three.all_gather(torch.tensor([group.rank])).tolist() != [0, 1, 3]:
-                    raise ValueError(f"step {steps}: the sub-group of rank {group.rank} is wrong")
-                three.destroy()
-        store.add("steps", 1)
-        steps += 1
-        more -= stopped > 0
-    group.barrier()
-    if int(store.get("steps")) != 4 * steps:
-        raise ValueError(f"{store.get('steps')!r} is not 4 * {steps}")
-    if own_init:
-        ps.destroy_distributed_environment()
-    return steps
-
-
-@contextmanager
-def running_job(folder: Path, start: Callable[[], list[int]]) -> Iterator[int]:
-    """Its port, while it computes; afterwards all ranks must have come to the same, right end."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.extend(start())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        until = time.monotonic() + DEADLINE_S
-        while not (folder / "port").exists():
-            assert time.monotonic() < until and not results, results
-            time.sleep(0.01)
-        yield int((folder / "port").read_text())
-    finally:
-        (folder / "stop").touch()
-        thread.join(DEADLINE_S)
-    assert len(results) == 4 and len(set(results)) == 1, results
-    assert results[0] > STEPS_AFTER
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Iterator[bytes]:
-    """The job's, from a file, so that the tests know it; without one, launch makes up one that nobody knows."""
-    path = tmp_path / "secret"
-    path.touch(0o600)
-    path.write_bytes(secrets.token_bytes(32))
-    yield read_secret(str(path))
-
-
 @pytest.fixture
 def port(tmp_path: Path, secret: bytes) -> Iterator[int]:
     """The port of a job of four ranks that `launch` has started."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     file = str(tmp_path / "secret")
     with running_job(
-        tmp_path, lambda: ps.launch(_compute, 4, args=(str(tmp_path), False), secret_file=file, **options)
+        tmp_path, lambda: ps.launch(compute, 4, args=(str(tmp_path), False), secret_file=file, **options)
     ) as port:
         yield port
 
@@ -131,31 +67,8 @@ def port(tmp_path: Path, secret: bytes) -> Iterator[int]:
 @pytest.fixture
 def torch_port(tmp_path: Path, ranks: Ranks) -> Iterator[int]:
     """The port of a job of four ranks that meet at torch's store."""
-    with running_job(tmp_path, lambda: ranks.run(_compute, str(tmp_path), True, timeout_s=DEADLINE_S)) as port:
+    with running_job(tmp_path, lambda: ranks.run(compute, str(tmp_path), True, timeout_s=DEADLINE_S)) as port:
         yield port
-
-
-def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
-
-
-def until_closed(stranger: socket.socket, limit_s: float) -> bytes:
-    """What it is sent until the other side closes it. Fails where that doesn't close it."""
-    stranger.settimeout(limit_s)
-    received = bytearray()
-    try:
-        while data := stranger.recv(4096):
-            received += data
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        pytest.fail(f"the connection is open after {limit_s} s")
-    return bytes(received)
-
-
-def send_all(stranger: socket.socket, data: bytes) -> None:
-    with suppress(ConnectionError):  # closed before it had sent all
-        stranger.sendall(data)
 
 
 def store_of(port: int, secret: bytes) -> ControlStore:
@@ -313,10 +226,10 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
     """A few lines, however many come; never the secret."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, logging\nimport parallel_state as ps\nfrom tests.failure.test_hostile import _compute\n"
+        "import sys, logging\nimport parallel_state as ps\nfrom tests.failure.jobs import compute\n"
         "if __name__ == '__main__':\n    logging.basicConfig(level='DEBUG')\n"
         "    secret_file = sys.argv[2]\n"
-        "    ps.launch(_compute, 4, args=(sys.argv[1], False), tensor_model_parallel_size=4, timeout=60,\n"
+        "    ps.launch(compute, 4, args=(sys.argv[1], False), tensor_model_parallel_size=4, timeout=60,\n"
         "              log_level='DEBUG', secret_file=secret_file)\n"
     )
     (tmp_path / "secret").touch(0o600)
@@ -358,80 +271,30 @@ def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
         store.set("meanwhile", "here")
 
 
-# Row 38
+# gloo's ports
 
 
-def _look(pids: list[int]) -> dict[str, str]:
-    """As another user: what opening all that could hold the secret comes to."""
-    os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
-    told = {}
-    for pid in pids:
-        for path in ("environ", "mem", "maps", "fd", *(f"fd/{number}" for number in range(64))):
-            try:
-                os.close(os.open(f"/proc/{pid}/{path}", os.O_RDONLY))
-                told[f"{pid} {path}"] = "opened"
-            except OSError as error:
-                told[f"{pid} {path}"] = type(error).__name__
-        try:
-            told[f"{pid} list"] = str(os.listdir(f"/proc/{pid}/fd"))
-        except OSError as error:
-            told[f"{pid} list"] = type(error).__name__
-    return told
+def _listening(pid: int) -> list[int]:
+    """The TCP ports where a process listens."""
+    sockets = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
-def _pids_then_compute(folder: str) -> int:
-    Path(folder, f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    return _compute(folder, False)
-
-
-@needs_root
-def test_row_38_another_user_looks_for_the_secret(tmp_path: Path, secret: bytes) -> None:
-    """Nothing of the launcher or a rank can be opened by it, and what everybody may read doesn't hold the secret."""
+@pytest.mark.parametrize("sent", [b"", b"abc", bytes(1000), JUNK["noise"]], ids=["silence", "a word", "zeros", "noise"])
+def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path, sent: bytes) -> None:
+    """Each rank has one, for the group in which it waits for connections; gloo drops those that it doesn't expect."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
-    file = str(tmp_path / "secret")
-    with running_job(
-        tmp_path, lambda: ps.launch(_pids_then_compute, 4, args=(str(tmp_path),), secret_file=file, **options)
-    ):
-        pids = [os.getpid(), *(int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4))]
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            with suppress(BaseException):
-                os.write(writing, json.dumps(_look(pids)).encode())
-            os._exit(0)
-        os.close(writing)
-        with open(reading, "rb") as pipe:
-            told = json.loads(pipe.read())
-        os.waitpid(child, 0)
-        assert len(told) == 69 * len(pids) and set(told.values()) == {"PermissionError"}, told
-        for pid in pids:
-            for public in ("cmdline", "environ"):
-                content = Path(f"/proc/{pid}/{public}").read_bytes()
-                assert secret not in content and secret.hex().encode() not in content
-
-
-def test_row_38_a_secret_file_that_others_may_have_seen(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.touch(0o600)
-    path.write_bytes(bytes(32))
-    for mode in (0o640, 0o604, 0o660, 0o602):
-        path.chmod(mode)
-        with pytest.raises(ps.InvalidArgumentError, match=rf"secret_file must be closed to others .* mode {mode:o}"):
-            ps.launch(os.getpid, 2, secret_file=str(path))
-    path.chmod(0o600)
-    for size in (0, 31, 4097):
-        path.write_bytes(bytes(size))
-        with pytest.raises(ps.InvalidArgumentError, match=rf"of 32 to 4096 bytes .*, but has {size}"):
-            ps.launch(os.getpid, 2, secret_file=str(path))
-    os.mkfifo(tmp_path / "fifo", 0o600)
-    for other, text in ((tmp_path / "none", "can be read"), (tmp_path, "can be read|a regular file"),
-                        (tmp_path / "fifo", "a regular file")):  # fmt: skip
-        with pytest.raises(ps.InvalidArgumentError, match=text):
-            ps.launch(os.getpid, 2, secret_file=str(other))
-    if os.geteuid() == 0:
-        path.write_bytes(bytes(32))
-        os.chown(path, NOBODY, NOBODY)
-        with pytest.raises(ps.InvalidArgumentError, match=rf"this user's \(uid 0\), but belongs to uid {NOBODY}"):
-            ps.launch(os.getpid, 2, secret_file=str(path))
+    job = (tmp_path, lambda: ps.launch(pids_then_compute, 4, args=(str(tmp_path),), env=OVER_GLOO, **options))
+    came = 0
+    with running_job(*job), ExitStack() as stack:
+        pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4)]
+        for port in [port for pid in pids for port in _listening(pid)] * 3:
+            with suppress(ConnectionRefusedError):  # that of a group that has come together meanwhile
+                stranger = stack.enter_context(connected(port))
+                send_all(stranger, sent)
+                came += 1
+        assert came > 0
