@@ -62,6 +62,7 @@ class ControlServer:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_S)
+        os.close(self._wake)  # not by the thread, which may end before it is woken
 
     def _serve(self) -> None:
         try:
@@ -78,7 +79,6 @@ class ControlServer:
                     key.data.close()
             self._selector.close()
             self._listener.close()
-            os.close(self._wake)
 
     def _patience_s(self) -> float | None:
         """Until there is something to do even if nothing comes; None: no such time."""
