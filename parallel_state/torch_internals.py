@@ -93,9 +93,12 @@ def is_registered(group: Any) -> bool:
 def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
     """Has torch's `env://` and `tcp://` take the store that `find` gives for their address, where it gives one.
 
-    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew.
+    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
+    torch without it can't be helped: its own `env://` is turned away then, ours (`make_store`) isn't.
     """
-    make = _RENDEZVOUS._create_c10d_store
+    make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
+    if make is None:
+        return
     make = getattr(make, "replaced", make)
 
     def create(hostname: str, port: int, *args: Any, **options: Any) -> dist.Store:
