@@ -29,6 +29,7 @@ from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLi
 from parallel_state.messages import Messenger
 from parallel_state.ops import ordering_token
 from parallel_state.options import GroupOptions
+from parallel_state.torch_internals import store_in_words
 
 
 class Traits(NamedTuple):
@@ -189,7 +190,8 @@ class GroupCoordinator(GroupMessages):
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
-        return self.route.explain()
+        text = self.route.explain()
+        return text if self.pool is None else f"{text}\n  store: {store_in_words()}"
 
     def traffic(self) -> dict[str, Traffic]:
         """Calls and bytes so far, by operation; bytes are those of the tensor that this rank passed or received."""

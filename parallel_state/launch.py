@@ -54,6 +54,7 @@ class LaunchConfig:
     master_addr: str = "127.0.0.1"  # the node of rank_offset 0 listens here
     master_port: int = 0  # 0: any free one
     preferred_port: int | None = None  # used if it is free, else any
+    secret_file: str | None = None  # by which several nodes trust each other; on one node launch makes a secret up
     init_method: str | None = None  # None: env://, with a store that launch hosts
     tensor_model_parallel_size: int | None = None  # with both sizes None no groups are made: fn does its own init
     pipeline_model_parallel_size: int | None = None
@@ -114,11 +115,11 @@ def launch(
     deadline = time.monotonic() + (config.timeout or math.inf)
     inline = config.world_size == 1 and config.timeout is None
     content = b"" if inline else call.pickled()
-    with meeting_point(config, deadline) as address:
+    with meeting_point(config, deadline) as (address, secret):
         environs = [_variables(config, local_rank) | address for local_rank in range(config.nproc or 1)]
         if inline:
-            return [run_inline(call, environs[0])]
-        return _run_ranks(content, config, environs, deadline)
+            return [run_inline(call, environs[0], secret)]
+        return _run_ranks(content, secret, config, environs, deadline)
 
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
@@ -137,6 +138,7 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
         (not all(ports), "master_port and preferred_port exclude each other, but both are given"),
         (nproc == world or config.master_port or not config.hosts_store, "several nodes must all name the master_port"),
         (not group_options or config.makes_groups, "init_method, order and backends must come with sizes"),
+        (config.secret_file is None or config.hosts_store, "secret_file must come without an init_method"),
         (config.start_method in ("forkserver", "spawn"),
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
         (nproc <= _MOST_FORKED or config.start_method == "spawn",
@@ -161,14 +163,16 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
     return {**config.env, **{name: str(value) for name, value in values.items()}}
 
 
-def _run_ranks(content: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float) -> list[Any]:
+def _run_ranks(
+    content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
+) -> list[Any]:
     from parallel_state.launch_processes import Ranks, signals_raise  # brings elastic, which most programs don't need
 
     inherited = dict(os.environ)
     if len(environs) > 1:
         inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with all cores each slow all down
     environs = [{**inherited, **environ} for environ in environs]
-    with signals_raise(), Ranks(content, config, environs, deadline) as processes:
+    with signals_raise(), Ranks(content, secret, config, environs, deadline) as processes:
         processes.start()
         processes.wait(period=0)  # it polls, and a poll takes its time
         running, stopped_at = processes.running(), time.monotonic()

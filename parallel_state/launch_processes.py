@@ -111,7 +111,9 @@ class Ranks(MultiprocessContext):
       event after a worker died deadlocks, and their semaphores stay in /dev/shm when all is killed at once.
     """
 
-    def __init__(self, content: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float) -> None:
+    def __init__(
+        self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
+    ) -> None:
         self.ranks = [Rank(rank, f"{config.name}-{rank}") for rank in (int(environ["RANK"]) for environ in environs)]
         self._deadline = deadline
         self._grace = config.grace
@@ -122,6 +124,7 @@ class Ranks(MultiprocessContext):
             content,
             [rank.name for rank in self.ranks],
             environs,
+            secret,
             Inherited(self._leash_end.fileno()),
             [Inherited(rank.records.fileno()) for rank in self.ranks],
             [Inherited(rank.stacks_file.fileno()) for rank in self.ranks],

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,8 @@ import torch
 
 from device_communicators import settings
 from device_communicators.errors import InvalidArgumentError, LaunchError
+from parallel_state.control_store import HANDED, ControlStore
+from parallel_state.torch_internals import find_stores_by
 
 if TYPE_CHECKING:
     from parallel_state.launch import LaunchConfig
@@ -59,6 +61,7 @@ class Start:
     content: bytes  # a pickled Call, for the import of its modules to fail in `work`
     names: list[str]
     environs: list[dict[str, str]]
+    secret: bytes = field(repr=False)  # of the job's store; empty: torch's store, which has none
     leash: Inherited
     records: list[Inherited]
     stacks: list[Inherited]
@@ -175,15 +178,17 @@ class Call:
         return result
 
 
-def run_inline(call: Call, environ: Mapping[str, str]) -> Any:
+def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
     """Run the only rank in this process, whose environment comes back afterwards."""
     before = dict(os.environ)
     os.environ.update(environ)
+    _take_secret(secret)
     try:
         return call.run(inline=True)
     except (Exception, SystemExit) as error:
         raise LaunchError(f"rank 0, in this process, raised {type(error).__name__}: {error}", rank=0) from error
     finally:
+        HANDED.put(None)
         _keep_variables(before)
         os.environ.update(before)
 
@@ -201,6 +206,7 @@ def work(start: Start, index: int) -> None:
         threads = environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads):
             torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago
+        _take_secret(start.secret)
         call: Call = pickle.loads(start.content)
         logging.basicConfig(
             level=call.config.log_level or settings.LOG_LEVEL.get(),
@@ -213,6 +219,15 @@ def work(start: Start, index: int) -> None:
         _write(records, failure)
         faulthandler.dump_traceback_later(EXIT_S, file=stacks, exit=True)
         sys.exit(failure.exit_code)
+
+
+def _take_secret(secret: bytes) -> None:
+    """Lets this process find the job's store, also by torch's own env://."""
+    if not secret:
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    HANDED.put(ControlStore(address, secret, settings.START_TIMEOUT_S.get()))
+    find_stores_by(HANDED.try_get)
 
 
 def _die_with_launcher(leash: int, name: str) -> None:

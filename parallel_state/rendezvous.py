@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import gc
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -35,10 +36,13 @@ import torch.distributed as dist
 
 from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, RendezvousError, format_ranks
 from parallel_state import interfaces
+from parallel_state.control_store import HANDED
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.interfaces import Whereabouts
 
 T = TypeVar("T")
+
+logger = logging.getLogger("parallel_state")
 
 _PORT_RETRY_S = 5.0
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
@@ -65,7 +69,13 @@ def make_store(init_method: str, place: ProcessEnvironment, timeout_s: float, ov
         by_launcher = init_method == "env://" and _launcher_serves()
         address = _address(init_method, place)
         where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
-        open_store = _serve if place.rank == 0 and not by_launcher else _connect
+        handed = HANDED.try_get(*address) if by_launcher else None
+        if handed is not None:
+            where += ", the store of launch, which takes ranks with the job's secret"
+            open_store: Callable[..., dist.Store] = _handed_over
+        else:
+            open_store = _serve if place.rank == 0 and not by_launcher else _connect
+        logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_launcher else "0"
         connect = partial(open_store, address, place, deadline)
         meeting = _Meeting(place, here, where, timeout_s, deadline, connect, f"parallel_state/{restart}")
@@ -324,6 +334,14 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
     with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
         pass
     return _within(deadline, partial(_tcp_store, address, place, deadline))
+
+
+def _handed_over(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
+    store = HANDED.try_get(*address)
+    if store is None:
+        raise RendezvousError(f"rank {place.rank} must come while its launch runs, but that has ended", rank=place.rank)
+    store.reach(deadline)
+    return store
 
 
 def _tcp_store(

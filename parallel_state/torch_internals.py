@@ -9,19 +9,38 @@ the first one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from parallel_state.control_store import ControlStore
+
+_RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
+
 
 def default_store() -> dist.Store:
     """The store through which the default group was made, within that group's own prefix."""
     return c10d._get_default_store()
+
+
+def store_in_words() -> str:
+    """Which store that is, and who may come to it."""
+    if not dist.is_initialized():
+        return "none any more"
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, ControlStore):
+        return f"launch's at {store.address[0]}:{store.address[1]}, which asks for the job's secret"
+    if isinstance(store, dist.TCPStore):
+        return f"TCPStore at {store.host}:{store.port}, which takes whoever reaches it"
+    return type(store).__name__
 
 
 def bound_device() -> torch.device | None:
@@ -69,3 +88,23 @@ def _without_split() -> Iterator[None]:
 def is_registered(group: Any) -> bool:
     """Whether torch.distributed still has this process group: destroy_process_group() ends them all at once."""
     return group in c10d._world.pg_map
+
+
+def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
+    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address, where it gives one.
+
+    `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
+    torch without it can't be helped: its own `env://` is turned away then, ours (`make_store`) isn't.
+    """
+    make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
+    if make is None:
+        return
+    make = getattr(make, "replaced", make)
+
+    def create(hostname: str, port: int, *args: Any, **options: Any) -> dist.Store:
+        found = find(hostname, port)
+        made: dist.Store = make(hostname, port, *args, **options) if found is None else found
+        return made
+
+    create.replaced = make  # type: ignore[attr-defined]
+    _RENDEZVOUS._create_c10d_store = create

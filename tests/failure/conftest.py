@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from parallel_state.launch_store import read_secret
 from tests.failure.leftovers import nothing_left_after
 from tests.failure.ranks import Ranks
 
@@ -25,3 +28,12 @@ def ranks(nothing_left: None) -> Iterator[Ranks]:
     pool = Ranks(4)
     yield pool
     pool.kill()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Iterator[bytes]:
+    """The job's, from a file, so that the tests know it; without one, launch makes up one that nobody knows."""
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_bytes(secrets.token_bytes(32))
+    yield read_secret(str(path))

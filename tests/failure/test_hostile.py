@@ -1,0 +1,300 @@
+"""Row 37: strangers at the ports of a job that is running.
+
+They come to the store of `launch`, which asks for the job's secret, to torch's TCPStore, which has none, and to gloo:
+these withstand junk and silence, but not a stranger who speaks their language.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import parallel_state as ps
+from parallel_state.control_server import HANDSHAKE_S
+from parallel_state.control_store import ControlStore
+from parallel_state.control_wire import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
+from tests.failure.jobs import (
+    DEADLINE_S,
+    SLACK_S,
+    STEPS_AFTER,
+    compute,
+    connected,
+    pids_then_compute,
+    running_job,
+    send_all,
+    until_closed,
+)
+from tests.failure.ranks import Ranks
+
+OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
+
+JUNK = {
+    "noise": secrets.token_bytes(4096),
+    "zeros": bytes(1 << 20),
+    "HTTP": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: a browser that looks around\r\n\r\n",
+    "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
+    "a ping of TCPStore": bytes([0]) + (0x3C85F7CE).to_bytes(4, "little") + bytes([13]) + bytes(64),
+    "a pickle": b"\x80\x05\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R." * 4,
+    "a length of 2**62": (1 << 62).to_bytes(8, "little") * 16,
+}
+
+
+@pytest.fixture
+def port(tmp_path: Path, secret: bytes) -> Iterator[int]:
+    """The port of a job of four ranks that `launch` has started."""
+    options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
+    file = str(tmp_path / "secret")
+    with running_job(
+        tmp_path, lambda: ps.launch(compute, 4, args=(str(tmp_path), False), secret_file=file, **options)
+    ) as port:
+        yield port
+
+
+@pytest.fixture
+def torch_port(tmp_path: Path, ranks: Ranks) -> Iterator[int]:
+    """The port of a job of four ranks that meet at torch's store."""
+    with running_job(tmp_path, lambda: ranks.run(compute, str(tmp_path), True, timeout_s=DEADLINE_S)) as port:
+        yield port
+
+
+def store_of(port: int, secret: bytes) -> ControlStore:
+    return ControlStore(("127.0.0.1", port), secret, DEADLINE_S)
+
+
+def test_row_37_junk(port: int) -> None:
+    for junk in [*JUNK.values()] * 10:
+        with connected(port) as stranger:
+            send_all(stranger, junk)
+            # The greeting comes at once; the refusal only where junk that wasn't read doesn't take it away.
+            received = until_closed(stranger, SLACK_S)
+            assert received[GREETING_BYTES:] in (REFUSED, b"")
+
+
+def test_row_37_strangers_that_leave(port: int) -> None:
+    for sent in (0, 1, ANSWER_BYTES - 1) * 50:
+        with connected(port) as stranger:
+            send_all(stranger, bytes(sent))
+
+
+def test_row_37_a_wrong_secret(port: int, secret: bytes) -> None:
+    for wrong in (secrets.token_bytes(32), secret[:-1] + bytes([secret[-1] ^ 1]), b""):
+        with pytest.raises(dist.DistNetworkError, match="don't share a secret: it refused the proof"):
+            store_of(port, wrong).set("a", "b")
+    assert store_of(port, secret).num_keys() > 0
+
+
+def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
+    """It sends back what it was sent: the nonce, and no proof, or one in the server's role."""
+    with connected(port) as stranger:
+        greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
+        assert greeting.startswith(MAGIC)
+        send_all(stranger, greeting[len(MAGIC) :] * 2)
+        assert until_closed(stranger, SLACK_S) == REFUSED
+
+
+class Tap:
+    """Stands between one client and the server, keeps what the client sends, and can send more in its name."""
+
+    def __init__(self, port: int, stack: ExitStack) -> None:
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.port: int = self._listener.getsockname()[1]
+        self.server = stack.enter_context(connected(port))
+        self.sent: list[bytes] = []
+        thread = threading.Thread(target=self._forward, daemon=True)
+        thread.start()
+        stack.callback(thread.join, SLACK_S)
+        stack.callback(self._end)
+
+    def _end(self) -> None:
+        with suppress(OSError):
+            self.server.shutdown(socket.SHUT_RDWR)
+
+    def _forward(self) -> None:
+        client, _ = self._listener.accept()
+        with client:
+            back = threading.Thread(target=self._copy, args=(self.server, client), daemon=True)
+            back.start()
+            self._copy(client, self.server, self.sent)
+            back.join(SLACK_S)
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket, kept: list[bytes] | None = None) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if kept is not None:
+                    kept.append(data)
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+
+def test_row_37_a_replay(port: int, secret: bytes) -> None:
+    """Of a whole connection, and of one frame within its connection; of which each counts once."""
+    with ExitStack() as stack:
+        tap = Tap(port, stack)
+        client = store_of(tap.port, secret)
+        stack.callback(client.close)
+        assert client.add("replayed", 1) == 1
+        recorded = b"".join(tap.sent)
+        for end in (ANSWER_BYTES, len(recorded)):
+            with connected(port) as stranger:
+                send_all(stranger, recorded[:end])
+                assert until_closed(stranger, SLACK_S)[GREETING_BYTES:] in (REFUSED, b"")
+        tap.server.sendall(recorded[ANSWER_BYTES:])  # the frame again, where the first one was right
+        with pytest.raises(dist.DistNetworkError):
+            for _ in range(3):  # the server may close it during the next request, or before
+                client.check(["replayed"])
+    other = store_of(port, secret)
+    assert other.get("replayed") == b"1"
+    other.close()
+
+
+def test_row_37_bytes_into_an_open_connection(port: int, secret: bytes) -> None:
+    for injected in (bytes(64), b"\xff" * 64, (40).to_bytes(4, "little") + bytes(72)):
+        with ExitStack() as stack:
+            tap = Tap(port, stack)
+            client = store_of(tap.port, secret)
+            stack.callback(client.close)
+            client.set("injected", "no")
+            tap.server.sendall(injected)
+            with pytest.raises(dist.DistNetworkError):
+                for _ in range(3):
+                    client.set("injected", "no")
+                    time.sleep(0.05)
+
+
+def _drip(port: int) -> float:
+    """One byte after the other; after how long it is turned away."""
+    with connected(port) as stranger:
+        began = time.monotonic()
+        with suppress(ConnectionError):
+            while time.monotonic() - began < HANDSHAKE_S + SLACK_S:
+                stranger.sendall(b"\0")
+                time.sleep(HANDSHAKE_S / 20)
+        return time.monotonic() - began
+
+
+def test_row_37_a_silent_hold(port: int, secret: bytes) -> None:
+    """They are turned away when their time is up, also those that send a little; who knows the secret comes in."""
+    with ExitStack() as stack:
+        dripping = stack.enter_context(ThreadPoolExecutor(1)).submit(_drip, port)
+        began = time.monotonic()
+        strangers = []
+        for sent in (0, 1, ANSWER_BYTES - 1) * 10:
+            strangers.append(stack.enter_context(connected(port)))
+            send_all(strangers[-1], secrets.token_bytes(sent))
+        for number in range(5):
+            other = store_of(port, secret)
+            other.set(f"meanwhile {number}", "here")
+            other.close()
+        assert time.monotonic() - began < HANDSHAKE_S, "they came in before the first one was turned away"
+        for stranger in strangers:
+            assert len(until_closed(stranger, HANDSHAKE_S + SLACK_S)) == GREETING_BYTES
+        assert time.monotonic() - began > HANDSHAKE_S / 2, "their deadline, and not their number, turned them away"
+        assert HANDSHAKE_S / 2 < dripping.result(DEADLINE_S) < HANDSHAKE_S + SLACK_S
+
+
+def test_row_37_many_at_once(port: int, secret: bytes) -> None:
+    """More than the server keeps: the oldest go, and the job's own still come in."""
+    with ExitStack() as stack:
+        strangers = []
+        for number in range(600):
+            strangers.append(stack.enter_context(connected(port)))
+            if number % 100 == 99:
+                other = store_of(port, secret)
+                other.set(f"among many {number}", "here")
+                other.close()
+        first = strangers[:400]
+        assert all(len(until_closed(each, SLACK_S)) <= GREETING_BYTES for each in first)
+
+
+def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
+    """A few lines, however many come; never the secret."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, logging\nimport parallel_state as ps\nfrom tests.failure.jobs import compute\n"
+        "if __name__ == '__main__':\n    logging.basicConfig(level='DEBUG')\n"
+        "    secret_file = sys.argv[2]\n"
+        "    ps.launch(compute, 4, args=(sys.argv[1], False), tensor_model_parallel_size=4, timeout=60,\n"
+        "              log_level='DEBUG', secret_file=secret_file)\n"
+    )
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "secret").write_bytes(secrets.token_hex(32).encode())
+    said: list[str] = []
+
+    def run() -> list[int]:
+        done = subprocess.run(
+            [sys.executable, str(program), str(tmp_path), str(tmp_path / "secret")],
+            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        )  # fmt: skip
+        said.append(done.stdout + done.stderr)
+        assert done.returncode == 0, said
+        return [STEPS_AFTER + 1] * 4
+
+    with running_job(tmp_path, run) as port:
+        for _ in range(25):
+            with connected(port) as stranger:
+                send_all(stranger, bytes(ANSWER_BYTES))
+                until_closed(stranger, SLACK_S)
+    assert said[0].count("refused a connection from 127.0.0.1") == 2, said[0]  # the first and the tenth
+    assert "the store of launch, which takes ranks with the job's secret" in said[0], "each rank says where it meets"
+    assert (tmp_path / "secret").read_text() not in said[0]
+
+
+# torch's store
+
+
+def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
+    """It closes what isn't its protocol. Silence it bears for ever; a crowd of it delays newcomers, by 10 s."""
+    with ExitStack() as stack:
+        for junk in [junk for kind, junk in JUNK.items() if kind != "a ping of TCPStore"] * 5:
+            with connected(torch_port) as stranger:
+                send_all(stranger, junk)
+        for _ in range(20):
+            stack.enter_context(connected(torch_port))
+        store = dist.TCPStore("127.0.0.1", torch_port, timeout=timedelta(seconds=DEADLINE_S))
+        store.set("meanwhile", "here")
+
+
+# gloo's ports
+
+
+def _listening(pid: int) -> list[int]:
+    """The TCP ports where a process listens."""
+    sockets = set()
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+@pytest.mark.parametrize("sent", [b"", b"abc", bytes(1000), JUNK["noise"]], ids=["silence", "a word", "zeros", "noise"])
+def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path, sent: bytes) -> None:
+    """Each rank has one, for the group in which it waits for connections; gloo drops those that it doesn't expect."""
+    options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
+    job = (tmp_path, lambda: ps.launch(pids_then_compute, 4, args=(str(tmp_path),), env=OVER_GLOO, **options))
+    came = 0
+    with running_job(*job), ExitStack() as stack:
+        pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4)]
+        for port in [port for pid in pids for port in _listening(pid)] * 3:
+            with suppress(ConnectionRefusedError):  # that of a group that has come together meanwhile
+                stranger = stack.enter_context(connected(port))
+                send_all(stranger, sent)
+                came += 1
+        assert came > 0
