@@ -25,7 +25,7 @@ import parallel_state as ps
 from device_communicators import segment
 from device_communicators.segment import Segment, SegmentError, sweep
 from tests import hosts
-from tests.contract.attempts import Outcome, attempt, world
+from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.failure.leftovers import segments
 from tests.failure.ranks import KILLED, Ranks
 
@@ -72,7 +72,9 @@ def _die_while_named(at: int) -> None:
 
     Segment.make = staticmethod(made)  # type: ignore[method-assign,assignment]
     try:
-        _start(2, 2)
+        # Who is still being connected when another one dies hears of it at the deadline.
+        with environment(PARALLEL_STATE_TIMEOUT_S="15", PARALLEL_STATE_START_TIMEOUT_S="15"):
+            _start(2, 2)
     except ps.CommunicationError:  # another rank was dead already when this one met it
         os.kill(os.getpid(), signal.SIGKILL)
 
