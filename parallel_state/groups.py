@@ -11,6 +11,7 @@ the same is found out before, by `agreement`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -271,7 +272,12 @@ class ProcessGroupPool:
 
     def _abandon(self, key: _Key, group: Any) -> None:
         ranks, options, _ = key
-        if group is not None and "gloo" in str(options.backend):
+        if group is None:
+            return
+        if options.is_nccl:  # its destroy would wait for kernels that wait for a dead rank; not run on a GPU
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        elif "gloo" in str(options.backend):
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:

@@ -130,3 +130,27 @@ def test_the_setting_chooses(
     monkeypatch.setenv("PARALLEL_STATE_GROUP_CREATION", setting)
     pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
     assert calls[0][0] == call
+
+
+class _Made:
+    """A process group that notes how it ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def abort(self) -> None:
+        self.ends.append("abort")
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_failed_nccl_group_is_aborted_before_it_is_destroyed(
+    pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    made = _Made()
+    monkeypatch.setattr(groups, "new_group_of_members", lambda *_: made)
+    monkeypatch.setattr(groups, "_destroy", lambda group: group.ends.append("destroy"))
+    first, second = pool.acquire([2, 3], NCCL), pool.acquire([2, 3], NCCL)
+    pool.release(first, failed=failed)
+    assert made.ends == [], "the other one still uses it"
+    pool.release(second)
+    assert made.ends == (["abort", "destroy"] if failed else ["destroy"])
