@@ -53,23 +53,23 @@ class Transfer(ByThread):
     operation = ""
 
     def __init__(self, context: GroupContext, x: Tensor, peer: int, tag: int) -> None:
-        super().__init__(context, self.operation)
+        super().__init__(context, self.operation, peer)
         self._group = context.cpu_group
         self._tensor = x
-        self._peer = peer
+        self._with = peer
         self._tag = tag
 
     def _follow_up(self, kind: int, number: int) -> int:
         return _FOLLOW_UPS | number << _CHANNEL_BITS | (self._tag & ~3) | kind
 
     def _start_send(self, x: Tensor, tag: int) -> Any:
-        return self._group.send([x], self._peer, tag)
+        return self._group.send([x], self._with, tag)
 
     def _start_recv(self, out: Tensor, tag: int) -> Any:
-        return self._group.recv([out], self._peer, tag)
+        return self._group.recv([out], self._with, tag)
 
     def _mismatch(self, own: Call, other: Call | None) -> CollectiveMismatchError:
-        context, peer = self._context, self._context.ranks[self._peer]
+        context, peer = self._context, self._context.ranks[self._with]
         what = "something that is not of this library" if other is None else f"{other}"
         return CollectiveMismatchError(
             f"{self.operation} of {context} met another call: this rank is in {own}, and global rank {peer} in {what}. "

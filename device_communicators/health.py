@@ -8,6 +8,7 @@ purpose (`leave` in its own process) is no death: what it owed the others has be
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -16,9 +17,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+logger = logging.getLogger("parallel_state")
+
 NOTICE_S = 0.2
 """How long after a transport's own error a death may come to be known: the error can overtake the news of it."""
 
+_FAREWELL_S = 0.1
 _TOGETHER_S = 0.05
 """Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
 
@@ -33,6 +37,32 @@ class Death:
     """As in "global rank 3 {reason}"."""
     certain: bool = True
     """False for one that is only not heard of."""
+
+
+class Farewells:
+    """Who said, through a connection of its own to the store, that it goes on purpose."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def say(self, rank: int) -> None:
+        self._ask(lambda: self._store.set(f"left/{rank}", "1"))
+
+    def said(self, rank: int) -> bool:
+        """False where the store doesn't answer at once: it may have died with the rank."""
+        return bool(self._ask(lambda: self._store.check([f"left/{rank}"])))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, AttributeError):  # no answer; no store
+                answers.append(request())
+
+        thread = threading.Thread(target=ask, daemon=True, name="parallel_state-farewell")
+        thread.start()
+        thread.join(_FAREWELL_S)
+        return answers[0] if answers else None
 
 
 class Watcher:
@@ -53,6 +83,10 @@ class Watcher:
         self.on_close: list[Callable[[], None]] = []
         """What else feeds the table, and ends with it."""
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of this host, global, went on purpose."""
+        return self._has_left(rank)
+
     def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
         self._has_left = has_left
@@ -61,8 +95,8 @@ class Watcher:
                 self._processes[os.pidfd_open(pid)] = rank
             except ProcessLookupError:
                 self.report(rank, f"(pid {pid}) has ended")
-            except OSError:  # a kernel without pidfds: the deadline is left
-                return
+            except OSError as error:  # a kernel without pidfds, or no descriptor: the deadline is left
+                logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
         if self._processes:
             self._wake = os.eventfd(0, os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
@@ -112,6 +146,7 @@ class Watcher:
             with contextlib.suppress(OSError):
                 os.close(pidfd)
         self._processes = {}
+        self._has_left = lambda rank: False
         wake, self._wake = self._wake, None
         if wake is not None:
             os.close(wake)

@@ -1,15 +1,16 @@
 """Signs of life between hosts, over the store through which the ranks met.
 
-On each host the lowest rank that lives beats: it writes a number that changes, and which ranks of its host have died.
-Every rank reads all hosts' beats. A host whose number has stood still for longer than the limit is given up with all
-its ranks; where the store itself can't be reached, the host that serves it. Two threads, because a request to a store
-behind a dead link may block for minutes: one asks, the other one looks at the clock.
+On each host the lowest rank that lives and hasn't left beats: it writes a number that changes, and which ranks of its
+host have died. Every rank reads all hosts' beats. A host whose number has stood still for longer than the limit is
+given up with all its ranks; where the store itself can't be reached, the host that serves it. Two threads, because a
+request to a store behind a dead link may block for minutes: one asks, the other one looks at the clock.
 
 A rank that can't read doesn't beat: with a link that is dead in one direction only, both sides find out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -34,6 +35,7 @@ class _Host:
     beat: int = -1
     seen: float = field(default_factory=time.monotonic)
     given_up: bool = False
+    has_left: bool = False
 
     def __str__(self) -> str:
         return f"host {self.name!r}" if self.name else "its host"
@@ -62,6 +64,7 @@ class Heartbeats:
         self._interval_s = interval_s
         self._limit_s = limit_s
         self._reached = time.monotonic()
+        self._broken = False
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=run, daemon=True, name=f"parallel_state-{name}")
@@ -75,10 +78,16 @@ class Heartbeats:
             thread.start()
 
     def close(self) -> None:
-        """Ends the threads; one that is stuck in the store ends with the process."""
+        """This rank goes: another of its host beats from now on, and where there is none, the host has left.
+
+        Ends the threads; one that is stuck in the store ends with the process.
+        """
         self._stop.set()
         self._threads[1].join(1.0)
         self._threads[0].join(self._interval_s)
+        if not self._threads[0].is_alive() and not self._broken:
+            with contextlib.suppress(RuntimeError):
+                self._write(leaving=True)
 
     def _exchange(self) -> None:
         while not self._stop.wait(self._interval_s):
@@ -86,15 +95,17 @@ class Heartbeats:
                 self._read()
                 self._write()
             except dist.DistNetworkError:  # the connection is gone for good: `_look` says so when it is time
+                self._broken = True
                 return
             except RuntimeError:  # the store didn't answer in time
                 continue
 
-    def _write(self) -> None:
+    def _write(self, leaving: bool = False) -> None:
         dead = {death.rank for death in self._watcher.deaths_of(self._own.ranks)}
-        if min(set(self._own.ranks) - dead) != self._rank:
+        here = {rank for rank in set(self._own.ranks) - dead if rank == self._rank or not self._watcher.has_left(rank)}
+        if min(here) != self._rank or (leaving and len(here) > 1):
             return
-        told = {"beat": time.time_ns(), "name": socket.gethostname(), "dead": sorted(dead)}
+        told = {"beat": time.time_ns(), "name": socket.gethostname(), "dead": sorted(dead), "left": leaving}
         self._store.set(_key(self._own), json.dumps(told))
 
     def _read(self) -> None:
@@ -106,6 +117,7 @@ class Heartbeats:
             told = json.loads(answer)
             if told["beat"] != host.beat:
                 host.beat, host.seen, host.name = told["beat"], self._reached, told["name"]
+            host.has_left = told["left"]
             for rank in told["dead"]:
                 self._watcher.report(rank, f"on {host} has ended")
 
@@ -121,7 +133,7 @@ class Heartbeats:
                     self._give_up(host, self._reached - host.seen)
 
     def _give_up(self, host: _Host, silent_s: float) -> None:
-        if host.given_up:
+        if host.given_up or host.has_left:
             return
         host.given_up = True
         for rank in host.ranks:

@@ -150,14 +150,15 @@ class PlainProcessGroup(Communicator):
         if x.numel() == 0:
             return DONE
         self.check_pair_group(x, "send")
-        return self._watched(self._group(x).send([as_bytes(x)], dst, tag), x, "send", WatchedByThread)
+        work = self._group(x).send([as_bytes(x)], dst, tag)
+        return WatchedByThread(work, self.context, "send", dst) if x.is_cpu else work
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         if out.numel() == 0:
             return DONE
         self.check_pair_group(out, "recv")
         work = self._group(out).recv([as_bytes(out)], src, tag)
-        return self._watched(work, out, "recv", WatchedByThread)
+        return WatchedByThread(work, self.context, "recv", src) if out.is_cpu else work
 
     def barrier(self) -> None:
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()

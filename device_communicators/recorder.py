@@ -17,12 +17,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
 """Operations in which ranks may hold tensors of different shapes, or only one of them holds any."""
-_OWN = ("device_communicators", "parallel_state", os.path.join("torch", ""))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_OWN = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        _HERE,
+        os.path.join(os.path.dirname(_HERE), "parallel_state"),
+        os.path.dirname(os.path.abspath(torch.__file__)),
+    )
+)
+"""The folders of this library's two packages, which lie side by side, and of torch."""
+
+
+PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message")
+"""Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
 
 
 @dataclass
@@ -82,8 +96,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        parts = path.split(os.sep)
-        if not any(own.rstrip(os.sep) in parts for own in _OWN):
+        if not path.startswith(_OWN) and not path.startswith("<"):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

@@ -25,7 +25,7 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
     call it while another one hangs. An `OSError` of the folder is logged only.
     """
     routes = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
-    routes = [route for route in routes if route.context.size > 1 and not route.context.simulated]
+    routes = [route for route in routes if route.context.size > 1 and not route.context.simulated and not route.closed]
     if not routes:
         return None
     groups = [

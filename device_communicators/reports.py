@@ -13,12 +13,18 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from device_communicators.base import GroupContext
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerDiedError,
+)
 from device_communicators.recorder import Operation
+from device_communicators.waiting import gave_up
 
 _PATIENCE_S = 0.6
 """How long a rank waits for the others' reports: they come within the 0.2 s in which a death might come to be known."""
@@ -33,6 +39,8 @@ class Report:
 
     sequence: int
     call: str
+    timed_out: bool = field(default=False, compare=False)
+    """Whether it failed at its deadline: then who is missing may be slow, and need not have ended."""
 
 
 def explained(context: GroupContext, operation: Operation, failure: CommunicationError) -> CommunicationError:
@@ -40,29 +48,38 @@ def explained(context: GroupContext, operation: Operation, failure: Communicatio
     open_store = None if context.watcher is None else context.watcher.open_store
     if open_store is None:
         return failure
-    own = Report(operation.sequence, operation.call)
+    own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError))
     reports: dict[int, Report] = {context.rank: own}
+    asked = threading.Event()
     thread = threading.Thread(
-        target=_exchange, args=(context, open_store, own, reports), daemon=True, name="parallel_state-reports"
+        target=_exchange, args=(context, open_store, own, reports, asked), daemon=True, name="parallel_state-reports"
     )
     thread.start()
     thread.join(_LIMIT_S)
-    return _verdict(context, own, dict(reports), failure)
+    return _verdict(context, own, dict(reports), failure) if asked.is_set() else failure
 
 
-def _exchange(context: GroupContext, open_store: Callable[[], Any], own: Report, reports: dict[int, Report]) -> None:
+def _exchange(
+    context: GroupContext,
+    open_store: Callable[[], Any],
+    own: Report,
+    reports: dict[int, Report],
+    asked: threading.Event,
+) -> None:
+    """Sets `asked` once the store has answered until the patience was at an end, or all have reported."""
     prefix = f"report/{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
     until = time.monotonic() + _PATIENCE_S
     try:
         store = open_store()
         if store is None:
             return
-        store.set(f"{prefix}/{context.rank}", json.dumps([own.sequence, own.call]))
+        store.set(f"{prefix}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out]))
         while len(reports) < context.size and time.monotonic() < until:
             for rank in range(context.size):
                 if rank not in reports and store.check([f"{prefix}/{rank}"]):
                     reports[rank] = Report(*json.loads(store.get(f"{prefix}/{rank}")))
             time.sleep(_STEP_S)
+        asked.set()
     except RuntimeError:  # the store is gone, and with it what could be known
         return
 
@@ -70,8 +87,6 @@ def _exchange(context: GroupContext, open_store: Callable[[], Any], own: Report,
 def _verdict(
     context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
 ) -> CommunicationError:
-    if len(reports) == 1:  # nobody answers: more likely than that all others are missing is that they can't be heard
-        return failure
     facts: dict[str, Any] = {
         "group": context.name,
         "operation": failure.operation,
@@ -86,8 +101,9 @@ def _verdict(
         # They may have got through this operation with this rank's help, and given it up in the next one.
         ours = f"{own.call} number {own.sequence}"
         theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
-        failure.args = (f"{failure.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
-        return failure
+        found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+        found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
+        return found
     # Where a rank is missing, some may have got through an operation of which others still lack the end.
     different = [
         rank
@@ -105,12 +121,20 @@ def _verdict(
             suspect_ranks=suspects,
         )
     if not missing:
-        return failure
-    who = ", ".join(f"global rank {rank}" for rank in missing) + (" has" if len(missing) == 1 else " have")
+        return gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+    who = ", ".join(f"global rank {rank}" for rank in missing)
+    has = "has" if len(missing) == 1 else "have"
+    began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"
+    advice = "The group can't be used further; look at that rank (its log, `py-spy dump`)"
+    if isinstance(failure, PeerDiedError) and not any(report.timed_out for report in reports.values()):
+        return PeerDiedError(
+            f"{began}: a connection broke, and {who} {has} not been heard of since. {advice}",
+            **facts,
+            suspect_ranks=missing,
+        )
     return CollectiveTimeoutError(
-        f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} "
-        f"not come to {own.call} number {own.sequence}, or stopped in it. The group can't be used further; look at "
-        "that rank (its log, `py-spy dump`), or raise the timeout",
+        f"{began}: {who} {has} not come to {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the "
+        "timeout",
         **facts,
         suspect_ranks=missing,
     )

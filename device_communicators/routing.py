@@ -32,12 +32,10 @@ from device_communicators.errors import (
     UnsupportedError,
 )
 from device_communicators.failures import ADVICE, is_communication_error, kind_of_failure
-from device_communicators.recorder import Operation, Recorder, call_site
+from device_communicators.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.reports import explained
-from device_communicators.waiting import all_died, attributed
+from device_communicators.waiting import TransferError, all_died, attributed
 
-_PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message")
-"""Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
 _RECENT = 8
 
 _Kind = tuple[str, torch.dtype | None, str, str | None]
@@ -104,7 +102,7 @@ class Handle:
                 self._work.wait()
                 self._record.ended_s = time.monotonic()
             except Exception as error:
-                self._error = self._route.failure_of(error, self._record.name, started)
+                self._error = self._route.failure_of(error, self._record.name, started, self._record)
                 if self._error is error:
                     raise
                 raise self._error from error
@@ -231,14 +229,14 @@ class Route:
             if not any(each.picks_by_size for each in self.communicators):
                 self._chosen[kind] = communicator
         record = self.note(operation, tensor)
-        if record.site and operation not in _PAIRS and part_of is None:
+        if record.site and operation not in PAIRS and part_of is None:
             check_alike(self.context, self.sequence, operation, tensor, args, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
         return communicator, record
 
     def note(self, operation: str, tensor: Tensor | None) -> Operation:
         """Numbers and records an operation that begins."""
-        if operation not in _PAIRS:
+        if operation not in PAIRS:
             served = self._communicators[0].next_served(self.context.key) if self._serves_ops else 0
             self.sequence = served or self.sequence + 1
         return self._recorder.begin(self.sequence, operation, tensor, call_site() if self.in_debug_mode else "")
@@ -285,16 +283,28 @@ class Route:
             raise GroupFailedError(
                 f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
                 group=self.context.name,
+                operation=self.first_failure.operation,
+                sequence=self.first_failure.sequence,
                 rank=self.context.rank,
+                suspect_ranks=self.first_failure.suspect_ranks,
+                elapsed_s=self.first_failure.elapsed_s,
+                timeout_s=self.first_failure.timeout_s,
             ) from self.first_failure
 
-    def failure_of(self, error: Exception, operation: str, started: float) -> Exception:
-        """The error to raise for `error`; a communication error poisons the group."""
+    def failure_of(
+        self, error: Exception, operation: str, started: float, record: Operation | None = None
+    ) -> Exception:
+        """The error to raise for `error`; a communication error poisons the group.
+
+        `record`: of the operation that failed, where it isn't the last that began.
+        """
+        record = record or next(reversed(self._recorder.last()), None)
+        sequence = self.sequence if record is None else record.sequence
         if isinstance(error, ParallelStateError) or not is_communication_error(error):
             if isinstance(error, PeerDiedError):
                 error = all_died(self.context, operation, started, error)
             elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
-                error = self._explained(error)
+                error = self._explained(error, record)
             if isinstance(error, CommunicationError):
                 self._poison(error)
             return error
@@ -302,20 +312,21 @@ class Route:
         kind = kind_of_failure(text)
         elapsed = time.monotonic() - started
         failure: CommunicationError = kind(
-            f"{operation} number {self.sequence} of {self.context} failed after {elapsed:.3f} s "
+            f"{operation} number {sequence} of {self.context} failed after {elapsed:.3f} s "
             f"(timeout {self.context.timeout_s:g} s): {text.splitlines()[0] if text else type(error).__name__}. "
             f"The group can't be used further; {ADVICE[kind]}",
             group=self.context.name,
             operation=operation,
-            sequence=self.sequence,
+            sequence=sequence,
             rank=self.context.rank,
+            suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
             elapsed_s=elapsed,
             timeout_s=self.context.timeout_s,
         )
         if kind is not CollectiveTimeoutError:
             failure = attributed(self.context, operation, started, failure)
-        if not isinstance(failure, PeerDiedError) and not failure.suspect_ranks:
-            failure = self._explained(failure)
+        if not failure.suspect_ranks:
+            failure = self._explained(failure, record)
         self._poison(failure)
         return failure
 
@@ -331,10 +342,9 @@ class Route:
         memory = self.context.host_memory
         return memory is not None and len(memory.hosts) > 1
 
-    def _explained(self, failure: CommunicationError) -> CommunicationError:
-        """`failure`, with what the other ranks say of where they are."""
-        last = next(reversed(self._recorder.last()), None)
-        if last is None or last.name in _PAIRS or self.first_failure is not None:
+    def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
+        """`failure` of an operation, with what the other ranks say of where they are."""
+        if last is None or last.name in PAIRS or self.first_failure is not None:
             return failure
         watcher = self.context.watcher
         if watcher is not None and watcher.deaths_of(self.context.ranks):

@@ -28,10 +28,12 @@ _AT_ONCE = timedelta(milliseconds=1)
 class Watched:
     """A collective's work on a CPU group whose wait ends when a rank of the group does."""
 
-    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
+    def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
+        """`timeout_s`: the group's, if none is given."""
         self._work = work
         self._context = context
         self._operation = operation
+        self._timeout_s = context.timeout_s if timeout_s is None else timeout_s
 
     def wait(self) -> None:
         watcher = self._context.watcher
@@ -39,7 +41,7 @@ class Watched:
             self._work.wait()
             return
         started = time.monotonic()
-        deadline = started + self._context.timeout_s
+        deadline = started + self._timeout_s
         while True:
             try:
                 self._work.wait(_SLICE)  # type: ignore[call-arg]
@@ -65,10 +67,22 @@ class Watched:
         return self._work.is_completed()
 
 
-class ByThread:
-    """A work that a thread sees to its end, from `begin` or the first `wait` on, and which then may be left behind."""
+class TransferError(RuntimeError):
+    """What torch raised for a transfer with `peer`, a rank in the group."""
 
-    def __init__(self, context: GroupContext, operation: str) -> None:
+    def __init__(self, text: str, peer: int) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
+class ByThread:
+    """A work that a thread sees to its end, from `begin` or the first `wait` on, and which then may be left behind.
+
+    `peer`: of a transfer between two ranks.
+    """
+
+    def __init__(self, context: GroupContext, operation: str, peer: int | None = None) -> None:
+        self._peer = peer
         self._context = context
         self._operation = operation
         self._lock = threading.Lock()
@@ -88,8 +102,12 @@ class ByThread:
     def wait(self) -> None:
         self.begin()
         until(self._ended, self._context, self._operation)
-        if self._error is not None:
-            raise self._error
+        error = self._error
+        if error is None:
+            return
+        if self._peer is not None and isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            raise TransferError(str(error), self._peer) from error
+        raise error
 
     def is_completed(self) -> bool:
         return self._thread is not None and not self._thread.is_alive()
@@ -110,8 +128,8 @@ class ByThread:
 class WatchedByThread(ByThread):
     """A work whose wait can't be cut into slices: a point-to-point transfer, gloo's reduce_scatter."""
 
-    def __init__(self, work: Work, context: GroupContext, operation: str) -> None:
-        super().__init__(context, operation)
+    def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
+        super().__init__(context, operation, peer)
         self._work = work
 
     def _run(self) -> None:
@@ -122,6 +140,8 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
     """Waits for `ended(seconds)`, which waits so long at most, or until a rank of the group has ended."""
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
+        if time.monotonic() - started > context.timeout_s + NOTICE_S:  # it may be several transfers, each with its own
+            raise RuntimeError(f"{operation} timed out")
         watcher = context.watcher
         if watcher is not None and watcher.deaths_of(context.ranks) and not ended(NOTICE_S):
             raise died(context, operation, started)
@@ -162,7 +182,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
     if watcher is None:
         return failure
     deaths = watcher.await_death_of(context.ranks, NOTICE_S)
-    if not deaths:
+    if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
     return failure if known else died(context, operation, started)
@@ -192,14 +212,21 @@ def attributed(
     others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
     if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
         return failure
-    gave_up = CommunicationError(
-        f"{failure}. No rank of the group has ended: one gave up first, at its deadline or by an error of its own",
+    found = gave_up(context, failure)
+    blame_the_dead(watcher, found)
+    return found
+
+
+def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
+    """`failure` by a connection that broke, where nobody has ended."""
+    return CommunicationError(
+        f"{failure.args[0]}. No rank of the group has ended: one gave up first, at its deadline or by an error of its "
+        "own",
         group=context.name,
-        operation=operation,
+        operation=failure.operation,
         sequence=failure.sequence,
         rank=context.rank,
+        suspect_ranks=failure.suspect_ranks,
         elapsed_s=failure.elapsed_s,
         timeout_s=failure.timeout_s,
     )
-    blame_the_dead(watcher, gave_up)
-    return gave_up

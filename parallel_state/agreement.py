@@ -23,14 +23,20 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
+    PeerDiedError,
     UsageError,
     format_ranks,
 )
+from device_communicators.health import Watcher
 
 T = TypeVar("T")
 Request = Mapping[str, str]
 _WRONG = "wrong"
 """The key of a request that can't be: its value is the error."""
+
+
+_SLICE_S = 0.5
+"""Between two looks at whether those that are waited for live."""
 
 
 def digest(value: object) -> str:
@@ -41,8 +47,9 @@ def digest(value: object) -> str:
 class Agreement:
     """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int) -> None:
+    def __init__(self, store: dist.Store, prefix: str, rank: int, watcher: Watcher) -> None:
         self._store = store
+        self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
         self._asked: Counter[str] = Counter()
@@ -52,7 +59,8 @@ class Agreement:
 
         A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
         that error where all ranks' are wrong, or where it is no UsageError; ConfigMismatchError with both sides where
-        two differ, CollectiveTimeoutError with the ranks that never came, CommunicationError where the store is gone.
+        two differ, CollectiveTimeoutError with the ranks that never came, PeerDiedError with those that have ended,
+        CommunicationError where the store is gone.
         """
         try:
             value, request = resolve()
@@ -97,6 +105,18 @@ class Agreement:
             return
         if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
             raise wrong
+        if verdict["kind"] == "dead":
+            raise PeerDiedError(
+                f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
+                f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
+                "(reinitialize)",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                suspect_ranks=tuple(verdict["ranks"]),
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            )
         if verdict["kind"] == "missing":
             raise CollectiveTimeoutError(
                 f"ranks {format_ranks(verdict['ranks'])} of the world did not come within {timeout_s:g} s to ask for "
@@ -120,7 +140,7 @@ class Agreement:
         if number > 1 and self._rank != ranks[0]:
             self._forget(f"{before}/{self._rank}")
         try:
-            if self._read(f"{key}/{ranks[0]}", deadline) != mine:
+            if self._read(f"{key}/{ranks[0]}", ranks, deadline) != mine:
                 store.set(f"{key}/differs", "1")
             if store.add(f"{key}/count", 1) == len(ranks):
                 if not store.check([f"{key}/verdict"]):  # others may have waited in vain before this one came
@@ -128,8 +148,12 @@ class Agreement:
                 if number > 1:  # all ranks are here, so all have read what was said before
                     shared = ("count", "verdict", "differs", str(ranks[0]))
                     self._forget(*(f"{before}/{name}" for name in shared))
-            return self._read(f"{key}/verdict", deadline)
+            return self._read(f"{key}/verdict", ranks, deadline)
         except dist.DistStoreError:
+            deaths = self._watcher.deaths_of(ranks)
+            if deaths:
+                text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+                return self._decide(key, {"kind": "dead", "ranks": [death.rank for death in deaths], "text": text})
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
             return self._decide(key, {"kind": "missing", "ranks": missing})
 
@@ -156,9 +180,16 @@ class Agreement:
             for key in keys:
                 self._store.delete_key(key)
 
-    def _read(self, key: str, deadline: float) -> Any:
-        self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        return json.loads(self._store.get(key))
+    def _read(self, key: str, ranks: Sequence[int], deadline: float) -> Any:
+        """DistStoreError at the deadline, or where one of `ranks` has ended before."""
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            try:
+                self._store.wait([key], timedelta(seconds=min(left_s, _SLICE_S)))
+                return json.loads(self._store.get(key))
+            except dist.DistStoreError:
+                if left_s <= _SLICE_S or self._watcher.deaths_of(ranks):
+                    raise
 
 
 def _words(request: Request) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from device_communicators.errors import format_ranks
+from device_communicators.recorder import PAIRS
 
 _SHOWN = 3
 
@@ -55,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(folder: Path) -> tuple[dict[tuple[int, ...], list[_View]], list[tuple[Path, str]]]:
-    """Views by group, a group being its name's stem and its ranks; and the files that are no records."""
+def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
+    """Views by group, a group being its name's stem, its ranks, and how many such came after it; and broken files."""
     newest: dict[int, dict[str, Any]] = {}
     broken: list[tuple[Path, str]] = []
     for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
@@ -67,16 +68,26 @@ def read(folder: Path) -> tuple[dict[tuple[int, ...], list[_View]], list[tuple[P
             broken.append((path, f"{type(error).__name__}: {error}"))
     groups: dict[Any, list[_View]] = defaultdict(list)
     for rank, content in sorted(newest.items()):
-        for group in content["groups"]:
-            key = (group["group"], tuple(group["ranks"]))
-            groups[key].append(_View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"]))
+        # The number in a name is that process' own count, so it can differ between ranks: the newest are put together.
+        before: Counter[Any] = Counter()
+        for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
+            key = (group["group"].partition(":")[0], tuple(group["ranks"]))
+            groups[(*key, before[key])].append(
+                _View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"])
+            )
+            before[key] += 1
     return dict(groups), broken
+
+
+def _number_of(name: str) -> int:
+    number = name.partition(":")[2]
+    return int(number) if number.isdecimal() else 0
 
 
 def describe(key: Any, views: list[_View]) -> list[str]:
     """The lines about one group."""
-    name, ranks = key
-    lines = [f"group {name}, global ranks {format_ranks(ranks)}"]
+    name, ranks, before = key
+    lines = [f"group {name}{f' ({before} before the last)' if before else ''}, global ranks {format_ranks(ranks)}"]
     silent = sorted(set(ranks) - {view.rank for view in views})
     if silent:
         lines.append(
@@ -119,7 +130,7 @@ def _different_calls(views: list[_View]) -> list[str]:
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for view in views:
         for operation in view.operations:
-            if operation["name"] not in ("send", "recv", "isend", "irecv_", "send_message", "recv_message"):
+            if operation["name"] not in PAIRS:
                 calls[operation["sequence"]][operation["name"]].append(view.rank)
     lines: list[str] = []
     for number, names in sorted(calls.items()):

@@ -81,10 +81,10 @@ class ProcessGroupPool:
         self.timeout_s = timeout_s
         self.default_backend = str(dist.get_backend())
         self._prefix = f"parallel_state{token}"
-        self.agreement = Agreement(default_store(), self._prefix, self.rank)
         default: _Key = (tuple(range(self.world_size)), self.default_options, False)
         self.watcher = Watcher()
         self.watcher.open_store = self.private_store
+        self.agreement = Agreement(default_store(), self._prefix, self.rank, self.watcher)
         self.address = ""
         """Where other hosts reach this process, where that is known."""
         self.neighbours: tuple[int, ...] = ()

@@ -40,6 +40,10 @@ class Start:
     """How many worlds this process was in before by `reinitialize`."""
 
 
+_FIRST_PORT = 1024
+"""Below, only root may listen; after the last one come these."""
+
+
 def server_of(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:
     """Where rank 0 serves the store of a world; None where it doesn't."""
     if place.world_size == 1:
@@ -80,7 +84,8 @@ def meeting_place(start: Start, ranks: Sequence[int], addresses: Sequence[str]) 
             "destroy_distributed_environment() and init_distributed_environment(...) with an address"
         )
     # Not the old port: the rank that held it may only have been given up, and still hold it.
-    return f"tcp://{_bracketed(host)}:{port + 1 + start.generation}"
+    next_port = _FIRST_PORT + (port + 1 + start.generation - _FIRST_PORT) % (65_536 - _FIRST_PORT)
+    return f"tcp://{_bracketed(host)}:{next_port}"
 
 
 def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int]:
@@ -113,6 +118,9 @@ def reinitialize(
     world is let go without a word to the lost ranks, the next one numbers the survivors from 0 in their order, under
     the same launcher's store or at the same address; where the rank that served the store is lost, at the lowest
     survivor's, one port further. Then initialize_model_parallel with the sizes and `options` given.
+
+    Where it fails on the way, as another rank ends meanwhile, there is no world any more: those that are left then call
+    init_distributed_environment with an address of their own.
 
     `timeout` is that of the next world's operations (default: as before). Raises GroupNotInitializedError without a
     world, InvalidArgumentError for `ranks`, RendezvousError where a survivor doesn't come before

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from dataclasses import replace
 from datetime import timedelta
@@ -18,10 +19,13 @@ from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
+    PeerDiedError,
     RendezvousError,
 )
+from device_communicators.health import Farewells
 from device_communicators.heartbeat import Heartbeats
 from device_communicators.segment import sweep
+from device_communicators.waiting import Watched
 from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.environment import ProcessEnvironment
@@ -169,6 +173,10 @@ def prove(group: GroupCoordinator) -> None:
         logger.debug("the first all-reduce of %s gave the right sum", group.context)
 
 
+_BEATS_IN_LIMIT = 4
+"""A host may miss some before it is given up, however long the interval is."""
+
+
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
     """The ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
     memory = world.context.host_memory
@@ -186,11 +194,17 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
     pool.neighbours = memory.cores
     pids = dict(zip(memory.local_ranks, memory.pids, strict=True))
 
-    def has_left(rank: int) -> bool:
-        collectives = memory.collectives
-        return collectives is not None and collectives.has_left(rank)
-
     others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != world.rank}
+    farewells = Farewells(pool.private_store()) if memory.collectives is None and others else None
+    if farewells is not None:
+        pool.watcher.on_close.append(functools.partial(farewells.say, world.rank))
+
+    def has_left(rank: int) -> bool:
+        """Who leaves says so in shared memory, or else to the store."""
+        if farewells is not None:
+            return farewells.said(rank)
+        return memory.collectives is not None and memory.collectives.has_left(rank)
+
     pool.watcher.watch_processes(others, has_left)
     apart = memory.watched_together
     store = pool.private_store() if len(apart) > 1 else None
@@ -198,7 +212,7 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
         interval_s = settings.HEARTBEAT_S.get() * max(1.0, world.world_size / _READERS_PER_S)
         beats = Heartbeats(
             store, apart, world.rank, pool.watcher,
-            interval_s=interval_s, limit_s=settings.HEARTBEAT_LIMIT_S.get(),
+            interval_s=interval_s, limit_s=max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s),
         )  # fmt: skip
         beats.start()
         pool.watcher.on_close.append(beats.close)
@@ -211,7 +225,10 @@ def closing_barrier(world: GroupCoordinator) -> None:
         return
     limit_s = settings.BARRIER_TIMEOUT_S.get()
     try:
-        world.cpu_group.barrier(timedelta(seconds=limit_s)).wait()
+        work = world.cpu_group.barrier(timedelta(seconds=limit_s))
+        Watched(work, world.context, "barrier", limit_s).wait()
+    except PeerDiedError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
