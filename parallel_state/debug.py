@@ -72,9 +72,8 @@ def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
         before: Counter[Any] = Counter()
         for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
             key = (group["group"].partition(":")[0], tuple(group["ranks"]))
-            groups[(*key, before[key])].append(
-                _View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"])
-            )
+            which = (*key, before[key])
+            groups[which].append(_View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"]))
             before[key] += 1
     return dict(groups), broken
 
