@@ -156,7 +156,7 @@ def test_explain_of_other_groups() -> None:
 
 
 def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
-    probed = Row("probed", __name__, "SmallFloats", unfit=_fails_on_rank_one if local else _fits, local=local)
+    probed = Row("probed", __name__, "SmallFloats", unfit=_fits, probe=_fails_on_rank_one if local else _fits)
     group = _member(probed, SMALL)
     assert group.all_reduce(torch.ones(3)).tolist() == [group.world_size] * 3
     refusals = group.route.refusals
