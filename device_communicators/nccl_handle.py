@@ -158,7 +158,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """SUCCESS, IN_PROGRESS, or what went wrong in the background. From any thread; doesn't wait for one that is inside."""
+        """SUCCESS, IN_PROGRESS, or what went wrong in the background. From any thread, without waiting for others."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
