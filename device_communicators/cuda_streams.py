@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device_communicators.group_topology import uuid_of
 from device_communicators.work import Work
 
 _RELAXED = 2
@@ -56,20 +57,21 @@ class SideStream:
 
 
 class Marker:
-    """How far the device has come: an event, recorded again behind each call."""
+    """How far the device has come: an event, recorded again behind each call on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event()
-        self._recorded = False
+        self._stream: Any = None
 
     def record(self, stream: int) -> None:
-        self._event.record(torch.cuda.ExternalStream(stream, self._device))
-        self._recorded = True
+        if self._stream is None or self._stream.cuda_stream != stream:
+            self._stream = torch.cuda.ExternalStream(stream, self._device)
+        self._event.record(self._stream)
 
     def is_reached(self) -> bool:
         """Whether the device has done all that was before the last record."""
-        return not self._recorded or bool(self._event.query())
+        return self._stream is None or bool(self._event.query())
 
 
 class CudaStreams:
@@ -101,7 +103,7 @@ class CudaStreams:
 
     def gpu(self) -> str:
         """The device's UUID."""
-        return str(torch.cuda.get_device_properties(self._index).uuid)
+        return uuid_of(self._device) or ""
 
     def allow_queries(self) -> bool:
         """Lets the calling thread query events while another one captures a graph; False where that can't be had.

@@ -106,8 +106,17 @@ class NcclGroup:
         if link is None:
             self._must_not_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
             with self._making:
-                link = self._links.make(peer)
-                self._watched()
+                link = self._links.get(peer) or self._connect(peer)
+        return link
+
+    def _connect(self, peer: int) -> Link:
+        """With a byte each way: NCCL connects two ranks at their first transfer, for which the sender's host waits."""
+        self._watched()
+        link = self._links.make(peer)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
+        for operation in link.order:
+            with self.streams.guard(), self._watching(operation, stream := self.streams.current()):
+                link.transfer(operation, byte, stream)
         return link
 
     def _handles(self) -> list[Handle]:

@@ -26,6 +26,8 @@ class Link:
 
     def __init__(self, library: NcclLibrary, handles: dict[str, Handle], peer: int, streams: CudaStreams) -> None:
         self.handles = handles
+        self.order = tuple(handles)
+        """Of the operations, such that both ranks are in the same communicator at a time."""
         self._functions = {"send": library.ncclSend, "recv": library.ncclRecv}
         self._peer = peer
         self._streams = streams
@@ -65,9 +67,7 @@ class Links:
         return [handle for link in list(self._links.values()) for handle in link.handles.values()]
 
     def make(self, peer: int) -> Link:
-        """Both ranks call it, each with the other; where it is there already, that one."""
-        if peer in self._links:
-            return self._links[peer]
+        """Both ranks call it, once, each with the other."""
         context = self._context
         if context.size > 2 and not context.cpu_group_is_made:
             raise GroupNotInitializedError(
@@ -82,6 +82,6 @@ class Links:
             meeting = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, place)
             up, down = (meeting.split(context, 0, place, size=2, rank=place) for _ in range(2))
             meeting.close()
-        ways = {"send": up, "recv": down} if lower else {"send": down, "recv": up}
+        ways = {"send": up, "recv": down} if lower else {"recv": up, "send": down}
         self._links[peer] = Link(self._library, ways, 1 - place, self._streams)
         return self._links[peer]
