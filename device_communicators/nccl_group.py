@@ -159,10 +159,17 @@ class NcclGroup:
         """`function(*args, comm, stream)` of NCCL; on the current stream unless another is given."""
         handle = self._ready()
         stream = self.streams.current() if stream is None else stream
-        with self._watching(operation, stream), handle.lock:
-            result = function(*args, handle.comm, stream)
-            if result:
-                handle.check(operation, result)
+        watch = self._watched()
+        watch.begin(operation)  # as _watching, which would cost a microsecond
+        try:
+            with handle.lock:
+                result = function(*args, handle.comm, stream)
+                if result:
+                    handle.check(operation, result)
+        except BaseException as error:
+            self._blame(watch, error)
+            raise
+        watch.end(None if self.streams.is_capturing() else stream)
 
     @contextmanager
     def launch(self, operation: str) -> Iterator[Callable[..., None]]:
@@ -199,15 +206,16 @@ class NcclGroup:
         watch.begin(operation)
         try:
             yield
-        except CommunicationError as error:
-            watch.end(None)
-            if watch.failure is None or watch.failure is error:
-                raise
-            raise watch.failure from error
-        except BaseException:
-            watch.end(None)
+        except BaseException as error:
+            self._blame(watch, error)
             raise
         watch.end(None if self.streams.is_capturing() else stream)
+
+    def _blame(self, watch: Watch, error: BaseException) -> None:
+        """A call has failed; raises what the watch has found, where that is why."""
+        watch.end(None)
+        if isinstance(error, CommunicationError) and watch.failure not in (None, error):
+            raise watch.failure from error
 
     # What newer versions of NCCL can.
 
