@@ -111,11 +111,19 @@ class CudaStreams:
         In a capture of the mode `global`, which is torch's default, a query by any other thread makes the capture
         fail, unless that thread has said that it is none of its business.
         """
+        enter(self._device)
         function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
         if function is None:
             return False
         function.restype, function.argtypes = ctypes.c_int, (ctypes.POINTER(ctypes.c_int),)
         return function(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+
+
+def enter(device: torch.device) -> None:
+    """Makes a CUDA device the current one of a thread that has just begun: without one it would be the first GPU,
+    where anything of CUDA's makes a context, which takes hundreds of MB there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _from_runtime() -> Any:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from device_communicators.base import GroupContext
+from device_communicators.cuda_streams import enter
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
 from device_communicators.nccl_library import (
     IN_PROGRESS,
@@ -244,7 +245,12 @@ class Handle:
 
     def _apart(self, what: str, call: Callable[[], object]) -> None:
         """`call` with an end to the wait for it: NCCL doesn't let go of a communicator that a CUDA graph still uses."""
-        thread = threading.Thread(target=call, daemon=True, name="parallel_state-nccl-end")
+
+        def run() -> None:
+            enter(self.context.device)
+            call()
+
+        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
         thread.start()
         thread.join(_GOODBYE_S)
         if thread.is_alive():

@@ -2,7 +2,8 @@
 
 A call only puts work on a stream. That a rank has ended, that NCCL has failed in the background, that the device
 doesn't get on: all of this shows later, and nobody may be asking. Then the thread aborts the communicators, so that the
-kernels end and whoever waits for the device goes on; the group's next call raises what was found.
+kernels end and whoever waits for the device goes on; the group's next call raises what was found. Replays of a captured
+call aren't seen here, so they have no deadline.
 """
 
 from __future__ import annotations
