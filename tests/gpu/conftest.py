@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -51,7 +52,9 @@ class GpuRanks(WorkerPool):
     def _environment(self, rank: int) -> dict[str, str]:
         gpus = torch.cuda.device_count()
         shared = sharing(rank, nccl_library.load().version) if self.world_size > gpus else {}
-        mine = {"CUDA_VISIBLE_DEVICES": str(rank % gpus), "RANKS_BACKEND": "nccl"}
+        visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+        own = visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
+        mine = {"CUDA_VISIBLE_DEVICES": own, "RANKS_BACKEND": "nccl"}
         return {**super()._environment(rank), **mine, **shared}
 
 
