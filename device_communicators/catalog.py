@@ -1,9 +1,8 @@
 """THE table of communicators, best first; the only importer of the concrete ones.
 
-A communicator is added with its file and one row here. A row is taken into a group's route when its `unfit` finds
-nothing against it. What `unfit` may look at is equal on every rank; a row that probes something local
-(`local=True`: a library that loads, a link that works) has its answer put to a vote, because a route that differs
-between ranks hangs.
+A communicator is added with its file and one row here. A row is taken into a group's route when neither its `unfit`
+nor its `probe` finds anything against it. What `unfit` looks at is equal on every rank. What `probe` looks at is not (a
+library that loads, a link that works), so its answer is put to a vote: a route that differs between ranks hangs.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from importlib import import_module
 
 import torch
 
+from device_communicators import nccl_library, settings
 from device_communicators.base import Communicator, GroupContext
 from device_communicators.routing import Route
 
@@ -26,8 +26,8 @@ class Row:
     module: str
     class_name: str
     unfit: Callable[[GroupContext], str | None] = lambda context: None
-    local: bool = False
-    """Whether `unfit` looks at something that may differ between ranks."""
+    probe: Callable[[GroupContext], str | None] | None = None
+    """As `unfit`, by what may differ between ranks; asked where `unfit` has found nothing, and put to a vote."""
     simulated: bool = False
     """For groups whose ranks are imagined; the other rows are for groups of processes."""
     custom_all_reduce: bool = False
@@ -57,10 +57,27 @@ def _no_device(context: GroupContext) -> str | None:
     return "its device is the CPU" if context.device.type == "cpu" else None
 
 
+def _no_nccl_group(context: GroupContext) -> str | None:
+    if context.device.type != "cuda":
+        return f"its device is the {context.device.type.upper()}"
+    return "the gloo group is made at its first use" if context.host_memory is None else None
+
+
+def _no_nccl(context: GroupContext) -> str | None:
+    if not settings.NCCL.get():
+        return f"{settings.NCCL.name} is off"
+    try:
+        nccl_library.load()
+    except nccl_library.NcclUnavailableError as error:
+        return str(error)
+    return None
+
+
 CATALOG: tuple[Row, ...] = (
     Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
     Row("shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator", unfit=_no_shared_memory),
     Row("hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator", unfit=_no_hosts_of_several),
+    Row("nccl", "device_communicators.nccl", "NcclCommunicator", unfit=_no_nccl_group, probe=_no_nccl),
     Row("device_group", "device_communicators.device_group", "DeviceGroupCommunicator", unfit=_no_device),
     Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
 )
@@ -87,12 +104,17 @@ def _turned_off(context: GroupContext, row: Row) -> str | None:
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
-    """A locally probed row stays only where every rank found nothing against it."""
-    if context.make_cpu_group is None or not any(row.local for row in rows):
+    """A row with a probe stays only where that finds nothing on every rank."""
+    probed = [i for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None]
+    if not probed:
         return reasons
-    fit = torch.tensor([reason is None for reason in reasons], dtype=torch.uint8)
+    reasons = [row.probe(context) if i in probed and row.probe else reasons[i] for i, row in enumerate(rows)]
+    if context.make_cpu_group is None:
+        return reasons
+    fit = torch.tensor([reasons[i] is None for i in probed], dtype=torch.uint8)
     context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
+    agreed = dict(zip(probed, fit.tolist(), strict=True))
     return [
-        reason or (None if agreed else "another rank of the group turned it down")
-        for reason, agreed in zip(reasons, fit.tolist(), strict=True)
+        reason or (None if agreed.get(i, True) else "another rank of the group turned it down")
+        for i, reason in enumerate(reasons)
     ]

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 from device_communicators.base import DONE, Communicator, Request, Then, Work
 from device_communicators.errors import GroupNotInitializedError
-from device_communicators.reductions import as_bytes, reducible, reduction_refusal
+from device_communicators.reductions import REDUCING, as_bytes, reducible, reduction_refusal
 from device_communicators.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
@@ -33,22 +33,13 @@ _REDUCE_OPS: dict[str, Any] = {
     "min": ReduceOp.MIN,
     "product": ReduceOp.PRODUCT,
 }
-_REDUCTIONS = (
-    "all_reduce",
-    "all_reduce_",
-    "iall_reduce_",
-    "reduce_scatter",
-    "ireduce_scatter",
-    "reduce_scatterv",
-    "all_reduce_add_rms_norm",
-)
 
 
 class PlainProcessGroup(Communicator):
     """The group's pair of torch process groups."""
 
     def refusal(self, request: Request) -> str | None:
-        if request.operation in _REDUCTIONS and request.dtype is not None:
+        if request.operation in REDUCING and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
 

@@ -20,6 +20,18 @@ _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bytes that are 0 or 1, `or` is max and `and` is min."""
 
 
+REDUCING = (
+    "all_reduce",
+    "all_reduce_",
+    "iall_reduce_",
+    "reduce_scatter",
+    "ireduce_scatter",
+    "reduce_scatterv",
+    "all_reduce_add_rms_norm",
+)
+"""The operations that reduce."""
+
+
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
     """Why `reduce_op` of `dtype` has no defined result here, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
@@ -31,6 +43,11 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
     if dtype == torch.bool:
         return None if reduce_op in _BOOL_OPS else f"{reduce_op} of {dtype} is not defined"
     return f"{dtype} can't be reduced; reducible are {_names(_NATIVE | _WIDENED.keys() | _COMPLEX | {torch.bool})}"
+
+
+def is_native(dtype: torch.dtype) -> bool:
+    """Whether backends reduce `dtype` as it is (but averages of float16)."""
+    return dtype in _NATIVE
 
 
 def as_bytes(x: Tensor) -> Tensor:

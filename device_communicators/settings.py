@@ -133,6 +133,14 @@ SHARED_MEMORY: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",
     "Whether collectives of CPU tensors within a host go over shared memory.",
 )  # fmt: skip
+NCCL: Setting[bool] = Setting(
+    "PARALLEL_STATE_NCCL", True, _on_off, "on or off",
+    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream; off: over torch's.",
+)  # fmt: skip
+NCCL_LIBRARY: Setting[str | None] = Setting(
+    "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
+    "The NCCL to use, 2.27 or newer; else the one that torch uses.",
+)  # fmt: skip
 BUILD: Setting[str] = Setting(
     "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
     "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
@@ -165,7 +173,7 @@ LOG_LEVEL: Setting[str] = Setting(
 
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
-    SHARED_MEMORY, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
+    SHARED_MEMORY, NCCL, NCCL_LIBRARY, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -16,18 +16,9 @@ from device_communicators.channels import Channels
 from device_communicators.errors import UnsupportedError
 from device_communicators.native_group import DTYPES, REDUCE_OPS
 from device_communicators.recorder import Operation
-from device_communicators.reductions import reducible, reduction_refusal
+from device_communicators.reductions import REDUCING, reducible, reduction_refusal
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
-_REDUCING = (
-    "all_reduce",
-    "all_reduce_",
-    "iall_reduce_",
-    "reduce_scatter",
-    "ireduce_scatter",
-    "reduce_scatterv",
-    "all_reduce_add_rms_norm",
-)
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -49,7 +40,7 @@ class SharedMemoryCommunicator(Communicator):
             return f"a tensor on {request.device_type}"
         if request.operation in _POINT_TO_POINT and self._channels is None:
             return "it has no send and recv"
-        if request.operation in _REDUCING and request.dtype is not None:
+        if request.operation in REDUCING and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
 

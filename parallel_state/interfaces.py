@@ -7,6 +7,7 @@ and loopback where there is none. On many hosts the own name is an entry for 127
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from device_communicators.errors import format_ranks
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
 
 
 class Whereabouts(NamedTuple):
@@ -61,6 +63,28 @@ def not_reachable(here: Whereabouts, name: str, address: str, *ranks: str, who: 
         f"{here.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
         "mend the name in /etc/hosts"
     )
+
+
+def first_infiniband() -> str | None:
+    """The first InfiniBand interface that is up and has an IPv4 address; None where none is, or nobody can tell."""
+    with contextlib.suppress(OSError):
+        for _, name in sorted(socket.if_nameindex()):
+            if name.startswith("ib") and _is_up(name) and _ipv4_of(name) is not None:
+                return name
+    return None
+
+
+def _is_up(name: str) -> bool:
+    with contextlib.suppress(OSError), open(f"/sys/class/net/{name}/operstate") as file:
+        return file.read().strip() == "up"
+    return False
+
+
+def _ipv4_of(name: str) -> str | None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+        return socket.inet_ntoa(answer[20:24])
+    return None
 
 
 def _names() -> str:

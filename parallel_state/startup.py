@@ -120,11 +120,16 @@ def prepare(device: torch.device, world_size: int) -> None:
             native.load()
 
 
+def backend_of(backend: str | None) -> str:
+    """The default group's: the argument, the setting, or what fits the machine."""
+    return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
 def make_default_group(
     place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False
 ) -> torch.device:
     """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
-    backend = backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = backend_of(backend)
     check_backend(backend)
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":

@@ -30,7 +30,7 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
-from parallel_state import environment, mesh, parallel_groups, recovery, startup
+from parallel_state import environment, mesh, nccl_environment, parallel_groups, recovery, startup
 from parallel_state.agreement import Request, digest
 from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
@@ -105,6 +105,8 @@ def init_distributed_environment(
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
             if distributed_init_method == "env://":
                 _EXPORTED.update(environment.export(place))
+            if "nccl" in startup.backend_of(backend):
+                _EXPORTED.update(nccl_environment.settle(place))
             device = startup.make_default_group(place, distributed_init_method, backend, timeout_s, bind_device)
             _OWNS_DEFAULT_GROUP = True
             server = recovery.server_of(distributed_init_method, place)

@@ -171,6 +171,6 @@ def _lay_out(wanted: tuple[int, int] | None, layout: tuple[int, int] | None) -> 
         ps.destroy_distributed_environment()
         return None
     if layout is None:
-        ps.init_distributed_environment(backend="gloo")
+        ps.init_distributed_environment(backend=os.environ.get("RANKS_BACKEND", "gloo"))
     ps.initialize_model_parallel(*wanted)
     return wanted

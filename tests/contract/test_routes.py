@@ -144,6 +144,7 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
         assert lines[2] == "  2. process_group: torch.distributed over gloo, every CPU tensor"
         assert lines[3:] == [
             "  -  crowd: not used, it needs more than 8 ranks, the group has 2",
+            "  -  nccl: not used, its device is the CPU",
             "  -  device_group: not used, its device is the CPU",
         ]
 
@@ -156,7 +157,7 @@ def test_explain_of_other_groups() -> None:
 
 
 def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:
-    probed = Row("probed", __name__, "SmallFloats", unfit=_fails_on_rank_one if local else _fits, local=local)
+    probed = Row("probed", __name__, "SmallFloats", unfit=_fits, probe=_fails_on_rank_one if local else _fits)
     group = _member(probed, SMALL)
     assert group.all_reduce(torch.ones(3)).tolist() == [group.world_size] * 3
     refusals = group.route.refusals

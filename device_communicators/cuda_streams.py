@@ -1,0 +1,135 @@
+"""Streams and events of one CUDA device, as far as `nccl` needs them: its one seam to CUDA.
+
+Tests without a GPU put a stand-in with the same methods in its place. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.group_topology import uuid_of
+from device_communicators.work import Work
+
+_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
+class StreamWork:
+    """What a side stream does: `wait` makes the current stream wait for it, and never the host."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+class SideStream:
+    """A stream beside the current one, for what is started now and waited for later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
+        """Has `enqueue(stream)` behind what the current stream does so far. `tensors` may be freed before it has run.
+
+        Works within a capture, too: what the side stream does is captured, and joined by the work's `wait`.
+        """
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        enqueue(stream.cuda_stream)
+        for x in tensors:
+            x.record_stream(stream)
+        event = torch.cuda.Event()
+        event.record(stream)
+        return StreamWork(event, self._device)
+
+
+class Marker:
+    """How far the device has come: an event, recorded again behind each call on a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event()
+        self._stream: Any = None
+
+    def record(self, stream: int) -> None:
+        if self._stream is None or self._stream.cuda_stream != stream:
+            self._stream = torch.cuda.ExternalStream(stream, self._device)
+        self._event.record(self._stream)
+
+    def is_reached(self) -> bool:
+        """Whether the device has done all that was before the last record."""
+        return self._stream is None or bool(self._event.query())
+
+
+class CudaStreams:
+    """Those of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        # What current_stream() is made of, without the Stream object: half a microsecond instead of three.
+        self._raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def current(self) -> int:
+        """The current stream, as CUDA's handle."""
+        return self._raw(self._index)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def side(self) -> SideStream:
+        return SideStream(self._device)
+
+    def marker(self) -> Marker:
+        return Marker(self._device)
+
+    def guard(self) -> contextlib.AbstractContextManager[object]:
+        """Within it the device is the current one."""
+        return torch.cuda.device(self._index)
+
+    def gpu(self) -> str:
+        """The device's UUID."""
+        return uuid_of(self._device) or ""
+
+    def allow_queries(self) -> bool:
+        """Lets the calling thread query events while another one captures a graph; False where that can't be had.
+
+        In a capture of the mode `global`, which is torch's default, a query by any other thread makes the capture
+        fail, unless that thread has said that it is none of its business.
+        """
+        enter(self._device)
+        function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
+        if function is None:
+            return False
+        function.restype, function.argtypes = ctypes.c_int, (ctypes.POINTER(ctypes.c_int),)
+        return function(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+
+
+def enter(device: torch.device) -> None:
+    """Makes a CUDA device the current one of a thread that has just begun: without one it would be the first GPU,
+    where anything of CUDA's makes a context, which takes hundreds of MB there."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _from_runtime() -> Any:
+    """The function in the CUDA runtime that torch has loaded, where it isn't visible to the whole process."""
+    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as file:
+        for line in file:
+            if "libcudart.so" in line:
+                return ctypes.CDLL(line.split(maxsplit=5)[5].strip()).cudaThreadExchangeStreamCaptureMode
+    return None

@@ -1,0 +1,258 @@
+"""NCCL's communicators of one group: made together, used by calls, looked after, and ended.
+
+What a call is given (tensors, counts, dtypes) is `nccl`'s business. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import GroupContext, Work
+from device_communicators.cuda_streams import CudaStreams
+from device_communicators.errors import CommunicationError, GroupNotInitializedError, UnsupportedError
+from device_communicators.nccl_handle import Handle, Patience
+from device_communicators.nccl_library import DTYPES, REDUCE_OPS, SUSPEND_MEMORY, WINDOW_SYMMETRIC, NcclLibrary
+from device_communicators.nccl_links import Link, Links
+from device_communicators.nccl_meeting import expect_sum, gather, shared_gpu_warning, tell
+from device_communicators.nccl_watch import Watch
+
+logger = logging.getLogger("parallel_state")
+
+
+class NcclGroup:
+    """One communicator of all ranks, which they make at the first call; and those of two ranks each."""
+
+    def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
+        self.context = context
+        self.library = library
+        self.streams = streams
+        self._handle: Handle | None = None
+        self._watch: Watch | None = None
+        self._links = Links(library, context, streams)
+        self._side: Any = None
+        self._making = threading.RLock()
+        self._suspended = False
+        self._closed = False
+
+    def __str__(self) -> str:
+        made = len(self._handles())
+        return f"{made} of NCCL's communicators" if made else "made at the first call"
+
+    # Set-up and end.
+
+    def set_up(self) -> None:
+        """Makes the communicator, if that hasn't been done, and shows by a small all-reduce that it works.
+
+        Every rank of the group calls it. Raises PeerDiedError, CollectiveTimeoutError, ConfigMismatchError where ranks
+        have different versions, CommunicationError; GroupNotInitializedError within a capture, where it can't be.
+        """
+        with self._making:
+            if self._handle is None:
+                self._set_up()
+
+    def _set_up(self) -> None:
+        context, started = self.context, time.monotonic()
+        self._must_not_capture("all ranks of the group make NCCL's communicator together")
+        told = gather(context, tell(self.library, context, self.streams.gpu(), makes_id=context.rank == 0))
+        warning = shared_gpu_warning(context, told)
+        if warning is not None and context.rank == 0:
+            logger.warning("%s", warning)
+        with self.streams.guard():
+            meeting = Handle.meet(self.library, context, told[0].unique_id, context.size, context.rank)
+            self._handle = meeting.split(context, 0, context.rank, size=context.size, rank=context.rank)
+            meeting.close()
+            try:
+                self._prove(started)
+            except BaseException:
+                self._abort()
+                raise
+        logger.info("%s: %s, ready after %.2f s", context, self.library, time.monotonic() - started)
+
+    def _prove(self, started: float) -> None:
+        watch = self._watched()
+        one = torch.ones(1, device=self.context.device)
+        place, numbers = one.data_ptr(), (DTYPES[one.dtype], REDUCE_OPS["sum"])
+        self.call("all_reduce", self.library.ncclAllReduce, place, place, 1, *numbers)
+        patience = Patience(self.context, "the first all_reduce over NCCL")
+        while not watch.device_is_done():
+            self.check_usable()
+            patience.step()
+        expect_sum(self.context, one.item(), started)
+
+    def _watched(self) -> Watch:
+        if self._watch is None:
+            self._watch = Watch(self.context, self._handles, self.streams.marker, self.streams.allow_queries)
+        return self._watch
+
+    def _must_not_capture(self, why: str) -> None:
+        if self.streams.is_capturing():
+            raise GroupNotInitializedError(
+                f"{self.context} was not used before the capture of this CUDA graph, but {why}, which can't be "
+                "captured; make the same calls once before it, or initialize_model_parallel(warm_up=True)"
+            )
+
+    def link(self, peer: int) -> Link:
+        """The communicators for transfers with a rank; where they aren't made yet, that rank has to call as well."""
+        link = self._links.get(peer)
+        if link is None:
+            self._must_not_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
+            with self._making:
+                link = self._links.get(peer) or self._connect(peer)
+        return link
+
+    def _connect(self, peer: int) -> Link:
+        """With a byte each way: NCCL connects two ranks at their first transfer, for which the sender's host waits."""
+        self._watched()
+        link = self._links.make(peer)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
+        for operation in link.order:
+            with self.streams.guard(), self._watching(operation, stream := self.streams.current()):
+                link.transfer(operation, byte, stream)
+        return link
+
+    def _handles(self) -> list[Handle]:
+        return [*([] if self._handle is None else [self._handle]), *self._links.handles()]
+
+    def _abort(self) -> None:
+        for handle in self._handles():
+            handle.abort()
+
+    def close(self) -> None:
+        """Ends all communicators: in order where the device is done, else by an abort. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        in_order = self._watch is None or (self._watch.failure is None and self._watch.device_is_done())
+        if self._watch is not None:
+            self._watch.close()
+        for handle in self._handles():
+            if in_order:
+                handle.close()
+            else:
+                handle.abort()
+
+    # A call.
+
+    def check_usable(self) -> None:
+        """Raises what the watch has found."""
+        if self._watch is not None and self._watch.failure is not None:
+            raise self._watch.failure
+
+    def _ready(self) -> Handle:
+        self.check_usable()
+        if self._handle is None:
+            self.set_up()
+        if self._suspended:
+            raise UnsupportedError(f"{self.context} is suspended; call resume() on every rank first")
+        return self._handle  # type: ignore[return-value]  # set_up has made it, or raised
+
+    def call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
+        """`function(*args, comm, stream)` of NCCL; on the current stream unless another is given."""
+        handle = self._ready()
+        stream = self.streams.current() if stream is None else stream
+        watch = self._watched()
+        watch.begin(operation)  # as _watching, which would cost a microsecond
+        try:
+            with handle.lock:
+                result = function(*args, handle.comm, stream)
+                if result:
+                    handle.check(operation, result)
+        except BaseException as error:
+            self._blame(watch, error)
+            raise
+        watch.end(None if self.streams.is_capturing() else stream)
+
+    @contextmanager
+    def launch(self, operation: str) -> Iterator[Callable[..., None]]:
+        """All calls of what it gives, `add(function, *args)`, are one launch on the current stream."""
+        handle, stream = self._ready(), self.streams.current()
+
+        def add(function: Any, *args: Any) -> None:
+            result = function(*args, handle.comm, stream)
+            if result:
+                handle.check(operation, result)
+
+        with self._watching(operation, stream), handle.lock, handle.group(operation):
+            yield add
+
+    def transfer(self, operation: str, x: Tensor, peer: int, stream: int | None = None) -> None:
+        """`send` or `recv` of contiguous `x`, on the current stream unless another is given."""
+        self.check_usable()
+        link = self.link(peer)
+        stream = self.streams.current() if stream is None else stream
+        with self._watching(operation, stream):
+            link.transfer(operation, x, stream)
+
+    def beside(self, enqueue: Callable[[int], None], *tensors: Tensor) -> Work:
+        """Starts what `enqueue(stream)` puts on a stream beside the current one."""
+        self._ready()
+        if self._side is None:
+            self._side = self.streams.side()
+        return self._side.run(enqueue, tensors)
+
+    @contextmanager
+    def _watching(self, operation: str, stream: int) -> Iterator[None]:
+        """A call into NCCL. Where it fails because the watch has aborted it, what the watch has found is raised."""
+        watch = self._watched()
+        watch.begin(operation)
+        try:
+            yield
+        except BaseException as error:
+            self._blame(watch, error)
+            raise
+        watch.end(None if self.streams.is_capturing() else stream)
+
+    def _blame(self, watch: Watch, error: BaseException) -> None:
+        """A call has failed; raises what the watch has found, where that is why."""
+        watch.end(None)
+        if isinstance(error, CommunicationError) and watch.failure not in (None, error):
+            raise watch.failure from error
+
+    # What newer versions of NCCL can.
+
+    def _function(self, name: str) -> Any:
+        if name in self.library.missing:
+            raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
+        return getattr(self.library, name)
+
+    def suspend(self) -> None:
+        """As NcclCommunicator's."""
+        function, handle = self._function("ncclCommSuspend"), self._ready()
+        with handle.lock:
+            handle.check("ncclCommSuspend", function(handle.comm, SUSPEND_MEMORY))
+        self._suspended = True
+
+    def resume(self) -> None:
+        """As NcclCommunicator's."""
+        function = self._function("ncclCommResume")
+        if self._suspended:
+            self._suspended = False
+            handle = self._ready()
+            with handle.lock:
+                handle.check("ncclCommResume", function(handle.comm))
+
+    def register_window(self, x: Tensor) -> Callable[[], None]:
+        """As NcclCommunicator's."""
+        handle, window = self._ready(), ctypes.c_void_p()
+        register = self._function("ncclCommWindowRegister")
+        with handle.lock:
+            result = register(handle.comm, x.data_ptr(), x.nbytes, ctypes.byref(window), WINDOW_SYMMETRIC)
+            handle.check("ncclCommWindowRegister", result)
+
+        def deregister() -> None:
+            with handle.lock:
+                known, window.value = window.value, None
+                if known is not None and handle.comm is not None:
+                    function = self._function("ncclCommWindowDeregister")
+                    handle.check("ncclCommWindowDeregister", function(handle.comm, known))
+
+        return deregister

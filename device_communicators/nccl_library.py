@@ -1,0 +1,249 @@
+"""NCCL through ctypes: where its library is, its functions, its numbers, and the layouts of its structures.
+
+Signatures and layouts are those of nccl.h of the versions 2.27.7 to 2.32.3, against which the tests compare them. A
+call releases the GIL. Nothing here needs a GPU, and nothing decides what is called when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import POINTER, c_byte, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from device_communicators import settings
+
+OLDEST = 22700
+"""What torch 2.10, the oldest one that this library takes, comes with."""
+MULTI_RANK_GPU = 23003
+"""From here on NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
+
+SUCCESS, UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE = range(6)
+REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 6, 7, 8
+RESULTS = (
+    "ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument",
+    "ncclInvalidUsage", "ncclRemoteError", "ncclInProgress", "ncclTimeout",
+)  # fmt: skip
+"""By number; the last one came with 2.31."""
+
+DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+    torch.float8_e4m3fn: 10,
+    torch.float8_e5m2: 11,
+}
+"""ncclDataType_t."""
+BYTE = DTYPES[torch.uint8]
+REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
+"""ncclRedOp_t, less ncclAvg: it rounds each summand first, so averages are sums that are divided afterwards."""
+
+UNDEFINED = -(2**31)
+"""NCCL_CONFIG_UNDEF_INT: NCCL's own default, or what the user's environment says."""
+_MAGIC = 0xCAFEBEEF
+WINDOW_SYMMETRIC = 1
+SUSPEND_MEMORY = 1
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId: where the ranks of a new communicator meet. Passed by value."""
+
+    _fields_: ClassVar = [("internal", c_byte * 128)]
+
+
+CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
+    ("size", c_size_t, 0),
+    ("magic", c_uint, 0),
+    ("version", c_uint, 0),
+    ("blocking", c_int, 0),
+    ("cgaClusterSize", c_int, 0),
+    ("minCTAs", c_int, 0),
+    ("maxCTAs", c_int, 0),
+    ("netName", c_char_p, 0),
+    ("splitShare", c_int, 0),
+    ("trafficClass", c_int, 0),
+    ("commName", c_char_p, 0),
+    ("collnetEnable", c_int, 0),
+    ("CTAPolicy", c_int, 0),
+    ("shrinkShare", c_int, 0),
+    ("nvlsCTAs", c_int, 0),
+    ("nChannelsPerNetPeer", c_int, 22803),
+    ("nvlinkCentricSched", c_int, 22803),
+    ("graphUsageMode", c_int, 22902),
+    ("numRmaCtx", c_int, 22902),
+    ("maxP2pPeers", c_int, 23003),
+    ("graphStreamOrdering", c_int, 23007),
+    ("launchOrderImplicit", c_int, 23102),
+    ("numRmaSig", c_int, 23102),
+    ("rmaEagerInit", c_int, 23102),
+    ("hostCftMode", c_int, 23102),
+    ("nvlsHostMode", c_int, 23203),
+)
+"""ncclConfig_t: it grows at its end, and NCCL takes what `size` doesn't reach as undefined. So a version that isn't
+known here may be told less than it could be, but never something wrong."""
+
+_COMM, _STREAM = c_void_p, c_void_p
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
+    # name: result (None: ncclResult_t), arguments, the version that it came with
+    "ncclGetVersion": (None, (POINTER(c_int),), 0),
+    "ncclGetUniqueId": (None, (POINTER(UniqueId),), 0),
+    "ncclCommInitRankConfig": (None, (POINTER(c_void_p), c_int, UniqueId, c_int, c_void_p), 0),
+    "ncclCommSplit": (None, (_COMM, c_int, c_int, POINTER(c_void_p), c_void_p), 0),
+    "ncclCommGetAsyncError": (None, (_COMM, POINTER(c_int)), 0),
+    "ncclCommFinalize": (None, (_COMM,), 0),
+    "ncclCommDestroy": (None, (_COMM,), 0),
+    "ncclCommAbort": (None, (_COMM,), 0),
+    "ncclGetErrorString": (c_char_p, (c_int,), 0),
+    "ncclGetLastError": (c_char_p, (_COMM,), 0),
+    "ncclGroupStart": (None, (), 0),
+    "ncclGroupEnd": (None, (), 0),
+    "ncclAllReduce": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclAllGather": (None, (c_void_p, c_void_p, c_size_t, c_int, _COMM, _STREAM), 0),
+    "ncclReduceScatter": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclBroadcast": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclReduce": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclSend": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclRecv": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
+    "ncclMemAlloc": (None, (POINTER(c_void_p), c_size_t), 0),
+    "ncclMemFree": (None, (c_void_p,), 0),
+    "ncclCommWindowRegister": (None, (_COMM, c_void_p, c_size_t, POINTER(c_void_p), c_int), 0),
+    "ncclCommWindowDeregister": (None, (_COMM, c_void_p), 0),
+    "ncclCommSuspend": (None, (_COMM, c_int), 22907),
+    "ncclCommResume": (None, (_COMM,), 22907),
+}
+FUNCTIONS = tuple(_FUNCTIONS)
+
+
+class NcclUnavailableError(Exception):
+    """NCCL can't be had; the text says why, for `explain()`. Never leaves this package."""
+
+
+class NcclLibrary:
+    """A loaded libnccl: its functions as attributes (`library.ncclAllReduce`), its version and its path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.missing: dict[str, str] = {}
+        """Functions that this version doesn't have -> the reason."""
+        try:
+            self._library = ctypes.CDLL(path)
+            number = c_int()
+            self._bind("ncclGetVersion")
+            self.ncclGetVersion(ctypes.byref(number))
+        except (OSError, AttributeError) as error:
+            raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
+        self.version = number.value
+        """As NCCL_VERSION_CODE: 22809 is 2.28.9."""
+        if self.version < OLDEST:
+            raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} is needed")
+        for name, (_, _, since) in _FUNCTIONS.items():
+            try:
+                self._bind(name)
+            except AttributeError as error:
+                if since == 0:
+                    raise NcclUnavailableError(f"{self} has no {name}") from error
+                self.missing[name] = (
+                    f"NCCL {version_text(self.version)} has no {name}, {version_text(since)} brought it"
+                )
+        self._config_type = config_type(self.version)
+
+    def _bind(self, name: str) -> None:
+        result, arguments, _ = _FUNCTIONS[name]
+        function = getattr(self._library, name)
+        function.restype, function.argtypes = result or c_int, arguments
+        setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self} has no function {name!r}")
+
+    def __str__(self) -> str:
+        return f"NCCL {version_text(self.version)} ({self.path})"
+
+    def config(self, **fields: int | bytes) -> ctypes.Structure:
+        """An ncclConfig_t of this version in which all but `fields` is undefined: NCCL's default."""
+        config = self._config_type()
+        for name, kind, _ in CONFIG_FIELDS:
+            if kind is c_int and hasattr(config, name):
+                setattr(config, name, UNDEFINED)
+        told = {"size": ctypes.sizeof(config), "magic": _MAGIC, "version": self.version, **fields}
+        for name, value in told.items():
+            setattr(config, name, value)
+        return config
+
+    def text_of(self, result: int, comm: int | None = None) -> str:
+        """What a result means, and what NCCL says about the last one that was none of success."""
+        name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
+        meaning = (self.ncclGetErrorString(result) or b"").decode(errors="replace")
+        last = (self.ncclGetLastError(comm) or b"").decode(errors="replace").strip()
+        return f"{name}, {meaning}" + (f": {' '.join(last.split())}" if last else "")
+
+
+def config_type(version: int) -> type[ctypes.Structure]:
+    """ncclConfig_t as a version has it, as far as it is known."""
+    fields = [(name, kind) for name, kind, since in CONFIG_FIELDS if since <= version]
+    return type("ncclConfig_t", (ctypes.Structure,), {"_fields_": fields})
+
+
+def version_text(version: int) -> str:
+    """`2.28.9` of 22809."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def load() -> NcclLibrary:
+    """The NCCL of this process. Raises NcclUnavailableError."""
+    found = _load(settings.NCCL_LIBRARY.get())
+    if isinstance(found, str):
+        raise NcclUnavailableError(found)
+    return found
+
+
+@functools.cache
+def _load(chosen: str | None) -> NcclLibrary | str:
+    if chosen is not None:
+        return _try(chosen, f" ({settings.NCCL_LIBRARY.name})")
+    found = candidates()
+    problems = []
+    for path in found:
+        library = _try(path)
+        if isinstance(library, NcclLibrary):
+            return library
+        problems.append(library)
+    return "; ".join(problems)
+
+
+def _try(path: str, chosen_by: str = "") -> NcclLibrary | str:
+    try:
+        return NcclLibrary(path)
+    except NcclUnavailableError as error:
+        return f"{error}{chosen_by}"
+
+
+def candidates() -> list[str]:
+    """Where NCCL may be, best first: what torch has loaded, what was installed with it, what the linker finds.
+
+    A second NCCL beside torch's would work, but would take its own memory and read its own settings.
+    """
+    beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    installed = [str(beside_torch)] if beside_torch.exists() else []
+    return list(dict.fromkeys([*_loaded(), *installed, "libnccl.so.2"]))
+
+
+def _loaded() -> list[str]:
+    """The libraries called libnccl that this process has mapped."""
+    try:
+        with open("/proc/self/maps") as file:
+            paths = [line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line]
+    except OSError:
+        return []
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]

@@ -1,0 +1,454 @@
+"""What NCCL is told by its communicator, and what becomes of what it answers: over a stand-in for its library."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from device_communicators import Row, build_route, register_route
+from device_communicators.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    GroupFailedError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    ParallelStateError,
+    PeerDiedError,
+    UnsupportedError,
+)
+from device_communicators.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
+from tests import nccl_stand_in
+from tests.contract.carriers import twin_of
+from tests.nccl_stand_in import StandInNccl
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+_ROW = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+_TOLD = "the stand-in says so"
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if nccl_stand_in.compiler() is None:
+        pytest.skip("there is no C compiler")
+    return str(nccl_stand_in.build(tmp_path_factory.mktemp("nccl")))
+
+
+def _communicator(library: str, **changes: Any) -> StandInNccl:
+    """Of this rank's tp group; `changes` are to its context."""
+    os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
+    made = StandInNccl(dataclasses.replace(twin_of(ps.get_tp_group()).context, **changes))
+    made.library.clear()  # type: ignore[attr-defined]
+    return made
+
+
+def _told(nccl: Any, call: Callable[[], object]) -> list[str]:
+    """What NCCL was told by a call."""
+    nccl.library.clear()
+    call()
+    return nccl.library.log()
+
+
+def _set_up_body(library: str) -> tuple[list[str], list[str], int]:
+    nccl: Any = _communicator(library)
+    assert "made at the first call" in str(nccl)
+    assert nccl.all_reduce(torch.ones(3), "sum").tolist() == [2.0] * 3
+    made = [line for line in nccl.library.log() if not line.startswith("GroupE")]
+    assert "1 of NCCL's communicators" in str(nccl)
+    assert f"NCCL 2.28.9 ({library})" in str(nccl)
+    ended = _told(nccl, nccl.close)
+    nccl.close()
+    return made, ended, nccl.library.tell("live")
+
+
+def test_the_ranks_meet_in_the_background_and_work_in_a_blocking_communicator(pools: Pools, stand_in: str) -> None:
+    for rank, (made, ended, live) in enumerate(pools(2).run(_set_up_body, stand_in, tp=2)):
+        assert made[: 1 - rank] == ["GetUniqueId"][: 1 - rank]
+        begin, split, finalize, destroy, proof, call = made[1 - rank :]
+        assert begin.startswith(f"CommInitRankConfig size=2 rank={rank} blocking=0 name=contract:")
+        assert split == f"CommSplit color=0 key={rank} blocking=1"
+        assert (finalize, destroy) == ("CommFinalize", "CommDestroy")
+        assert proof == f"AllReduce count=1 dtype=7 op=0 inplace=1 stream={nccl_stand_in.CURRENT}"
+        assert call == f"AllReduce count=3 dtype=7 op=0 inplace=0 stream={nccl_stand_in.CURRENT}"
+        assert ended == ["CommFinalize", "CommDestroy"]
+        assert live == 0
+
+
+def _calls_body(library: str) -> dict[str, list[str]]:
+    nccl: Any = _communicator(library)
+    nccl.set_up()
+    rank = nccl.context.rank
+
+    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    calls: dict[str, Callable[[], object]] = {
+        "bf16": lambda: nccl.all_reduce(ones(4, 2, dtype=torch.bfloat16), "max"),
+        "not contiguous": lambda: nccl.all_reduce_(ones(4, 2).t(), "sum"),
+        "empty": lambda: nccl.all_reduce(ones(0, 3), "sum"),
+        "float8": lambda: nccl.all_reduce(ones(4, dtype=torch.float8_e5m2), "sum"),
+        "bool": lambda: nccl.all_reduce(ones(4, dtype=torch.bool), "sum"),
+        "complex": lambda: nccl.all_reduce(ones(4, dtype=torch.complex64), "sum"),
+        "int16": lambda: nccl.all_reduce(ones(4, dtype=torch.int16), "min"),
+        "average": lambda: nccl.all_reduce(ones(4), "avg"),
+        "average of halves": lambda: nccl.all_reduce(ones(4, dtype=torch.float16), "avg"),
+        "product": lambda: nccl.all_reduce(ones(4, dtype=torch.int64), "product"),
+        "started": lambda: nccl.iall_reduce_(ones(4), "sum").wait(),
+        "reduce_scatter": lambda: nccl.reduce_scatter(ones(3, 4), 1, "sum"),
+        "reduce_scatterv": lambda: nccl.reduce_scatterv(ones(4, 3), 0, [1, 3], "sum"),
+        "reduce": lambda: nccl.reduce_(ones(5), 1, "sum"),
+        "all_gather": lambda: nccl.all_gather(ones(3, 2, dtype=torch.float16), 1),
+        "all_gatherv": lambda: nccl.all_gatherv(ones(1 + 2 * rank, 2), 0, [1, 3]),
+        "broadcast": lambda: nccl.broadcast(ones(3, dtype=torch.int16), 1),
+        "all_to_all": lambda: nccl.all_to_all(ones(3, 2), [rank + 1] * 2, [1, 2]),
+        "gather": lambda: nccl.gather(ones(3), 0, 1),
+        "scatter": lambda: nccl.scatter(ones(4) if rank == 0 else None, ones(2), 0, 0),
+        "exchange": lambda: nccl.exchange([(ones(3), 1 - rank)] * 2, [(ones(3), 1 - rank)] * 2),
+    }
+    told = {name: _told(nccl, call) for name, call in calls.items()}
+    nccl.close()
+    return told
+
+
+def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
+    def group(*calls: str) -> list[str]:
+        return ["GroupStart", *(f"{call} stream=7" for call in calls), "GroupEnd"]
+
+    one, other = pools(2).run(_calls_body, stand_in, tp=2)
+    alike = {
+        "bf16": ["AllReduce count=8 dtype=9 op=2 inplace=0 stream=7"],
+        "not contiguous": ["AllReduce count=8 dtype=7 op=0 inplace=1 stream=7"],
+        "empty": [],
+        "float8": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=7"],
+        "bool": ["AllReduce count=4 dtype=1 op=2 inplace=1 stream=7"],
+        "complex": ["AllReduce count=8 dtype=7 op=0 inplace=1 stream=7"],
+        "int16": ["AllReduce count=4 dtype=2 op=3 inplace=1 stream=7"],
+        "average": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=7"],
+        "average of halves": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=7"],
+        "product": ["AllReduce count=4 dtype=4 op=1 inplace=0 stream=7"],
+        "started": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=100"],
+        "reduce_scatter": ["ReduceScatter count=6 dtype=7 op=0 stream=7"],
+        "reduce_scatterv": group("Reduce count=3 dtype=7 op=0 root=0", "Reduce count=9 dtype=7 op=0 root=1"),
+        "reduce": ["Reduce count=5 dtype=7 op=0 root=1 stream=7"],
+        "all_gather": ["AllGather count=12 dtype=1 stream=7"],
+        "all_gatherv": group("Broadcast count=8 dtype=1 root=0", "Broadcast count=24 dtype=1 root=1"),
+        "broadcast": ["Broadcast count=6 dtype=1 root=1 stream=7"],
+    }
+    assert {name: one[name] for name in alike} == alike
+    assert {name: other[name] for name in alike} == alike
+    assert one["all_to_all"] == group("Send count=16 dtype=1 peer=1", "Recv count=8 dtype=1 peer=1")
+    assert other["all_to_all"] == group("Send count=8 dtype=1 peer=0", "Recv count=16 dtype=1 peer=0")
+    assert (one["gather"], other["gather"]) == (
+        group("Send count=12 dtype=1 peer=1"),
+        group("Recv count=12 dtype=1 peer=0"),
+    )
+    assert (one["scatter"], other["scatter"]) == (
+        group("Send count=8 dtype=1 peer=1"),
+        group("Recv count=8 dtype=1 peer=0"),
+    )
+    assert one["exchange"] == group(*["Send count=12 dtype=1 peer=1"] * 2, *["Recv count=12 dtype=1 peer=1"] * 2)
+
+
+def _pairs_body(library: str) -> tuple[list[float], list[str], int]:
+    """A ring in which all send first, both ways, started and not."""
+    nccl: Any = _communicator(library)
+    rank, size = nccl.context.rank, nccl.context.size
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    for first, second in ((following, previous), (previous, following)):
+        for peer in (first, second) if rank % 2 else (second, first):
+            nccl.connect(peer)
+    nccl.library.clear()
+    got = [torch.empty(1000), torch.empty(3), torch.empty(2)]
+    works = [nccl.isend(torch.full((1000,), float(rank)), following, 0), nccl.irecv_(got[0], previous, 0)]
+    nccl.send(torch.full((6,), rank + 0.5)[::2], following)
+    nccl.recv(got[1], previous)
+    nccl.send(torch.full((2,), rank + 0.25), previous)
+    nccl.recv(got[2], following)
+    nccl.isend(torch.empty(0), following, 0).wait()
+    for work in works:
+        work.wait()
+    told = nccl.library.log()
+    assert all(bool((x == x[0]).all()) for x in got)
+    nccl.close()
+    return [float(x[0]) for x in got], told, nccl.library.tell("live")
+
+
+def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pools, stand_in: str) -> None:
+    for rank, (got, told, live) in enumerate(pools(4).run(_pairs_body, stand_in, tp=4)):
+        assert got == [(rank - 1) % 4, (rank - 1) % 4 + 0.5, (rank + 1) % 4 + 0.25]
+        assert [line.split()[0] for line in told] == ["Send", "Recv", "Send", "Recv", "Send", "Recv"]
+        assert [line.rpartition("=")[2] for line in told] == ["100", "101", "7", "7", "7", "7"]
+        following, previous = int(rank == 3), int(rank != 0)  # a rank's place among the two, by rank in the group
+        assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
+        assert live == 0
+
+
+def _late_body(library: str, what: str) -> tuple[str, str, float, list[str], int]:
+    nccl: Any = _communicator(library, timeout_s=1.0)
+    if what == "never_ready":
+        nccl.library.tell("never_ready", 1)
+    else:
+        nccl.library.tell("refuse_init", INVALID_USAGE)
+    started = time.monotonic()
+    try:
+        nccl.all_reduce(torch.ones(3), "sum")
+        raise AssertionError("it came through")
+    except ParallelStateError as error:
+        return (
+            type(error).__name__, str(error), time.monotonic() - started, nccl.library.log(), nccl.library.tell("live")
+        )  # fmt: skip
+    finally:
+        nccl.library.tell("never_ready", 0)
+        nccl.library.tell("refuse_init", 0)
+        nccl.close()
+
+
+def test_set_up_has_a_deadline(pools: Pools, stand_in: str) -> None:
+    for name, text, elapsed_s, log, live in pools(2).run(_late_body, stand_in, "never_ready", tp=2):
+        assert name == "CollectiveTimeoutError"
+        assert "ncclCommInitRankConfig of group 'contract:" in text
+        assert "within 1 s" in text
+        assert 1.0 <= elapsed_s < 8.0
+        assert log[-1] == "CommAbort"
+        assert live == 0
+
+
+def test_what_nccl_says_of_a_failure_is_told(pools: Pools, stand_in: str) -> None:
+    for name, text, _, _, live in pools(2).run(_late_body, stand_in, "refuse_init", tp=2):
+        assert name == "CommunicationError"
+        for part in ("ncclInvalidUsage, invalid usage", _TOLD, "NCCL_MULTI_RANK_GPU_ENABLE=1", "rank"):
+            assert part in text
+        assert live == 0
+
+
+def _failing_body(library: str, how: str) -> list[tuple[str, str]]:
+    """A failure in a call or behind it, through the route: what this call and the next one raise."""
+    os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
+    group = twin_of(ps.get_tp_group())
+    # Without the memory, which a failed group gives up: it is also that of the tests after this one.
+    context = dataclasses.replace(group.context, timeout_s=2.0, host_memory=None)
+    group.route = build_route(context, (_ROW,))
+    register_route(group.route)
+    (nccl,) = group.route.communicators
+    assert isinstance(nccl, StandInNccl)
+    library_: Any = nccl.library
+    assert group.all_reduce(torch.ones(1)).item() == 2
+    watch: Any = nccl._group._watch
+    if how == "call":
+        library_.tell("fail_next", REMOTE_ERROR)
+    elif how == "behind":
+        handle: Any = nccl._group._handle
+        library_.tell("async_error", handle.comm, INTERNAL_ERROR)
+    else:
+        nccl.streams.stuck = True
+    until = time.monotonic() + 20
+    while how != "call" and watch.failure is None and time.monotonic() < until:
+        time.sleep(0.02)
+    raised = []
+    for _ in range(2):
+        try:
+            group.all_reduce(torch.ones(1))
+            raised.append(("nothing", ""))
+        except CommunicationError as error:
+            raised.append((type(error).__name__, str(error)))
+    library_.clear()
+    group.route.close()
+    return [*raised, ("ended", " ".join(library_.log())), ("live", str(library_.tell("live")))]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        ("call", "CommunicationError", "all_reduce of group 'contract:"),
+        ("behind", "CommunicationError", "ncclInternalError, internal error: the stand-in says so"),
+        ("stuck", "CollectiveTimeoutError", "was not done on the device within 2 s"),
+    ],
+)
+def test_a_failure_ends_the_group(pools: Pools, stand_in: str, how: str, kind: str, says: str) -> None:
+    for first, second, ended, live in pools(2).run(_failing_body, stand_in, how, tp=2):
+        assert first[0] == kind
+        assert says in first[1]
+        assert second[0] == GroupFailedError.__name__
+        assert "CommDestroy" not in ended[1] or how == "call"
+        assert live[1] == "0"
+
+
+def _dying_body(library: str, operation: str) -> tuple[str, list[int], float]:
+    ps.init_distributed_environment(backend="gloo")
+    ps.initialize_model_parallel(4)
+    nccl: Any = _communicator(library)
+    nccl.set_up()
+    if operation == "recv":
+        for peer in range(3):
+            if nccl.context.rank == 3:
+                nccl.connect(peer)
+        if nccl.context.rank != 3:
+            nccl.connect(3)
+    ps.get_tp_group().barrier()
+    if nccl.context.rank == 3:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        if operation == "recv":
+            nccl.recv(torch.ones(3), 3)
+        else:
+            nccl.all_reduce_(torch.ones(3), "sum")
+    except PeerDiedError as error:
+        return type(error).__name__, list(error.suspect_ranks), time.monotonic() - started
+    finally:
+        nccl.close()
+    return "nothing", [], time.monotonic() - started
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "recv"])
+def test_a_rank_that_ends_is_named_and_nobody_waits_for_it(stand_in: str, operation: str) -> None:
+    pool = WorkerPool(4)
+    try:
+        answers = pool.survivors(_dying_body, stand_in, operation, timeout_s=60)
+    finally:
+        pool.kill()
+    assert sorted(answers) == [0, 1, 2]
+    for name, suspects, elapsed_s in answers.values():
+        assert (name, suspects) == ("PeerDiedError", [3])
+        assert elapsed_s < 10
+
+
+def _meeting_body(library: str, what: str) -> tuple[str, str, list[str]]:
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    ear = Ear(logging.WARNING)
+    logging.getLogger("parallel_state").addHandler(ear)
+    rank = ps.get_tp_group().rank_in_group
+    os.environ.update(
+        {nccl_stand_in.GPU: "GPU-1"} if what == "gpu" else {"STAND_IN_NCCL_VERSION": str(22809 + 94 * rank)}
+    )
+    nccl: Any = None
+    try:
+        nccl = _communicator(library)
+        nccl.set_up()
+    except ConfigMismatchError as error:
+        return type(error).__name__, str(error), heard
+    finally:
+        del os.environ[nccl_stand_in.GPU if what == "gpu" else "STAND_IN_NCCL_VERSION"]
+        logging.getLogger("parallel_state").removeHandler(ear)
+        nccl.close()
+    return "", "", heard
+
+
+def test_ranks_that_share_a_gpu_are_told(pools: Pools, stand_in: str) -> None:
+    one, other = pools(2).run(_meeting_body, stand_in, "gpu", tp=2)
+    (warning,) = one[2]
+    assert warning.startswith("global ranks [0, 1] share GPU GPU-1 in group 'contract:")
+    assert "torch.cuda.set_device(local_rank)" in warning
+    assert other[2] == []
+
+
+def test_ranks_with_different_versions_are_told(pools: Pools, stand_in: str) -> None:
+    for name, text, _ in pools(2).run(_meeting_body, stand_in, "version", tp=2):
+        assert name == "ConfigMismatchError"
+        assert "global rank 0 has 2.28.9 and global rank 1 2.29.3" in text
+
+
+def _capture_body(library: str) -> list[str]:
+    nccl: Any = _communicator(library)
+    said = []
+    nccl.streams.capturing = True
+    for call in (lambda: nccl.all_reduce(torch.ones(1), "sum"), lambda: nccl.send(torch.ones(1), 1)):
+        try:
+            call()
+        except GroupNotInitializedError as error:
+            said.append(str(error))
+    nccl.streams.capturing = False
+    with nccl.capture():
+        nccl.streams.capturing = True
+        noted = dict(nccl._group._watch._noted)
+        assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
+        assert nccl._group._watch._noted == noted  # no event of ours in the graph
+    nccl.close()
+    return said
+
+
+def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
+    for collective, transfer in pools(2).run(_capture_body, stand_in, tp=2):
+        assert "was not used before the capture" in collective
+        assert "was not used before the capture" in transfer
+
+
+def _newer_body(library: str) -> tuple[list[str], list[str], str]:
+    nccl: Any = _communicator(library)
+    nccl.set_up()
+    said = ""
+    nccl.library.clear()
+    if "ncclCommSuspend" in nccl.library.missing:
+        try:
+            nccl.suspend()
+        except UnsupportedError as error:
+            said = str(error)
+    else:
+        nccl.suspend()
+        try:
+            nccl.all_reduce(torch.ones(1), "sum")
+        except UnsupportedError as error:
+            said = str(error)
+        nccl.resume()
+        nccl.resume()
+        assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
+    suspended = nccl.library.log()
+    x = torch.ones(6)
+
+    def window() -> None:
+        forget = nccl.register_window(x)
+        forget()
+        forget()
+
+    windows = _told(nccl, window)
+    nccl.close()
+    return suspended, windows, said
+
+
+def test_suspended_communicators_and_windows(pools: Pools, stand_in: str) -> None:
+    for suspended, windows, said in pools(2).run(_newer_body, stand_in, tp=2):
+        assert suspended[:2] == ["CommSuspend flags=1", "CommResume"]
+        assert len(suspended) == 3
+        assert windows == ["CommWindowRegister bytes=24 flags=1", "CommWindowDeregister"]
+        assert "is suspended; call resume()" in said
+
+
+def test_what_a_version_lacks_is_refused_with_the_reason(pools: Pools, tmp_path: Path) -> None:
+    if nccl_stand_in.compiler() is None:
+        pytest.skip("there is no C compiler")
+    library = str(nccl_stand_in.build(tmp_path, "-DWITHOUT_SUSPEND"))
+    for _, windows, said in pools(2).run(_newer_body, library, tp=2):
+        assert "NCCL 2.28.9 has no ncclCommSuspend, 2.29.7 brought it" in said
+        assert len(windows) == 2
+
+
+def _misuse_body(library: str) -> str:
+    nccl: Any = _communicator(library)
+    try:
+        nccl.all_reduce(torch.ones(1, device="meta"), "sum")
+    except InvalidArgumentError as error:
+        return str(error)
+    finally:
+        nccl.close()
+    return ""
+
+
+def test_a_tensor_elsewhere_is_refused_before_anything_is_sent(pools: Pools, stand_in: str) -> None:
+    for said in pools(2).run(_misuse_body, stand_in, tp=2):
+        assert "must be on cpu, but one is on meta" in said

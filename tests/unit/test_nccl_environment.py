@@ -1,0 +1,83 @@
+"""What NCCL is told about a world, over mappings: os.environ stays as it is."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import pytest
+
+from parallel_state import interfaces
+from parallel_state.environment import ProcessEnvironment
+from parallel_state.nccl_environment import settle
+
+ONE_NODE = ProcessEnvironment(0, 0, 8, 8, "127.0.0.1", 20000, "torchrun")
+TWO_NODES = ProcessEnvironment(0, 0, 16, 8, "node1", 20000, "torchrun")
+ALL = {
+    "NCCL_SOCKET_IFNAME": "=ib0",
+    "GLOO_SOCKET_IFNAME": "ib0",
+    "NCCL_IB_DISABLE": "0",
+    "NCCL_NET_GDR_LEVEL": "PXB",
+}
+
+
+def test_several_nodes_talk_over_infiniband(caplog: pytest.LogCaptureFixture) -> None:
+    env: dict[str, str] = {}
+    with caplog.at_level(logging.INFO, "parallel_state"):
+        assert settle(TWO_NODES, env, lambda: "ib0") == ALL
+    assert env == ALL
+    for name, value in ALL.items():
+        assert f"{name}={value}: " in caplog.text
+
+
+def test_what_somebody_has_set_stays(caplog: pytest.LogCaptureFixture) -> None:
+    env = {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": ""}
+    with caplog.at_level(logging.INFO, "parallel_state"):
+        written = settle(TWO_NODES, env, lambda: "ib0")
+    assert written == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PXB"}
+    assert env == {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_IB_DISABLE": "1", **written}
+    assert "NCCL_IB_DISABLE stays 1" in caplog.text
+
+
+@pytest.mark.parametrize("place", [ONE_NODE, ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit")])
+def test_on_one_node_and_where_that_is_unknown_nothing_is_set(place: ProcessEnvironment) -> None:
+    assert settle(place, {}, lambda: "ib0") == {}
+
+
+def test_without_infiniband_nothing_is_set() -> None:
+    assert settle(TWO_NODES, {}, lambda: None) == {}
+
+
+@pytest.mark.parametrize(("value", "warns"), [("0", True), (" 0", True), ("1", False), ("", False), (None, False)])
+def test_switched_off_error_handling_stays_with_a_warning(
+    value: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = {} if value is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}
+    before = dict(env)
+    settle(ONE_NODE, env, lambda: None)
+    assert env == before
+    assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 stays" in caplog.text) == warns
+
+
+def test_the_first_infiniband_interface_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(5, "ib2"), (4, "ib1"), (3, "ib0"), (2, "eth0"), (6, "lo")])
+    monkeypatch.setattr(interfaces, "_is_up", lambda name: name != "ib0")
+    monkeypatch.setattr(interfaces, "_ipv4_of", lambda name: None if name == "ib1" else "10.0.0.1")
+    assert interfaces.first_infiniband() == "ib2"
+    monkeypatch.setattr(interfaces, "_is_up", lambda name: False)
+    assert interfaces.first_infiniband() is None
+
+
+def test_a_system_that_tells_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> list[tuple[int, str]]:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(socket, "if_nameindex", fails)
+    assert interfaces.first_infiniband() is None
+
+
+def test_what_the_system_tells_is_understood() -> None:
+    """Of loopback, which every machine has."""
+    assert interfaces._ipv4_of("lo") == "127.0.0.1"
+    assert interfaces._ipv4_of("nowhere") is None
+    assert not interfaces._is_up("nowhere")
