@@ -134,8 +134,9 @@ SHARED_MEMORY: Setting[bool] = Setting(
     "Whether collectives of CPU tensors within a host go over shared memory.",
 )  # fmt: skip
 NCCL: Setting[bool] = Setting(
-    "PARALLEL_STATE_NCCL", True, _on_off, "on or off",
-    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream; off: over torch's.",
+    "PARALLEL_STATE_NCCL", False, _on_off, "on or off",
+    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream; off, until that has run on a "
+    "GPU: over torch's.",
 )  # fmt: skip
 NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",

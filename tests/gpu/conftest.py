@@ -54,7 +54,7 @@ class GpuRanks(WorkerPool):
         shared = sharing(rank, nccl_library.load().version) if self.world_size > gpus else {}
         visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         own = visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
-        mine = {"CUDA_VISIBLE_DEVICES": own, "RANKS_BACKEND": "nccl"}
+        mine = {"CUDA_VISIBLE_DEVICES": own, "RANKS_BACKEND": "nccl", "PARALLEL_STATE_NCCL": "on"}
         return {**super()._environment(rank), **mine, **shared}
 
 
