@@ -1,6 +1,6 @@
 """Rows 28, 29, 38: names that a killed start leaves in /dev/shm; a /dev/shm that is too small; strangers.
 
-Row 28 kills 12 starts at random moments by default, 50 with FAILURE_TESTS=long.
+Row 28 kills 6 starts at random moments by default, 50 with FAILURE_TESTS=long.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.failure.leftovers import segments
 from tests.failure.ranks import KILLED, Ranks
 
 DEADLINE_S = 60.0
-ROUNDS = 50 if os.environ.get("FAILURE_TESTS") == "long" else 12
+ROUNDS = 50 if os.environ.get("FAILURE_TESTS") == "long" else 6
 START_S = 0.7  # about what a start takes, from its first line on, when the machine is free
 NOBODY = 65_534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
