@@ -46,6 +46,7 @@ from parallel_state.control_wire import (
 )
 
 _PAUSE_S = 0.02
+_CONNECT_S = 2.0
 _MOST_KEPT = 4
 
 
@@ -139,7 +140,8 @@ class ControlStore(dist.Store):
         own: timedelta = self.timeout  # type: ignore[attr-defined]  # kept by torch: it is set through prefixes, too
         limit_s = (own if timeout is None else timeout).total_seconds()
         deadline = time.monotonic() + limit_s
-        connection = self._take() or self._connect(deadline)
+        # A wait may be meant to be short; a store that takes longer to reach has not gone for that.
+        connection = self._take() or self._connect(max(deadline, time.monotonic() + _CONNECT_S))
         try:
             reply = connection.ask(request, deadline)
         except TimeoutError as error:
