@@ -22,6 +22,7 @@ from torch import Tensor
 from device_communicators.errors import format_ranks
 from device_communicators.health import Watcher
 from device_communicators.host_memory import HostMemory
+from device_communicators.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.recorder import Operation
 from device_communicators.work import DONE, Then, Work
 
@@ -171,8 +172,21 @@ class Communicator(ABC):
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
-        y = self.all_reduce(x, "sum") + residual
-        return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
+        return add_rms_norm(self.all_reduce(x, "sum"), residual, weight, eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`(quantised, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return static_fp8_quant(normed, scale), y
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(quantised, scales, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return (*dynamic_per_token_fp8_quant(normed), y)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""

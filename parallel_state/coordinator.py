@@ -1,8 +1,8 @@
 """GroupCoordinator: this rank's view of one group, and every call one can make on it.
 
 It knows who is in the group, and pairs the device's process group with a gloo group. What one can do with it is in the
-classes below it: tensors in `collectives` and `async_collectives`, messages in `group_messages`. How bytes move is
-decided in the route.
+classes below it: tensors in `collectives`, `async_collectives` and `fused_collectives`, messages in `group_messages`.
+How bytes move is decided in the route.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from device_communicators.routing import Traffic
 from parallel_state import checks
 from parallel_state.agreement import Request, digest
 from parallel_state.capture_stream import GraphCaptureContext, prepared
+from parallel_state.fused_collectives import FusedCollectives
 from parallel_state.group_messages import GroupMessages
 from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger
@@ -44,7 +45,7 @@ class Traits(NamedTuple):
     """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
 
 
-class GroupCoordinator(GroupMessages):
+class GroupCoordinator(GroupMessages, FusedCollectives):
     """This rank's view of one group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
