@@ -14,13 +14,13 @@ NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def every(dtype: torch.dtype) -> Tensor:
-    """Every number of a 16-bit dtype; of a wider one, those of both, and neighbours of each float8 and each tie."""
+def every(dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """Every number of a 16-bit dtype; of a wider one bfloat16's, and the neighbours of each float8, and tie, × scale."""
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
     if dtype.itemsize == 2:
         return patterns.view(dtype)
     marks = torch.from_numpy(np.sort(fp8.VALUES[:127])).float()
-    marks = torch.cat([marks, (marks[1:] + marks[:-1]) / 2, torch.tensor([456.0, 464.0, 465.0, 480.0, 3e38])])
+    marks = torch.cat([marks, (marks[1:] + marks[:-1]) / 2, torch.tensor([456.0, 464.0, 465.0, 480.0, 3e38])]) * scale
     marks = torch.cat([marks, torch.nextafter(marks, torch.tensor(INF)), torch.nextafter(marks, torch.tensor(-INF))])
     return torch.cat([patterns.view(torch.bfloat16).to(dtype), marks.to(dtype), -marks.to(dtype)])
 
@@ -37,7 +37,7 @@ def test_the_reference_knows_its_dtype() -> None:
 @pytest.mark.parametrize("scale", [1.0, 0.125, 0.1, 7.3, 1e-12, 1e12])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_static_scale(dtype: torch.dtype, scale: float) -> None:
-    x = every(dtype)
+    x = every(dtype, scale)
     for shape in ((), (1,), (1, 1)):
         found = static_fp8_quant(x, torch.full(shape, scale))
         assert found.dtype == FP8
