@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.group_topology import uuid_of
 from device_communicators.work import Work
 
 _RELAXED = 2
@@ -100,10 +99,6 @@ class CudaStreams:
     def guard(self) -> contextlib.AbstractContextManager[object]:
         """Within it the device is the current one."""
         return torch.cuda.device(self._index)
-
-    def gpu(self) -> str:
-        """The device's UUID."""
-        return uuid_of(self._device) or ""
 
     def allow_queries(self) -> bool:
         """Lets the calling thread query events while another one captures a graph; False where that can't be had.

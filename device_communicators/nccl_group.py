@@ -22,7 +22,7 @@ from device_communicators.errors import CommunicationError, GroupNotInitializedE
 from device_communicators.nccl_handle import Handle, Patience
 from device_communicators.nccl_library import DTYPES, REDUCE_OPS, SUSPEND_MEMORY, WINDOW_SYMMETRIC, NcclLibrary
 from device_communicators.nccl_links import Link, Links
-from device_communicators.nccl_meeting import expect_sum, gather, shared_gpu_warning, tell
+from device_communicators.nccl_meeting import expect_sum, gather, tell
 from device_communicators.nccl_watch import Watch
 
 logger = logging.getLogger("parallel_state")
@@ -62,10 +62,7 @@ class NcclGroup:
     def _set_up(self) -> None:
         context, started = self.context, time.monotonic()
         self._must_not_capture("all ranks of the group make NCCL's communicator together")
-        told = gather(context, tell(self.library, context, self.streams.gpu(), makes_id=context.rank == 0))
-        warning = shared_gpu_warning(context, told)
-        if warning is not None and context.rank == 0:
-            logger.warning("%s", warning)
+        told = gather(context, tell(self.library, context, makes_id=context.rank == 0))
         with self.streams.guard():
             meeting = Handle.meet(self.library, context, told[0].unique_id, context.size, context.rank)
             self._handle = meeting.split(context, 0, context.rank, size=context.size, rank=context.rank)

@@ -154,6 +154,7 @@ def init_world_group(
     traits = Traits(device, local_rank, options, allow_pickle)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks])
     startup.watch(pool, _WORLD)
+    startup.tell_of_shared_gpus(_WORLD)
     return _WORLD
 
 
