@@ -38,7 +38,9 @@ class NcclCommunicator(Communicator):
     ) -> None:
         super().__init__(context)
         self.library = library or load()
-        self._group = NcclGroup(context, self.library, streams or CudaStreams(context.device))
+        self._group = NcclGroup(
+            context, self.library, streams or CudaStreams(context.device, context.high_priority_stream)
+        )
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
@@ -50,9 +52,13 @@ class NcclCommunicator(Communicator):
     def __str__(self) -> str:
         return f"{self.library}, {self.context.device.type} tensors on the current stream, {self._group}"
 
-    def set_up(self) -> None:
+    def set_up(self, *, divisible: bool = False) -> None:
         """Makes the group's communicator now and not at the first call; every rank of the group calls it."""
-        self._group.set_up()
+        self._group.set_up(divisible=divisible)
+
+    def divide(self, part: Communicator | None, color: int) -> None:
+        """The parts' communicators are split from this one's, where that was made by `set_up`."""
+        self._group.divide(part._group if isinstance(part, NcclCommunicator) else None, color)
 
     def connect(self, peer: int) -> None:
         """Makes the communicators for transfers with a rank of the group, which calls it as well: before a capture."""

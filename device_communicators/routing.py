@@ -320,6 +320,18 @@ class Route:
             for listener in on_failure:
                 listener()
 
+    def set_up(self, *, divisible: bool = False) -> None:
+        """The communicators make now what their first calls would make. Every rank of the group calls it."""
+        self.check_usable()
+        for communicator in self.communicators:
+            communicator.set_up(divisible=divisible)
+
+    def divide(self, part: Route | None, color: int) -> None:
+        """See Communicator.divide: each communicator of this route, with the one of its kind in the part's."""
+        parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
+        for communicator in self.communicators:
+            communicator.divide(parts.get(communicator.name), color)
+
     def capture(self) -> ExitStack:
         """A context in which a CUDA graph may record the group's operations."""
         stack = ExitStack()

@@ -270,6 +270,8 @@ def create_group(
             watcher=pool.watcher,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
+            high_priority_stream=traits.options.high_priority_stream,
+            nccl_config=traits.options.nccl_config,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)
     except BaseException:
