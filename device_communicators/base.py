@@ -121,6 +121,8 @@ class Communicator(ABC):
     name: ClassVar[str]
     picks_by_size: ClassVar[bool] = False
     """Whether `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
+    carries_the_device: ClassVar[bool] = False
+    """Whether no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
@@ -141,6 +143,9 @@ class Communicator(ABC):
         Every rank of this group calls it after `set_up(divisible=True)`: the ranks of one part with its number,
         `color`, and their communicator of the part; who is in none with None.
         """
+
+    def connect(self, peer: int) -> None:
+        """Makes what the first transfer between this rank and `peer` would make; that rank calls it as well."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:

@@ -32,12 +32,14 @@ class NcclCommunicator(Communicator):
     """The collectives of a group of GPUs, and its transfers."""
 
     name = "nccl"
+    carries_the_device = True
 
     def __init__(
         self, context: GroupContext, library: NcclLibrary | None = None, streams: CudaStreams | None = None
     ) -> None:
         super().__init__(context)
         self.library = library or load()
+        self._is_warm = False
         self._group = NcclGroup(
             context, self.library, streams or CudaStreams(context.device, context.high_priority_stream)
         )
@@ -66,8 +68,23 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        self.set_up()
+        if not self._group.streams.is_capturing():  # else it is too late, which the first call will say
+            self._warm_up()
         yield
+
+    def _warm_up(self) -> None:
+        """Each kind of call once: NCCL connects ranks and allocates at the first one; a capture is no place for it."""
+        if not self._is_warm:
+            x = torch.zeros(self.context.size, device=self.context.device)
+            out = torch.empty_like(x)
+            parts = [1] * self.context.size
+            self.flat_all_reduce_(x, "sum")
+            self.flat_all_gather(out, x[:1])
+            self.flat_reduce_scatter(out[:1], x, "sum")
+            self.flat_broadcast_(x, 0)
+            self.reduce_(x, 0, "sum")
+            self.flat_all_to_all(out, x, parts, parts)
+            self._is_warm = True
 
     def close(self) -> None:
         self._group.close()

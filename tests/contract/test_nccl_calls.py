@@ -365,6 +365,36 @@ def _capture_body(library: str) -> list[str]:
     return said
 
 
+def _warm_body(library: str) -> tuple[list[str], list[str]]:
+    """What is done before a capture: with the neighbours of a ring, whom each rank names in another order."""
+    os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
+    group = twin_of(ps.get_tp_group())
+    group.route = build_route(group.context, (_ROW,))
+    register_route(group.route)
+    (nccl,) = group.route.communicators
+    assert isinstance(nccl, StandInNccl)
+    rank, size = group.rank_in_group, group.world_size
+    told = []
+    for _ in range(2):
+        nccl.library.clear()  # type: ignore[attr-defined]
+        with group.route.capture([(rank + 1) % size, (rank - 1) % size, rank]):
+            told.append(list(dict.fromkeys(line.split()[0] for line in nccl.library.log())))  # type: ignore[attr-defined]
+            nccl.streams.capturing = True
+            sending = group.isend(torch.full((2,), float(rank)), (rank + 1) % size)
+            assert group.recv([2], torch.float32, (rank - 1) % size).tolist() == [float((rank - 1) % size)] * 2
+            sending.wait()
+            group.broadcast(group.all_gather(group.all_reduce(torch.ones(1))), 1)
+        nccl.streams.capturing = False
+    group.route.close()
+    return told[0], told[1]
+
+
+def test_a_capture_finds_every_kind_of_call_and_every_peer_connected(pools: Pools, stand_in: str) -> None:
+    for first, second in pools(4).run(_warm_body, stand_in, tp=4):
+        assert {"AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce", "Send", "Recv"} <= set(first)
+        assert second == [], "once is enough"
+
+
 def test_nothing_is_made_within_a_capture(pools: Pools, stand_in: str) -> None:
     for collective, transfer in pools(2).run(_capture_body, stand_in, tp=2):
         assert "was not used before the capture" in collective
