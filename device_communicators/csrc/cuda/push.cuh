@@ -1,0 +1,104 @@
+// Push: every rank writes its data into every other rank's region, and waits for nothing but the data. Not run on a GPU.
+//
+// A packet is 16 bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, which arrives whole,
+// so who finds the epoch in a half has its data; neither fence nor barrier is needed, and the latency is that of one
+// store and one load. Twice the bytes travel, so this is for small messages. (NCCL calls such a protocol LL.)
+//
+// In an epoch block b of each rank sends `count` packets (the same everywhere, at least 1) to its place in each other
+// rank's slot, then waits for as many from each: so it has heard all ranks, and all that was sent to it has arrived.
+// Each thread sends, receives and writes the same indices, so output may be input.
+#pragma once
+
+#include "elements.cuh"
+#include "epochs.cuh"
+
+namespace parallel_state {
+
+using Pair = Words<2>;  // the data of a packet
+constexpr u32 PAIR_BYTES = 8;
+
+// The i-th pair of this epoch, to one rank.
+__device__ __forceinline__ void send_pair(const Block& block, u32 to, u32 i, const Pair& pair) {
+  const u64 flag = u64{block.epoch()} << 32;
+  store_packet(block.packets(to, block.call.rank) + u64{i} * PACKET_BYTES, Packet{{flag | pair.at[0], flag | pair.at[1]}});
+}
+
+// To all others, each rank in another order.
+__device__ __forceinline__ void send_pair_to_all(const Block& block, u32 i, const Pair& pair) {
+  for (u32 step = 1; step < block.call.size; ++step) {
+    const u32 to = block.call.rank + step;
+    send_pair(block, to < block.call.size ? to : to - block.call.size, i, pair);
+  }
+}
+
+// The i-th pair of this epoch from every rank; `own` is this one's. False: stopped.
+__device__ __forceinline__ bool receive_pairs(const Block& block, u32 i, const Pair& own, Pair (&pairs)[MAX_RANKS]) {
+  const Call& call = block.call;
+  Patience patience;
+  while (true) {
+    Packet packets[MAX_RANKS];
+#pragma unroll
+    for (u32 r = 0; r < MAX_RANKS; ++r) {  // all loads are under way before the first is looked at
+      if (r < call.size && r != call.rank) packets[r] = load_packet(block.packets(call.rank, r) + u64{i} * PACKET_BYTES);
+    }
+    u32 missing = MAX_RANKS;
+#pragma unroll
+    for (u32 r = 0; r < MAX_RANKS; ++r) {
+      pairs[r] = own;
+      if (r < call.size && r != call.rank) {
+        pairs[r] = Pair{{static_cast<u32>(packets[r].halves[0]), static_cast<u32>(packets[r].halves[1])}};
+        const bool both = packets[r].halves[0] >> 32 == block.epoch() && packets[r].halves[1] >> 32 == block.epoch();
+        if (!both) missing = r;
+      }
+    }
+    if (missing == MAX_RANKS) return true;
+    if (patience.is_over(call, missing, block.epoch())) return false;
+  }
+}
+
+// The reusable step: the sum over all ranks of the i-th pair, in fp32; every rank has sent its own before.
+template <class T>
+__device__ __forceinline__ bool receive_sum(const Block& block, u32 i, const Pair& own, Floats<T, 2>& sum) {
+  Pair pairs[MAX_RANKS];
+  if (!receive_pairs(block, i, own, pairs)) return false;
+  sum = sum_in_rank_order<T>(pairs, block.call.size);
+  return true;
+}
+
+// Walks through the block's share of `pairs`, an epoch for each PART_PACKETS of it: `send(block, i, pair)`, then
+// `receive(block, i, pair) -> bool`, where i counts within the epoch and pair within the tensor.
+template <class Send, class Receive>
+__device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
+  const Share share = share_of(pairs);
+  if (share.begin == share.end) return;
+  Block block(call);
+  for (u64 start = share.begin; start < share.end; start += PART_PACKETS) {
+    const u32 count = share.end - start < PART_PACKETS ? static_cast<u32>(share.end - start) : PART_PACKETS;
+    block.begin_epoch();
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) send(block, i, start + i);
+    bool stopped = false;
+    for (u32 i = threadIdx.x; i < count && !stopped; i += blockDim.x) stopped = !receive(block, i, start + i);
+    if (!block.end_epoch(stopped)) return;
+  }
+  block.keep_epoch();
+}
+
+template <class T>
+__device__ __forceinline__ void all_reduce_push(const Call& call) {
+  begin_kernel();
+  const u64 bytes = call.numel * T::BYTES;
+  push_all(
+      call, (bytes + PAIR_BYTES - 1) / PAIR_BYTES,
+      [&](const Block& block, u32 i, u64 pair) {
+        send_pair_to_all(block, i, load_words<2>(call.input, pair * PAIR_BYTES, bytes));
+      },
+      [&](const Block& block, u32 i, u64 pair) {
+        Floats<T, 2> sum;
+        if (!receive_sum<T>(block, i, load_words<2>(call.input, pair * PAIR_BYTES, bytes), sum)) return false;
+        store_words(call.output, pair * PAIR_BYTES, bytes, sum.rounded());
+        return true;
+      });
+  end_kernel(call);
+}
+
+}  // namespace parallel_state
