@@ -55,8 +55,14 @@ class Call(ctypes.Structure):
     ]
 
 
-_DTYPES = ("float32", "float16", "bfloat16")
-KERNELS: tuple[str, ...] = tuple(f"{what}_{dtype}" for what in ("all_reduce_push",) for dtype in _DTYPES)
+_OF_EACH_DTYPE = (
+    "all_reduce_push", "all_reduce_pull", "all_reduce_two_shot", "reduce_scatter_push", "reduce_scatter_pull",
+)  # fmt: skip
+KERNELS: tuple[str, ...] = (
+    *(f"{what}_{dtype}" for what in _OF_EACH_DTYPE for dtype in ("float32", "float16", "bfloat16")),
+    "all_gather_push",
+    "all_gather_pull",
+)
 """By number: `operation` of a call. The last one to be added comes last."""
 OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
@@ -109,12 +115,18 @@ def read_report(word: int) -> KernelReport | None:
     )
 
 
-THREADS = 256
+THREADS = {"push": 256, "pull": 512, "two_shot": 512}
+"""Of a block, by how a kernel moves the data."""
+_BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
-def push_blocks(bytes_: int, limit: int) -> int:
-    """The grid of a push kernel with THREADS threads: a packet for each thread, as long as there are blocks.
+def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
+    """Blocks and threads for a kernel ("push", "pull" or "two_shot") that moves `nbytes` of each rank or row.
 
-    From what is equal on all ranks only: `limit` is what the ranks agreed on. 0 where there is nothing to do.
+    So many that each thread has one thing to move, as long as there are blocks; what is left is taken in turns. From
+    what is equal on all ranks only, so the blocks of all ranks match: `limit` is the least `resident_blocks` of any
+    rank. No blocks: there is nothing to do, and nothing may be launched.
     """
-    return min(-(-bytes_ // (8 * THREADS)), limit, MAX_BLOCKS)
+    shards = size if how == "two_shot" else 1  # a block's threads sum a shard of what it stages
+    each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
+    return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]

@@ -1,7 +1,8 @@
 // Enough of CUDA to run the kernels of csrc/cuda on a CPU; cuda_on_cpu.cpp puts the two together.
 //
 // A CUDA thread is a thread; a launch makes them, waits for them, and says how they ended. Ranks are threads of one
-// process, each with a launch of its own, or processes over shared memory. Tests only; grids and blocks should be small.
+// process, each with a launch of its own, or processes over shared memory. Tests only; grids and blocks should be
+// small.
 #pragma once
 
 #include <atomic>

@@ -53,13 +53,13 @@ enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
 // A region: [control][packets][stages].
 struct Control {
-  u32 epoch[MAX_BLOCKS];                             // only this rank's own blocks use it
+  u32 epoch[MAX_BLOCKS];                           // only this rank's own blocks use it
   u32 flag[SLOTS][PHASES][MAX_BLOCKS][MAX_RANKS];  // [..][from]: written by that rank, read by this one
 };
 
 constexpr u64 CONTROL_BYTES = 64 << 10;
-constexpr u32 PACKET_BYTES = 16;   // 8 of data, see push.cuh
-constexpr u32 PART_PACKETS = 256;  // that one rank's block can put into another rank's part of a slot
+constexpr u32 PACKET_BYTES = 16;       // 8 of data, see push.cuh
+constexpr u32 PART_PACKETS = 256;      // that one rank's block can put into another rank's part of a slot
 constexpr u32 STAGE_BYTES = 32 << 10;  // of data that a block stages in a slot, see staged.cuh
 constexpr u64 PACKETS_OFFSET = CONTROL_BYTES;
 constexpr u64 STAGES_OFFSET = PACKETS_OFFSET + u64{SLOTS} * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * PACKET_BYTES;

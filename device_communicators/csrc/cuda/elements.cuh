@@ -42,42 +42,72 @@ struct alignas(4 * COUNT) Words {
   u32 at[COUNT];
 };
 
-// What lies at `offset` of a tensor of `bytes`; what is past its end is zero. Whole where that is aligned, else in bytes.
+// The slow way, for the end of a tensor and for rows that aren't aligned. Apart, so that the fast way stays short.
 template <u32 COUNT>
-__device__ __forceinline__ Words<COUNT> load_words(u64 tensor, u64 offset, u64 bytes) {
-  const u64 address = tensor + offset;
-  if (offset + 4 * COUNT <= bytes && address % (4 * COUNT) == 0) return *reinterpret_cast<const Words<COUNT>*>(address);
+__device__ __noinline__ Words<COUNT> load_bytes(u64 address, u64 bytes) {
   Words<COUNT> words;
 #pragma unroll
   for (u32 w = 0; w < COUNT; ++w) {
     u32 word = 0;
 #pragma unroll
-    for (u32 byte = 0; byte < 4; ++byte) {
-      const u64 at = 4 * w + byte;
-      if (offset + at < bytes) word |= u32{*reinterpret_cast<const unsigned char*>(address + at)} << (8 * byte);
+    for (u32 byte = 4 * w; byte < 4 * w + 4; ++byte) {
+      if (byte < bytes) word |= u32{*reinterpret_cast<const unsigned char*>(address + byte)} << (8 * (byte % 4));
     }
     words.at[w] = word;
   }
   return words;
 }
 
-// The reverse: nothing is written past the end.
 template <u32 COUNT>
-__device__ __forceinline__ void store_words(u64 tensor, u64 offset, u64 bytes, const Words<COUNT>& words) {
-  const u64 address = tensor + offset;
-  if (offset + 4 * COUNT <= bytes && address % (4 * COUNT) == 0) {
-    *reinterpret_cast<Words<COUNT>*>(address) = words;
-    return;
-  }
+__device__ __noinline__ void store_bytes(u64 address, u64 bytes, Words<COUNT> words) {
 #pragma unroll
   for (u32 w = 0; w < COUNT; ++w) {
 #pragma unroll
-    for (u32 byte = 0; byte < 4; ++byte) {
-      const u64 at = 4 * w + byte;
-      if (offset + at < bytes) *reinterpret_cast<unsigned char*>(address + at) = words.at[w] >> (8 * byte);
+    for (u32 byte = 4 * w; byte < 4 * w + 4; ++byte) {
+      if (byte < bytes) *reinterpret_cast<unsigned char*>(address + byte) = words.at[w] >> (8 * (byte % 4));
     }
   }
 }
+
+// What a kernel reads or writes of its own: bytes from an address on, which needn't be aligned (a row of an odd
+// length).
+struct Tensor {
+  u64 address;
+  u64 bytes;
+
+  // Whether words up to this offset can be moved whole.
+  template <u32 COUNT>
+  __device__ __forceinline__ bool is_whole(u64 end) const {
+    return end <= bytes && address % (4 * COUNT) == 0;
+  }
+
+  template <u32 COUNT>
+  __device__ __forceinline__ Words<COUNT> load_whole(u64 offset) const {
+    return *reinterpret_cast<const Words<COUNT>*>(address + offset);
+  }
+
+  template <u32 COUNT>
+  __device__ __forceinline__ void store_whole(u64 offset, const Words<COUNT>& words) const {
+    *reinterpret_cast<Words<COUNT>*>(address + offset) = words;
+  }
+
+  // What is past the end is zero.
+  template <u32 COUNT>
+  __device__ __forceinline__ Words<COUNT> load(u64 offset) const {
+    if (is_whole<COUNT>(offset + 4 * COUNT)) return load_whole<COUNT>(offset);
+    return load_bytes<COUNT>(address + offset, bytes - offset);
+  }
+
+  // Nothing is written past the end.
+  template <u32 COUNT>
+  __device__ __forceinline__ void store(u64 offset, const Words<COUNT>& words) const {
+    if (is_whole<COUNT>(offset + 4 * COUNT)) return store_whole(offset, words);
+    store_bytes<COUNT>(address + offset, bytes - offset, words);
+  }
+};
+
+// How many pieces of this many bytes a tensor has, the last one perhaps in part.
+__device__ __forceinline__ u64 pieces_of(u64 bytes, u32 piece) { return (bytes + piece - 1) / piece; }
 
 // The elements of 4 * COUNT bytes, as floats.
 template <class T, u32 COUNT>
@@ -107,13 +137,45 @@ struct Floats {
   }
 };
 
+// How many ranks there are, as a number that the compiler knows: loads from all of them are then under way at once.
+template <u32 SIZE>
+struct Ranks {
+  static constexpr u32 MOST = SIZE;
+  u32 size = SIZE;
+  __device__ __forceinline__ bool has(u32) const { return true; }
+};
+
+// The same for a number that is rarer. Loads from a rank that isn't there go elsewhere, so that there is no branch.
+template <>
+struct Ranks<0> {
+  static constexpr u32 MOST = MAX_RANKS;
+  u32 size;
+  __device__ __forceinline__ bool has(u32 r) const { return r < size; }
+};
+
+// Calls body(ranks).
+template <class Body>
+__device__ __forceinline__ void with_ranks(u32 size, Body body) {
+  switch (size) {
+    case 2:
+      return body(Ranks<2>{});
+    case 4:
+      return body(Ranks<4>{});
+    case 8:
+      return body(Ranks<8>{});
+    default:
+      return body(Ranks<0>{size});
+  }
+}
+
 // From rank 0 on: it starts with that rank's elements, as 0 + -0 would lose the sign.
-template <class T, u32 COUNT>
-__device__ __forceinline__ Floats<T, COUNT> sum_in_rank_order(const Words<COUNT> (&of_ranks)[MAX_RANKS], u32 size) {
+template <class T, u32 COUNT, u32 SIZE, u32 MOST>
+__device__ __forceinline__ Floats<T, COUNT> sum_in_rank_order(Ranks<SIZE> ranks, const Words<COUNT> (&of_ranks)[MOST]) {
+  static_assert(MOST == Ranks<SIZE>::MOST, "the words of each rank");
   Floats<T, COUNT> sum = Floats<T, COUNT>::of(of_ranks[0]);
 #pragma unroll
-  for (u32 r = 1; r < MAX_RANKS; ++r) {
-    if (r < size) sum.add(Floats<T, COUNT>::of(of_ranks[r]));
+  for (u32 r = 1; r < MOST; ++r) {
+    if (ranks.has(r)) sum.add(Floats<T, COUNT>::of(of_ranks[r]));
   }
   return sum;
 }

@@ -23,8 +23,8 @@
 //
 // Why flags are compared for being equal. A place of a slot is written once in an epoch, and nobody is in e+2 before
 // this block has ended e, so a flag is that of e, or an older one. Packets past the end of a short call, and flags
-// of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits come round after 2^32 epochs, which is
-// days of decoding, so what is old is cleared before (clear_next_slot), twice every 2^30 epochs.
+// of a phase that a kernel doesn't use, keep the numbers of older epochs. 32 bits come round after 2^32 epochs, which
+// is days of decoding, so what is old is cleared before (clear_next_slot), twice every 2^30 epochs.
 //
 // Blocks spin, so all of a grid must be on the device at once: the host launches no more than fit (cuda_kernels.py).
 // Other kernels on the device only delay that, as long as they end by themselves; kernels of other processes take turns
