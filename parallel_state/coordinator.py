@@ -181,13 +181,18 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
 
-    def graph_capture(self, context: GraphCaptureContext | None = None) -> AbstractContextManager[GraphCaptureContext]:
+    def graph_capture(
+        self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
+    ) -> AbstractContextManager[GraphCaptureContext]:
         """Capture CUDA graphs with this group's operations within it: `with group.graph_capture() as capture:`.
 
         Every rank of the group enters it. `context`: that of another group, whose stream is taken; else there is a new
-        one, `capture.stream`, which waits for the current stream and is the current one inside.
+        one, `capture.stream`, which waits for the current stream and is the current one inside. `peers`: ranks in the
+        group that this rank sends to or receives from in the graphs, and has not yet; each names this one as well.
         """
-        return prepared(self.route, context, self.device)
+        for peer in peers:
+            checks.check_rank(self.context, "graph_capture", "peers", peer)
+        return prepared(self.route, context, self.device, peers)
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
@@ -271,6 +276,8 @@ def create_group(
             watcher=pool.watcher,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
+            high_priority_stream=traits.options.high_priority_stream,
+            nccl_config=traits.options.nccl_config,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)
     except BaseException:
