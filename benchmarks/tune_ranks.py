@@ -80,7 +80,7 @@ class TuneTeam(TensorTeam):
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         self._graphs.clear()
         found: dict[str, Callable[[Tensor], Tensor]] = {}
-        other = next(each for each in self.group.route.communicators if not isinstance(each, PeerMemoryCommunicator))
+        other = self._other
         if operation == "all_gather":
             found = {"peer memory": lambda x: self._peers.all_gather(x, 1), "other": lambda x: other.all_gather(x, 1)}
         elif operation == "reduce_scatter":
