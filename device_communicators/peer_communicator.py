@@ -1,0 +1,136 @@
+"""Small tensors of GPUs within one host, over kernels in memory that all ranks map: all-reduces of a decode step.
+
+Sums are taken in float32, in rank order, and rounded once, by whichever kernel: all ranks have the same bits, and an
+element's sum doesn't depend on which kernel, which size or which place in the tensor it had. What is larger than the
+thresholds, and all that the kernels don't know, is refused: the next communicator carries it.
+
+Set-up, failures and launches are in `peer_group`, admission in `peer_admission`, thresholds in `peer_thresholds`.
+Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from device_communicators.base import GroupContext, Request
+from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.partial import PartialCommunicator
+from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_group import DTYPES, PeerGroup
+from device_communicators.peer_memory import NotSharedError
+from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
+
+ALIGNMENT = 16
+"""Bytes at whose multiples the kernels' tensors begin."""
+
+_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", "all_reduce_add_rms_norm")
+
+
+class PeerMemoryCommunicator(PartialCommunicator):
+    """all_reduce, all_gather and reduce_scatter of up to 8 ranks, each on the current stream and in one launch.
+
+    all_reduce_add_rms_norm goes over its all_reduce, as in the base class.
+    """
+
+    name = "peer_memory"
+    picks_by_size = True
+
+    def __init__(
+        self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
+    ) -> None:
+        """`thresholds`: instead of the table's."""
+        super().__init__(context)
+        self._thresholds = thresholds
+        self._device = device
+        self._made: PeerGroup | None = None
+
+    def admit(self) -> str | None:
+        try:
+            device = self._device or PeerDevice(self.context.device)
+            self._made = PeerGroup.set_up(self.context, device, self._thresholds)
+        except NotSharedError as error:
+            return str(error)
+        return None
+
+    @property
+    def group(self) -> PeerGroup:
+        """What `admit` has made."""
+        if self._made is None:
+            raise UnsupportedError(f"{self.context} has no peer memory: it was not admitted, or closed")
+        return self._made
+
+    def __str__(self) -> str:
+        return f"kernels in peer memory, small {self.context.device.type} tensors on the current stream: {self._made}"
+
+    def close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+    # What is carried.
+
+    def refusal(self, request: Request) -> str | None:
+        if request.device_type != self.context.device.type:
+            return f"a tensor on {request.device_type}"
+        if request.operation == "all_gather":
+            return self._too_large(request, self.group.admission.thresholds.all_gather)
+        if request.operation not in _SUMS:
+            return f"it has no {request.operation}"
+        if request.reduce_op not in (None, "sum"):
+            return f"its kernels sum, and know no {request.reduce_op}"
+        if request.dtype not in DTYPES:
+            return f"its kernels are for {', '.join(DTYPES.values())}, not {request.dtype}"
+        if self.group.admission.pinned is not None:
+            return None
+        thresholds = self.group.admission.thresholds
+        if request.operation == "reduce_scatter":
+            return self._too_large(request, thresholds.reduce_scatter * self.context.size)
+        limit = thresholds.fused if request.operation == "all_reduce_add_rms_norm" else thresholds.most()
+        return self._too_large(request, min(limit, thresholds.most()))
+
+    def _too_large(self, request: Request, limit: int) -> str | None:
+        size_bytes = request.numel * (1 if request.dtype is None else request.dtype.itemsize)
+        if size_bytes <= limit:
+            return None
+        return f"{size_bytes} bytes, and {request.operation} is preferred up to {limit} here"
+
+    def algorithm(self, size_bytes: int) -> str:
+        """The kernel that all-reduces a tensor of this size."""
+        admission = self.group.admission
+        return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
+
+    def _row_algorithm(self, row_bytes: int) -> str:
+        """For all_gather and reduce_scatter, which move such a row to or from each rank."""
+        return "push" if row_bytes <= self.group.admission.thresholds.push else "pull"
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
+        if x.device != self.context.device:
+            raise InvalidArgumentError(
+                f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move it"
+            )
+        x = x.contiguous()
+        return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+    def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        x = self._placed(x)
+        out = torch.empty_like(x)
+        if x.numel():
+            self.group.all_reduce(out, x, self.algorithm(x.nbytes))
+        return out
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        if x.numel():
+            placed = self._placed(x)
+            self.group.all_reduce(placed, placed, self.algorithm(x.nbytes))
+            if placed is not x:
+                x.copy_(placed)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        if x.numel():
+            self.group.all_gather(out, self._placed(x), self._row_algorithm(x.nbytes))
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        if x.numel():
+            self.group.reduce_scatter(out, self._placed(x), self._row_algorithm(out.nbytes))
