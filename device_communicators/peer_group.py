@@ -13,9 +13,11 @@ are seen by no call: they end as well, and the log says why. Not run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -102,21 +104,26 @@ class PeerGroup:
     def prove(self) -> None:
         """Every kind of call once: nothing is first done within a capture, and what can't work shows here.
 
+        Raises as prove_one does.
+        """
+        for number, (name, how) in enumerate(_PROOFS, 1):
+            self.prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
+
+    def prove_one(self, what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """`attempt()` launches something, and gives the result and what it must be.
+
         Raises NotSharedError. The host gives up before the kernels' own deadline, whose trap would cost the process its
         CUDA context; PeerDiedError where a rank has ended.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        for number, (name, how) in enumerate(_PROOFS, 1):
-            with self.streams.guard():
-                found, expected = self._try(name, how, number)
-                if not self._is_done(timeout_s):
-                    self._raise_death()
-                    raise NotSharedError(f"the first {name} ({how}) was not done within {timeout_s:g} s")
-                if self._words[_REPORT] or not torch.equal(found, expected):
-                    self._raise_death()
-                    raise NotSharedError(
-                        f"the first {name} ({how}) gave a wrong result: is peer access as it should be?"
-                    )
+        with self.streams.guard():
+            found, expected = attempt()
+            if not self._is_done(timeout_s):
+                self._raise_death()
+                raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
+            if self._words[_REPORT] or not torch.equal(found, expected):
+                self._raise_death()
+                raise NotSharedError(f"the first {what} gave a wrong result: is peer access as it should be?")
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
         """A small call, and what it must give; `number` keeps one call's figures apart from another's."""
