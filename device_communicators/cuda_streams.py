@@ -107,6 +107,10 @@ class CudaStreams:
         """Within it the device is the current one."""
         return torch.cuda.device(self._index)
 
+    def is_here(self) -> bool:
+        """Whether the device is the current one of this thread."""
+        return torch._C._cuda_getDevice() == self._index
+
     def gpu(self) -> str:
         """The device's UUID."""
         return uuid_of(self._device) or ""

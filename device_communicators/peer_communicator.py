@@ -42,6 +42,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         """`thresholds`: instead of the table's."""
         super().__init__(context)
         self._thresholds = thresholds
+        self._at = context.device
         self._device = device
         self._made: PeerGroup | None = None
 
@@ -106,11 +107,10 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def _placed(self, x: Tensor) -> Tensor:
         """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
-        if x.device != self.context.device:
-            raise InvalidArgumentError(
-                f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move it"
-            )
-        x = x.contiguous()
+        if x.device != self._at:
+            raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
+        if not x.is_contiguous():
+            return x.contiguous()
         return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
