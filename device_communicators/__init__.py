@@ -6,7 +6,8 @@ Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it
 from device_communicators.base import REDUCE_OPS, Communicator, GroupContext, Request, Work
 from device_communicators.catalog import CATALOG, Row, build_route
 from device_communicators.registry import find_route, register_route, unique_name, write_record
-from device_communicators.routing import Handle, Route, Traffic
+from device_communicators.routing import Route, Traffic
+from device_communicators.started import Handle
 
 __all__ = [
     "CATALOG",

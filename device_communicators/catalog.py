@@ -17,6 +17,7 @@ import torch
 from device_communicators import cuda_build, nccl_library, settings
 from device_communicators.base import Communicator, GroupContext
 from device_communicators.cuda_call import MAX_RANKS, KernelError
+from device_communicators.paths import OP, Paths
 from device_communicators.routing import Route
 
 
@@ -27,6 +28,8 @@ class Row:
     name: str
     module: str
     class_name: str
+    paths: Paths = OP
+    """How it is reached in each state of the program: what `explain()` prints, and what a capture refuses."""
     unfit: Callable[[GroupContext], str | None] = lambda context: None
     probe: Callable[[GroupContext], str | None] | None = None
     """As `unfit`, by what may differ between ranks; asked where `unfit` has found nothing, and put to a vote."""
@@ -99,30 +102,39 @@ def _no_symmetric_memory(context: GroupContext) -> str | None:
     return None
 
 
+_KERNEL = Paths("C++ kernel of the op", "the same op", None)
+_STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
+_PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
+
 CATALOG: tuple[Row, ...] = (
-    Row("simulated", "device_communicators.simulated", "SimulatedCommunicator", simulated=True),
-    Row("shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator", unfit=_no_shared_memory),
-    Row("hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator", unfit=_no_hosts_of_several),
     Row(
-        "peer_memory",
-        "device_communicators.peer_communicator",
-        "PeerMemoryCommunicator",
-        unfit=_no_peers,
-        probe=_no_peer_memory,
-        custom_all_reduce=True,
+        "simulated", "device_communicators.simulated", "SimulatedCommunicator",
+        Paths("registered op, copies", "the same op", "recorded"), simulated=True,
     ),
     Row(
-        "symmetric_memory",
-        "device_communicators.symmetric_memory",
-        "SymmetricMemoryCommunicator",
-        unfit=_no_peers,
-        probe=_no_symmetric_memory,
-        custom_all_reduce=True,
+        "shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator",
+        _KERNEL, unfit=_no_shared_memory,
     ),
-    Row("nccl", "device_communicators.nccl", "NcclCommunicator", unfit=_no_nccl_group, probe=_no_nccl),
-    Row("device_group", "device_communicators.device_group", "DeviceGroupCommunicator", unfit=_no_device),
+    Row(
+        "hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator",
+        unfit=_no_hosts_of_several,
+    ),
+    Row(
+        "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
+        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+    ),
+    Row(
+        "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
+        _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
+    ),
+    Row("nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM, unfit=_no_nccl_group, probe=_no_nccl),
+    Row(
+        "device_group", "device_communicators.device_group", "DeviceGroupCommunicator",
+        Paths("registered op, on torch's streams", "the same op", "recorded, by torch"), unfit=_no_device,
+    ),
     Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
-)
+)  # fmt: skip
+"""In the order in which a route tries them. What `paths` says is alike for every group."""
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
@@ -135,14 +147,16 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     rows = [row for row in rows if row.simulated == context.simulated]
     reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
     reasons = _vote(context, rows, reasons)
-    communicators = []
+    communicators, paths = [], {}
     for i, row in enumerate(rows):
         if reasons[i] is None:
             made = row.load()(context)
             reasons[i] = made.admit()
             if reasons[i] is None:
                 communicators.append(made)
-    return Route(context, communicators, {r.name: why for r, why in zip(rows, reasons, strict=True) if why})
+                paths[row.name] = row.paths
+    refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
+    return Route(context, communicators, refusals, paths)
 
 
 def _turned_off(context: GroupContext, row: Row) -> str | None:

@@ -20,11 +20,13 @@ from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_group import DTYPES, PeerGroup
 from device_communicators.peer_memory import NotSharedError
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
+from device_communicators.reductions import REDUCING
 
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""
 
-_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", "all_reduce_add_rms_norm")
+_FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
+_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
@@ -87,7 +89,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         thresholds = self.group.admission.thresholds
         if request.operation == "reduce_scatter":
             return self._too_large(request, thresholds.reduce_scatter * self.context.size)
-        limit = thresholds.fused if request.operation == "all_reduce_add_rms_norm" else thresholds.most()
+        limit = thresholds.fused if request.operation in _FUSED else thresholds.most()
         return self._too_large(request, min(limit, thresholds.most()))
 
     def _too_large(self, request: Request, limit: int) -> str | None:

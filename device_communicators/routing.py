@@ -6,12 +6,10 @@ communicator raises into this library's errors. It holds no membership logic and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from device_communicators import forks
-from device_communicators.base import Communicator, GroupContext, Request, Work
+from device_communicators.base import Communicator, GroupContext, Request
 from device_communicators.call_check import check_alike
 from device_communicators.errors import (
     CollectiveTimeoutError,
@@ -32,8 +30,10 @@ from device_communicators.errors import (
     UnsupportedError,
 )
 from device_communicators.failures import ADVICE, is_communication_error, kind_of_failure
+from device_communicators.paths import Paths, check_recordable, table
 from device_communicators.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.reports import explained
+from device_communicators.started import Handle
 from device_communicators.waiting import TransferError, all_died, attributed
 
 _RECENT = 8
@@ -55,68 +55,22 @@ class Traffic:
     bytes: int = 0
 
 
-class Handle:
-    """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
-
-    def __init__(self, route: Route, record: Operation, work: Work, tensor: Tensor) -> None:
-        self._route = route
-        self._record = record
-        self._work: Work | None = work
-        self._tensor = tensor  # the transport reads or writes it until the work is done
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._waiter: threading.Thread | None = None
-
-    def is_completed(self) -> bool:
-        """Whether `wait()` would return at once.
-
-        gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
-        short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
-        A device's works can be polled, and must be waited for by the caller: it is his stream that has to wait.
-        """
-        work = self._work
-        if work is None or self._error is not None:
-            return True
-        if self._waiter is None:
-            if work.is_completed():
-                return True
-            if self._tensor.device.type != "cpu":
-                return False
-            self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
-            self._waiter.start()
-        return False
-
-    def _wait_quietly(self) -> None:
-        with contextlib.suppress(Exception):  # kept in self._error for wait()
-            self.wait()
-
-    def wait(self) -> None:
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if self._work is None:
-                return
-            if self._route.is_parents:
-                self._route.check_usable()  # raises; the work is another process'
-            started = time.monotonic()
-            try:
-                self._work.wait()
-                self._record.ended_s = time.monotonic()
-            except Exception as error:
-                self._error = self._route.failure_of(error, self._record.name, started, self._record)
-                if self._error is error:
-                    raise
-                raise self._error from error
-            self._work = None
-
-
 class Route:
     """The communicators of one group in order of preference, and the table of those that were turned down."""
 
-    def __init__(self, context: GroupContext, communicators: Sequence[Communicator], refusals: dict[str, str]) -> None:
+    def __init__(
+        self,
+        context: GroupContext,
+        communicators: Sequence[Communicator],
+        refusals: Mapping[str, str],
+        paths: Mapping[str, Paths] | None = None,
+    ) -> None:
         self.context = context
         self.refusals = refusals
         """Name of each communicator that the group doesn't have -> the reason."""
+        self.paths = paths or {}
+        """Name of each communicator that it has -> its row of the table of paths."""
+        self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
         self._picks_by_size = False
@@ -226,6 +180,8 @@ class Route:
         numel = 0
         if tensor is not None:
             kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
+        if self._on_cuda and kind[2] == "cpu":
+            check_recordable(self.context, Request(*kind[:3], numel, kind[3]))
         key = (kind, numel) if self._picks_by_size else kind
         communicator = self._chosen.get(key)
         if communicator is None:
@@ -369,12 +325,38 @@ class Route:
             for listener in on_failure:
                 listener()
 
-    def capture(self) -> ExitStack:
-        """A context in which a CUDA graph may record the group's operations."""
-        stack = ExitStack()
+    def set_up(self, *, divisible: bool = False) -> None:
+        """The communicators make now what their first calls would make. Every rank of the group calls it."""
+        self.check_usable()
+        for communicator in self._carriers_of_the_device():
+            communicator.set_up(divisible=divisible)
+
+    def divide(self, part: Route | None, color: int) -> None:
+        """See Communicator.divide: each communicator of this route, with the one of its kind in the part's."""
+        parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
+            communicator.divide(parts.get(communicator.name), color)
+
+    def capture(self, peers: Sequence[int] = ()) -> ExitStack:
+        """A context in which a CUDA graph may record the group's operations, with transfers to and from `peers`.
+
+        Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
+        """
+        self.check_usable()
+        # In one order of all pairs, so that no rank waits for one that waits for another.
+        prepared = self._carriers_of_the_device()
+        for peer in sorted(set(peers) - {self.context.rank}, key=lambda peer: sorted((peer, self.context.rank))):
+            for communicator in prepared:
+                communicator.connect(peer)
+        stack = ExitStack()
+        for communicator in prepared:
             stack.enter_context(communicator.capture())
         return stack
+
+    def _carriers_of_the_device(self) -> Sequence[Communicator]:
+        """All, or those up to the first one that lets nothing past."""
+        last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
+        return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
         """Which communicators carry the group's operations, in order, and why the others don't."""
@@ -383,6 +365,8 @@ class Route:
         if not self.communicators:
             lines.append("  (one rank: nothing to carry)")
         lines += [f"  -  {name}: not used, {reason}" for name, reason in self.refusals.items()]
+        if self.paths:
+            lines += [f"     {line}" for line in table(self.paths)]
         return "\n".join(lines)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
-from device_communicators.routing import Handle
+from device_communicators.started import Handle
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
 from parallel_state.async_collectives import AsyncTensorCollectives

@@ -16,7 +16,8 @@ from torch import Tensor
 from device_communicators.channels import MESSAGES, Channels
 from device_communicators.message_queue import Head, Message, Receiver, pieces_of
 from device_communicators.recorder import Operation
-from device_communicators.routing import Handle, Route
+from device_communicators.routing import Route
+from device_communicators.started import Handle
 from parallel_state import codec_values, wire
 from parallel_state.wire import FRAME_BYTES, HEADER_BYTES, Header, Outgoing
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
-from device_communicators.routing import Handle, Route
+from device_communicators.routing import Route
+from device_communicators.started import Handle
 from parallel_state import codec, wire, wire_forms
 from parallel_state.message_transports import Incoming, transport_of
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header

@@ -148,14 +148,59 @@ def test_explain_tells_the_order_and_the_reasons(pools: Pools) -> None:
             "  -  symmetric_memory: not used, its device is the CPU",
             "  -  nccl: not used, its device is the CPU",
             "  -  device_group: not used, its device is the CPU",
+            "                    eager                  compiled     captured",
+            "     small_floats   registered op, Python  the same op  not recordable: the host does it",
+            "     process_group  registered op, Python  the same op  not recordable: the host does it",
         ]
 
 
 def test_explain_of_other_groups() -> None:
     simulated = ps.simulated_group([0, 1], 0).explain().splitlines()
-    assert simulated[1:] == ["  1. simulated: one process stands for all ranks"]
+    assert simulated[1:] == [
+        "  1. simulated: one process stands for all ranks",
+        "                eager                  compiled     captured",
+        "     simulated  registered op, copies  the same op  recorded",
+    ]
     alone = ps.simulated_group([3], 3).explain().splitlines()
     assert alone[1:] == ["  (one rank: nothing to carry)"]
+
+
+@pytest.mark.parametrize("name", sorted({row.name for row in CATALOG}))
+def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
+    (row,) = (row for row in CATALOG if row.name == name)
+    assert all(row.paths[:2])
+    on_device = name in NEEDS_A_DEVICE or row.simulated
+    assert (row.paths.captured is not None) == on_device, "what the host does can't be recorded, what a device does can"
+
+
+def _capturing_body(capturing: bool) -> list[str]:
+    """A group that says its device is a GPU, and CPU tensors on it, while a graph is recorded or not."""
+    group = _member(SMALL)
+    context = dataclasses.replace(group.context, device=torch.device("cuda", 0))
+    route = Route(context, group.route.communicators, {})
+    before, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: capturing
+    raised = []
+    try:
+        for operation, args in (("all_reduce", (torch.ones(2), "sum")), ("barrier", ())):
+            try:
+                route.run(operation, *(args[:1] or (None,)), *args)
+                raised.append("nothing")
+            except UnsupportedError as error:
+                raised.append(str(error))
+    finally:
+        torch.cuda.is_current_stream_capturing = before
+    return raised
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_what_the_host_does_is_refused_while_a_graph_is_recorded(pools: Pools, capturing: bool) -> None:
+    for raised in pools(2).run(_capturing_body, capturing, tp=2):
+        if not capturing:
+            assert raised == ["nothing", "nothing"]
+            continue
+        assert raised[0].startswith("all_reduce of 2 × torch.float32 on cpu on group 'contract:")
+        assert raised[1].startswith("barrier on group 'contract:")
+        assert all("a replay would not do it" in text for text in raised)
 
 
 def _vote_body(local: bool) -> tuple[list[str], str | None, str | None]:

@@ -1,0 +1,71 @@
+"""An operation that was started and is waited for later, as a caller holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from device_communicators.recorder import Operation
+from device_communicators.work import Work
+
+if TYPE_CHECKING:
+    from device_communicators.routing import Route
+
+
+class Handle:
+    """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
+
+    def __init__(self, route: Route, record: Operation, work: Work, tensor: Tensor) -> None:
+        self._route = route
+        self._record = record
+        self._work: Work | None = work
+        self._tensor = tensor  # the transport reads or writes it until the work is done
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return at once.
+
+        gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
+        short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
+        A device's works can be polled, and must be waited for by the caller: it is his stream that has to wait.
+        """
+        work = self._work
+        if work is None or self._error is not None:
+            return True
+        if self._waiter is None:
+            if work.is_completed():
+                return True
+            if self._tensor.device.type != "cpu":
+                return False
+            self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
+            self._waiter.start()
+        return False
+
+    def _wait_quietly(self) -> None:
+        with contextlib.suppress(Exception):  # kept in self._error for wait()
+            self.wait()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._work is None:
+                return
+            if self._route.is_parents:
+                self._route.check_usable()  # raises; the work is another process'
+            started = time.monotonic()
+            try:
+                self._work.wait()
+                self._record.ended_s = time.monotonic()
+            except Exception as error:
+                self._error = self._route.failure_of(error, self._record.name, started, self._record)
+                if self._error is error:
+                    raise
+                raise self._error from error
+            self._work = None

@@ -1,0 +1,61 @@
+"""The GPU tests where there is no GPU: each runs dry, on the CPU; and, asked for as they are, they say why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import nccl_stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+DRY_S = 400
+
+
+def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
+    environment = {**kept, "GPU_TESTS_REPORT": str(folder), "PYTHONPATH": str(ROOT), "COLUMNS": "500", **variables}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DRY_S)
+
+
+@pytest.mark.slow
+def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
+    if nccl_stand_in.compiler() is None:
+        pytest.skip("there is no C compiler for the stand-in of NCCL")
+    done = run(tmp_path, GPU_TESTS="dry")
+    assert done.returncode == 0, done.stdout[-6000:]
+    (file,) = tmp_path.glob("dry-run-*.json")
+    content = json.loads(file.read_text())
+    assert content["complete"]
+    assert content["outcomes"]["passed"] > 70
+    assert set(content["outcomes"]) == {"passed", "skipped"}
+    skipped = [check for check in content["checks"] if check["outcome"] == "skipped"]
+    assert all(check["reason"].startswith("a dry run: ") for check in skipped)
+    assert len(skipped) < 20
+    text = file.with_suffix(".md").read_text()
+    assert text.startswith("# GPU tests on dry run, ")
+    assert all(f"| {check['name']}" in text for check in content["checks"])
+
+
+def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run(tmp_path, "-rs")
+    assert done.returncode == 0, done.stdout
+    assert "needs a GPU: " in done.stdout
+    assert " passed" not in done.stdout
+    assert not list(tmp_path.iterdir()), "a report of nothing"
+
+
+def test_a_borrowed_environment_has_what_the_package_needs() -> None:
+    """The Makefile names it once more: the Python that lends its torch may be too old to read pyproject.toml."""
+    (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (named,) = re.findall(r"^NEEDED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r'"(.*?)"', needed)) <= set(re.findall(r'"(.*?)"', named))

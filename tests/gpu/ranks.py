@@ -1,0 +1,134 @@
+"""The ranks of the GPU tests, and what their bodies need of the device.
+
+With GPU_TESTS=dry the same tests run on the CPU: NCCL is the stand-in of tests/native, a captured graph is a call that
+is made again. Bodies name no device themselves, so nearly all of their lines run there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from device_communicators import CATALOG, Row, build_route, gpu_sharing, nccl_library, settings
+from device_communicators.nccl import NcclCommunicator
+from tests import nccl_stand_in
+from tests.contract.attempts import environment
+from tests.workers import WorkerPool, serve
+
+DRY = os.environ.get("GPU_TESTS") == "dry"
+BACKEND = "RANKS_BACKEND"
+CARRIERS = ("nccl", "device_group")
+"""Communicators of our own on the current stream; torch's device group."""
+REPLAYS = 20 if DRY else 1000
+
+_STAND_IN = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+
+
+def needs_a_gpu(what: str) -> None:
+    """Skips a test that has no meaning on the CPU."""
+    if DRY:
+        pytest.skip(f"a dry run: {what}")
+
+
+class GpuRanks(WorkerPool):
+    """Ranks that see one GPU each, and share it where there are fewer than ranks."""
+
+    stand_in: Path | None = None
+    """The library of a dry run."""
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        common = {**super()._environment(rank), "PARALLEL_STATE_NCCL": "on", BACKEND: "gloo" if DRY else "nccl"}
+        if self.stand_in is not None:
+            folder = str(self.stand_in.parent)
+            return {**common, nccl_stand_in.LIBRARY: str(self.stand_in), nccl_stand_in.FOLDER: folder}
+        gpus = torch.cuda.device_count()
+        shared = gpu_sharing.variables_of(rank, self.world_size, gpus, nccl_library.load().version)
+        return {**common, gpu_sharing.VISIBLE: gpu_sharing.own_gpu(rank, gpus), **shared}
+
+    def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return (serve, ()) if self.stand_in is None else (serve_dry, ())
+
+    def run_over(
+        self, carrier: str, body: Callable[..., Any], *args: Any, tp: int, pp: int = 1, timeout_s: float = 120.0
+    ) -> list[Any]:
+        """As `run`, with the ranks' tensors carried by one of CARRIERS."""
+        if carrier == "nccl":
+            return self.run(_over_nccl, body, args, tp=tp, pp=pp, timeout_s=timeout_s)
+        return self.run(_over_torch, body, args, tp, pp, timeout_s=timeout_s)
+
+
+def _over_nccl(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    groups = (ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group())
+    assert all(nccl_of(group) is not None for group in groups if group.world_size > 1), groups[0].explain()
+    return body(*args)
+
+
+def _over_torch(body: Callable[..., Any], args: tuple[Any, ...], tp: int, pp: int) -> Any:
+    with world(tp, pp, nccl="off"):
+        groups = (ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group())
+        names = {each.name for group in groups for each in group.route.communicators}
+        assert "nccl" not in names, names
+        return body(*args)
+
+
+@contextmanager
+def world(tp: int = 1, pp: int = 1, *, nccl: str = "on", bind_device: bool = False, **options: Any) -> Iterator[None]:
+    """A world of one's own, until the end; `options` are initialize_model_parallel's."""
+    with environment(PARALLEL_STATE_NCCL=nccl):
+        ps.init_distributed_environment(backend=os.environ[BACKEND], bind_device=bind_device)
+        try:
+            ps.initialize_model_parallel(tp, pp, **options)
+            yield
+        finally:
+            ps.destroy_distributed_environment()
+
+
+# What bodies need.
+
+
+def device() -> torch.device:
+    return ps.get_world_group().device
+
+
+def on_gpu() -> bool:
+    """Whether this rank is on one; also where there is no world."""
+    return os.environ[BACKEND] == "nccl"
+
+
+def synchronize() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def groups_of_several() -> list[ps.GroupCoordinator]:
+    """The tp, pp and world groups, less those of one rank, and the world where it is the tp or pp group over again."""
+    tp, pp, everyone = ps.get_tp_group(), ps.get_pp_group(), ps.get_world_group()
+    found = [group for group in (tp, pp) if group.world_size > 1]
+    return found if everyone.world_size in (1, *(group.world_size for group in found)) else [*found, everyone]
+
+
+def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
+    return next((each for each in group.route.communicators if isinstance(each, NcclCommunicator)), None)
+
+
+# A dry run.
+
+
+def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
+    """A rank whose groups have the stand-in where they would have NCCL."""
+    from parallel_state import coordinator
+
+    def build(context: Any) -> Any:
+        return build_route(context, [_STAND_IN, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]])
+
+    coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
+    serve(connection, variables)

@@ -1,0 +1,81 @@
+"""What the real driver says of the GPUs, and what the ranks of a group make of it. Not run on a GPU yet."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parallel_state as ps
+from device_communicators.group_topology import agree_on_topology, shared_gpu_warning, uuid_of
+from device_communicators.topology_reading import read_topology
+from tests.gpu.ranks import GpuRanks, device, needs_a_gpu, on_gpu
+
+Gpus = Callable[[int], GpuRanks]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None]) -> None:
+    needs_a_gpu("there is no driver")
+    topology = read_topology()
+    assert topology.problem is None, topology.problem
+    assert topology.gpus
+    for gpu in topology.gpus:
+        assert gpu.uuid.startswith("GPU-")
+        assert gpu.name
+        assert gpu.pci_id is not None or "pci_id" in gpu.unknown
+        record_property(gpu.uuid, {"name": gpu.name, "pci": gpu.pci_id, "numa": gpu.numa_node, "unknown": gpu.unknown})
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"], ["--probe"]], ids=" ".join)
+def test_the_command(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "parallel_state", "topology", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if "--json" in arguments:
+        assert isinstance(json.loads(done.stdout), dict)
+
+
+def test_a_record_of_this_machine_says_the_same(tmp_path: Path) -> None:
+    needs_a_gpu("there is nothing to record")
+
+    def shown(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "parallel_state", "topology", "--json", "-", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+        return json.loads(done.stdout)["topology"]
+
+    file = str(tmp_path / "record.json")
+    assert shown("--record", file) == shown("--replay", file)
+
+
+def _agreed_body() -> dict[str, Any]:
+    group = ps.get_world_group()
+    found = agree_on_topology(group.context, read_topology(), uuid_of(device()))
+    return {
+        "on a GPU": on_gpu(),
+        "gpus": [gpu.gpu_uuid for gpu in found.gpus],
+        "problems": [gpu.problem for gpu in found.gpus],
+        "shared": [list(ranks) for ranks in found.shared_gpus],
+        "mesh": [bool(found.nvlink_full_mesh), found.nvlink_full_mesh.reason],
+        "fabric": [bool(found.one_fabric), found.one_fabric.reason],
+        "peers": [bool(found.peer_access), found.peer_access.reason],
+        "warning": shared_gpu_warning(found, group.context),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ranks_agree(gpus: Gpus, record_property: Callable[[str, object], None], size: int) -> None:
+    answers = gpus(size).run(_agreed_body, tp=size, timeout_s=180)
+    assert all(answer == answers[0] for answer in answers)
+    answer = answers[0]
+    record_property("agreed", answer)
+    if answer["on a GPU"]:
+        assert answer["problems"] == [None] * size
+        shares = len(set(answer["gpus"])) < size
+        assert bool(answer["shared"]) == shares == (answer["warning"] is not None)

@@ -1,0 +1,113 @@
+"""The report of the GPU tests, of outcomes that nobody had; and what ranks that share a GPU are told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from device_communicators import gpu_sharing
+from tests.gpu.report import Recorder, Report
+
+MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None}
+
+
+def phase(name: str, when: str, outcome: str, longrepr: Any = "", **found: Any) -> Any:
+    """As pytest's TestReport."""
+    return SimpleNamespace(
+        nodeid=f"tests/gpu/{name}", when=when, outcome=outcome, duration=0.5, longrepr=longrepr,
+        longreprtext=longrepr if isinstance(longrepr, str) else "", user_properties=list(found.items()),
+    )  # fmt: skip
+
+
+def told(recorder: Recorder, name: str, *phases: tuple[str, str, Any], **found: Any) -> None:
+    for when, outcome, longrepr in phases:
+        recorder.pytest_runtest_logreport(phase(name, when, outcome, longrepr, **found))
+
+
+PASSED = (("setup", "passed", ""), ("call", "passed", ""), ("teardown", "passed", ""))
+SKIPPED = (("setup", "skipped", ("file", 1, "Skipped: needs | more")), ("teardown", "passed", ""))
+FAILED = (("setup", "passed", ""), ("call", "failed", "def test()\nassert 1 == 2"), ("teardown", "passed", ""))
+UNSTARTED = (("setup", "failed", "no ranks"), ("teardown", "passed", ""))
+UNENDED = (("setup", "passed", ""), ("call", "passed", ""), ("teardown", "failed", "left behind"))
+
+
+def test_outcomes_reasons_and_figures(tmp_path: Path) -> None:
+    recorder = Recorder(Report(MACHINE, tmp_path / "new"))
+    told(recorder, "test_a.py::test_one", *PASSED, MiB=[1, 2])
+    for name, phases in (("skipped", SKIPPED), ("failed", FAILED), ("unstarted", UNSTARTED), ("unended", UNENDED)):
+        told(recorder, f"test_a.py::test_{name}", *phases)
+    recorder.pytest_deselected([None] * 3)  # type: ignore[list-item]
+    recorder.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
+    path = recorder.report.path
+    assert path.name.startswith("nvidia-h200-a-b-2")
+    content = json.loads(path.read_text())
+    assert content["outcomes"] == {"passed": 1, "skipped": 1, "failed": 3}
+    assert content["complete"]
+    assert content["left_out"] == 3
+    assert content["machine"] == MACHINE
+    one, skipped, failed, unstarted, unended = content["checks"]
+    assert one["found"] == {"MiB": [1, 2]}
+    assert one["seconds"] == 1.5
+    assert skipped["reason"] == "needs | more"
+    assert failed["reason"].endswith("assert 1 == 2")
+    assert (unstarted["outcome"], unended["outcome"]) == ("failed", "failed")
+    text = path.with_suffix(".md").read_text()
+    assert "3 failed, 1 passed, 1 skipped. 3 tests were not asked for." in text
+    assert "| test_a.py::test_failed | failed | 1.5 | assert 1 == 2 |" in text
+    assert "| test_a.py::test_skipped | skipped | 1.0 | needs \\| more |" in text
+    assert "| test_a.py::test_one | passed | 1.5 | MiB: [1, 2] |" in text
+    assert "| gpu | NVIDIA H200 (a \\| b) |" in text
+
+
+def test_a_run_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:
+    recorder = Recorder(Report(MACHINE, tmp_path))
+    told(recorder, "test_a.py::test_one", *PASSED)
+    content = json.loads(recorder.report.path.read_text())
+    assert not content["complete"]
+    assert content["outcomes"] == {"passed": 1}
+    assert "The run didn't come to its end." in recorder.report.path.with_suffix(".md").read_text()
+
+
+def test_nothing_is_written_where_nothing_ran(tmp_path: Path) -> None:
+    recorder = Recorder(Report(MACHINE, tmp_path))
+    told(recorder, "test_a.py::test_skipped", *SKIPPED)
+    recorder.pytest_runtest_logreport(SimpleNamespace(nodeid="tests/unit/test_b.py::test_two", when="teardown"))  # type: ignore[arg-type]
+    recorder.pytest_sessionfinish(pytest.ExitCode.OK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_with_a_gpu_each_are_told_nothing() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert gpu_sharing.share_gpus(1, 2, 2, 22809, environ) == {}
+    assert environ == {"CUDA_VISIBLE_DEVICES": "4,5"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "expected"),
+    [("", 1, "0000"), ("", 2, "0101"), ("7", 1, "7777"), (" GPU-a, GPU-b", 2, ["GPU-a", "GPU-b"] * 2)],
+)
+def test_ranks_take_turns_on_the_gpus_that_are_visible(visible: str, gpus: int, expected: Any) -> None:
+    found = [gpu_sharing.variables_of(rank, 4, gpus, 22809, {"CUDA_VISIBLE_DEVICES": visible}) for rank in range(4)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == list(expected)
+    assert len({each["NCCL_HOSTID"] for each in found}) == 4
+    assert {each["NCCL_SOCKET_IFNAME"] for each in found} == {"lo"}
+
+
+def test_newer_versions_of_nccl_have_a_way_of_their_own() -> None:
+    found = gpu_sharing.variables_of(1, 2, 1, 23003, {})
+    assert found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert "NCCL_HOSTID" not in found
+    assert "NCCL_HOSTID" in gpu_sharing.variables_of(1, 2, 1, 23002, {})
+
+
+def test_what_was_set_for_nccl_stays() -> None:
+    environ = {"NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3"}
+    written = gpu_sharing.share_gpus(1, 2, 1, 22809, environ)
+    assert environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" not in written
+    assert environ["NCCL_HOSTID"] == "rank-1"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "3"
