@@ -104,6 +104,7 @@ def _no_symmetric_memory(context: GroupContext) -> str | None:
 
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
+_PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
 CATALOG: tuple[Row, ...] = (
     Row(
@@ -120,11 +121,11 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
-        _STREAM, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
     ),
     Row(
         "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
-        _STREAM, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
+        _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
     ),
     Row("nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM, unfit=_no_nccl_group, probe=_no_nccl),
     Row(
@@ -154,7 +155,8 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
             if reasons[i] is None:
                 communicators.append(made)
                 paths[row.name] = row.paths
-    return Route(context, communicators, {r.name: why for r, why in zip(rows, reasons, strict=True) if why}, paths)
+    refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
+    return Route(context, communicators, refusals, paths)
 
 
 def _turned_off(context: GroupContext, row: Row) -> str | None:

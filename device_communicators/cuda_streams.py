@@ -107,6 +107,10 @@ class CudaStreams:
         """Within it the device is the current one."""
         return torch.cuda.device(self._index)
 
+    def is_here(self) -> bool:
+        """Whether the device is the current one of this thread."""
+        return torch._C._cuda_getDevice() == self._index
+
     def allow_queries(self) -> bool:
         """Lets the calling thread query events while another one captures a graph; False where that can't be had.
 

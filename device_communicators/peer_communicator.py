@@ -21,6 +21,7 @@ from device_communicators.peer_group import DTYPES, PeerGroup
 from device_communicators.peer_memory import NotSharedError, together
 from device_communicators.peer_norms import PeerNorms
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
+from device_communicators.reductions import REDUCING
 
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""
@@ -28,12 +29,8 @@ ALIGNMENT = 16
 MOST_FUSED_BYTES = 1 << 20
 """For the kernel with a norm, which pushes twice the bytes: beyond it they outweigh a launch. A guess, not measured."""
 
-_NORMS = (
-    "all_reduce_add_rms_norm",
-    "all_reduce_add_rms_norm_static_fp8_quant",
-    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",
-)
-_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_NORMS)
+_FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
+_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
@@ -52,6 +49,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         """`thresholds`: instead of the table's."""
         super().__init__(context)
         self._thresholds = thresholds
+        self._at = context.device
         self._device = device
         self._made: PeerGroup | None = None
 
@@ -103,7 +101,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         thresholds = self.group.admission.thresholds
         if request.operation == "reduce_scatter":
             return self._too_large(request, thresholds.reduce_scatter * self.context.size)
-        limit = thresholds.fused if request.operation in _NORMS else thresholds.most()
+        limit = thresholds.fused if request.operation in _FUSED else thresholds.most()
         return self._too_large(request, min(limit, thresholds.most()))
 
     def _too_large(self, request: Request, limit: int) -> str | None:
@@ -123,11 +121,10 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def _placed(self, x: Tensor) -> Tensor:
         """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
-        if x.device != self.context.device:
-            raise InvalidArgumentError(
-                f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move it"
-            )
-        x = x.contiguous()
+        if x.device != self._at:
+            raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
+        if not x.is_contiguous():
+            return x.contiguous()
         return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:

@@ -44,6 +44,9 @@ _PROOFS = (
 _MOST_PREPARED = 4096
 """Calls that are kept ready: sizes may come and go, as those of prompts."""
 
+_What = tuple[str, str, "torch.dtype | None", int]
+"""Operation, how, dtype (None: bytes), number of elements."""
+
 _REPORT, _ABORT, _WORDS = 0, 16, 32
 """Places among the words, in cache lines of their own: the device writes the one and reads the other."""
 _PROOF_S = 30.0
@@ -64,7 +67,7 @@ class PeerGroup:
         self._kernels: Launcher | None = None
         self._words: HostWords = device.words(_WORDS)
         self._deadline_ns = int(context.timeout_s * 1e9)
-        self._prepared: dict[tuple[str, int], tuple[int, int, Call]] = {}
+        self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
         """How many blocks of any kernel are on the device at once, on every rank."""
         self._order = StreamOrder(device.streams)
@@ -233,24 +236,33 @@ class PeerGroup:
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
         """`how`: one of ALGORITHMS. `out` may be `x`."""
-        self._launch(f"all_reduce_{how}_{DTYPES[x.dtype]}", how, x.numel(), x.nbytes, x, out)
+        self._launch(("all_reduce", how, x.dtype, x.numel()), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
         """`how`: push or pull. Of any dtype: bytes."""
-        self._launch(f"all_gather_{how}", how, x.nbytes, x.nbytes, x, out)
+        self._launch(("all_gather", how, None, x.nbytes), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
         """`how`: push or pull."""
-        self._launch(f"reduce_scatter_{how}_{DTYPES[x.dtype]}", how, out.numel(), out.nbytes, x, out)
+        self._launch(("reduce_scatter", how, out.dtype, out.numel()), x, out)
 
-    def _launch(self, kernel: str, how: str, numel: int, size_bytes: int, x: Tensor, out: Tensor) -> None:
+    def _launch(self, what: _What, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:
-            raise self._failed(kernel)
+            raise self._failed(what[0])
         with self._lock:  # a prepared call is filled in and launched by one thread at a time
-            prepared = self._prepared.get((kernel, numel)) or self._prepare(kernel, how, numel, size_bytes)
-            blocks, threads, call = prepared
+            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
             call.input, call.output = x.data_ptr(), out.data_ptr()
             self._start(kernel, blocks, threads, call)
+
+    def _prepare(self, what: _What) -> tuple[str, int, int, Call]:
+        if len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+        operation, how, dtype, numel = what
+        kernel = f"{operation}_{how}" if dtype is None else f"{operation}_{how}_{DTYPES[dtype]}"
+        size_bytes = numel if dtype is None else numel * dtype.itemsize
+        made = (kernel, *grid(how, size_bytes, self.context.size, self.max_blocks), self.new_call(numel))
+        self._prepared[what] = made
+        return made
 
     def start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
         """Puts a kernel on the current stream, behind this group's last one. `call` is one of `new_call`, filled in."""
@@ -262,7 +274,11 @@ class PeerGroup:
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
         stream = self._order.next()  # two calls at once on one rank would share an epoch
         try:
-            self._loaded().launch(kernel, blocks, threads, call, stream)
+            if self.streams.is_here():
+                self._loaded().launch(kernel, blocks, threads, call, stream)
+            else:
+                with self.streams.guard():
+                    self._loaded().launch(kernel, blocks, threads, call, stream)
         except Exception as error:
             if self._words[_REPORT] or self._words[_ABORT]:
                 raise self._failed(kernel) from error
@@ -281,13 +297,6 @@ class PeerGroup:
         call.deadline_ns = self._deadline_ns
         call.report, call.abort = self._words.address + 8 * _REPORT, self._words.address + 8 * _ABORT
         return call
-
-    def _prepare(self, kernel: str, how: str, numel: int, size_bytes: int) -> tuple[int, int, Call]:
-        if len(self._prepared) >= _MOST_PREPARED:
-            self._prepared.clear()
-        blocks, threads = grid(how, size_bytes, self.context.size, self.max_blocks)
-        self._prepared[kernel, numel] = made = (blocks, threads, self.new_call(numel))
-        return made
 
     def _loaded(self) -> Launcher:
         if self._kernels is None:

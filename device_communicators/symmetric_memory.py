@@ -99,7 +99,8 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
     def _prove(self) -> None:
         """Nothing is first done within a capture, and what can't work shows here."""
         with self._device.streams.guard():
-            x = torch.full((1001,), self.context.rank + 1.0, device=self.context.device)
+            count = min(1001, self._limit // torch.float32.itemsize)
+            x = torch.full((count,), self.context.rank + 1.0, device=self.context.device)
             found = self.all_reduce(x, "sum")
             deadline = time.monotonic() + min(_PROOF_S, self.context.timeout_s / 2)
             while self._watch is not None and not self._watch.device_is_done():
@@ -158,11 +159,15 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
             watch.begin("all_reduce")
         stream = self._order.next()
         mine.copy_(x)
-        op = torch.ops.symm_mem.multimem_all_reduce_ if self._multimem else torch.ops.symm_mem.two_shot_all_reduce_
-        op(staged, "sum", self.context.cpu_group.group_name)
+        self._run(staged)
         out.copy_(mine)
         if watch is not None:
             watch.end(None if self._device.streams.is_capturing() else stream)
+
+    def _run(self, staged: Tensor) -> None:
+        """Sums a part of the staging buffer over all ranks, in place."""
+        op = torch.ops.symm_mem.multimem_all_reduce_ if self._multimem else torch.ops.symm_mem.two_shot_all_reduce_
+        op(staged, "sum", self.context.cpu_group.group_name)
 
     def close(self) -> None:
         watch, self._watch = self._watch, None

@@ -88,8 +88,8 @@ class Streams(nccl_stand_in.Streams):
 class Kernels(CpuKernels):
     """The kernels, and a list of what was launched."""
 
-    def __init__(self, deaf: bool = False) -> None:
-        super().__init__(library=Path(os.environ[LIBRARY]))
+    def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
+        super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
         self.launched: list[str] = []
         self._zeros = torch.zeros(1 << 16) if deaf else None
 
@@ -110,6 +110,8 @@ class Device(PeerDevice):
         """Why its kernels can't be loaded."""
         self.deaf = False
         """Whether they see zeros instead of their input."""
+        self.max_blocks = 2
+        """How many blocks it holds at once."""
         self.connected = Vote(True, "says the stand-in")
         self.mesh = Vote(True, "says the stand-in")
         self.made: Kernels | None = None
@@ -128,7 +130,7 @@ class Device(PeerDevice):
     def kernels(self) -> Launcher:
         if self.problem is not None:
             raise RuntimeError(self.problem)
-        self.made = Kernels(self.deaf)
+        self.made = Kernels(self.deaf, self.max_blocks)
         return self.made
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -287,6 +288,44 @@ def test_a_thousand_calls_with_delays_and_another_communicator_between(pools: Po
     assert pools(world).run(_many_body, env, 7, tp=world, timeout_s=180) == [0] * world
 
 
+def _blocks_body(env: Env) -> float:
+    """One rank's device holds fewer blocks than the others': block b must meet block b everywhere."""
+    rank = ps.get_tp_group().rank_in_group
+    group, _ = _group(env, lambda device: setattr(device, "max_blocks", 1 if rank == 1 else 4), timeout_s=5.0)
+    found = float(group.all_reduce(torch.ones(50_000))[-1])
+    group.route.close()
+    return found
+
+
+def test_the_smallest_device_sets_the_grid(pools: Pools, env: Env) -> None:
+    assert pools(2).run(_blocks_body, {**env, ALGORITHM: "push"}, tp=2) == [2.0, 2.0]
+
+
+def _threads_body(env: Env) -> int:
+    """Two threads of a rank, each with tensors of its own; the calls' order is the same on all ranks by their size."""
+    group, _ = _group(env)
+    communicator = group.route.communicators[0]
+    wrong: list[int] = []
+
+    def calls(value: float) -> None:
+        for _ in range(50):
+            x = torch.full((64,), value)
+            wrong.append(int(bool((communicator.all_reduce(x, "sum") % value).any())))
+
+    threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 1.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.route.close()
+    assert len(wrong) == 100
+    return sum(wrong)
+
+
+def test_threads_of_a_rank_launch_one_after_the_other(pools: Pools, env: Env) -> None:
+    assert pools(2).run(_threads_body, env, tp=2) == [0, 0]
+
+
 def _streams_body(env: Env) -> list[tuple[int, int]]:
     group, device = _group(env)
     x = torch.ones(8)
@@ -312,6 +351,8 @@ def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
     rank = ps.get_tp_group().rank_in_group
     if which == "setting" and rank == 1:
         env = {**env, ALGORITHM: "push"}
+    if which == "another table" and rank == 3:
+        env = {**env, TABLE: env["OTHER"]}
     if which == "architecture":
         env = {**env, peer_stand_in.ARCH: "10.0" if rank == 2 else "9.0"}
     if which == "table":
@@ -346,6 +387,7 @@ REFUSALS = {
     "links": "NVLink doesn't connect all GPUs, which more than 2 ranks need: from the GPU of rank 0",
     "setting": f"{ALGORITHM} is auto on rank 0, but push on rank 1",
     "architecture": "GPU architecture is 9.0 on rank 0, but 10.0 on rank 2",
+    "another table": "the table of thresholds is ",
     "table": "no thresholds are known for 4 ranks on GPUs of architecture 7.5: benchmarks/tune.py",
 }
 
@@ -354,7 +396,7 @@ REFUSALS = {
 def test_what_speaks_against_it_on_one_rank_has_all_do_without(
     pools: Pools, env: Env, which: str, tmp_path: Path
 ) -> None:
-    env = {**env, peer_stand_in.FOLDER: str(tmp_path)}
+    env = {**env, peer_stand_in.FOLDER: str(tmp_path), "OTHER": str(peer_thresholds.PACKAGED)}
     answers = pools(4).run(_refused_body, env, which, tp=4)
     for names, text, total in answers:
         assert names == [CATALOG[-1].name]
