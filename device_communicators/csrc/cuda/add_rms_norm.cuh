@@ -27,11 +27,12 @@ enum class Norm { PLAIN, STATIC_FLOAT8, TOKEN_FLOAT8 };
 
 static_assert(2 * MAX_BLOCKS <= PART_PACKETS, "two parts of each member have a place");
 
-// The members of a row, as one of them sees them.
+// The members of a row, as one of them sees them. It is handed its block, as a reference kept here would keep both out
+// of registers.
 class Team {
  public:
   __device__ __forceinline__ Team(const Block& block, u32 size)
-      : size(size), own(blockIdx.x % size), block_(block), epochs_(shared_array<u32, MAX_BLOCKS, 1>()),
+      : size(size), own(blockIdx.x % size), epochs_(shared_array<u32, MAX_BLOCKS, 1>()),
         parts_(shared_array<u32, MAX_BLOCKS, 2>()) {
     const Control* const control = reinterpret_cast<const Control*>(block.call.regions[block.call.rank]);
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) epochs_[j] = control->epoch[blockIdx.x - own + j];
@@ -45,13 +46,15 @@ class Team {
   }
 
   // All members' parts, of which all threads of a block have the same; `phase` is 0, then 1. False: stopped.
-  __device__ __forceinline__ bool exchange(u32 phase, u32 part) {
+  __device__ __forceinline__ bool exchange(const Block& block, u32 phase, u32 part) {
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) {
       const u64 flag = u64{epochs_[j]} << 32;
-      if (j != own) store_packet(place(blockIdx.x - own + j, epochs_[j], phase, own), Packet{{flag | part, flag}});
+      if (j != own) {
+        store_packet(place(block.call, blockIdx.x - own + j, epochs_[j], phase, own), Packet{{flag | part, flag}});
+      }
     }
     bool stopped = false;
-    for (u32 j = threadIdx.x; j < size && !stopped; j += blockDim.x) stopped = !receive(phase, j, part);
+    for (u32 j = threadIdx.x; j < size && !stopped; j += blockDim.x) stopped = !receive(block, phase, j, part);
     return __syncthreads_or(stopped) == 0;
   }
 
@@ -59,27 +62,26 @@ class Team {
   __device__ __forceinline__ u32 part(u32 member) const { return parts_[member]; }
 
  private:
-  __device__ __forceinline__ bool receive(u32 phase, u32 from, u32 part) {
+  __device__ __forceinline__ bool receive(const Block& block, u32 phase, u32 from, u32 part) {
     if (from == own) {
       parts_[from] = part;
       return true;
     }
     Patience patience;
     while (true) {
-      const Packet packet = load_packet(place(blockIdx.x, block_.epoch(), phase, from));
+      const Packet packet = load_packet(place(block.call, blockIdx.x, block.epoch(), phase, from));
       parts_[from] = static_cast<u32>(packet.halves[0]);
-      if (packet.halves[0] >> 32 == block_.epoch()) return true;
-      if (patience.is_over(block_.call, block_.call.rank, block_.epoch())) return false;
+      if (packet.halves[0] >> 32 == block.epoch()) return true;
+      if (patience.is_over(block.call, block.call.rank, block.epoch())) return false;
     }
   }
 
-  __device__ __forceinline__ u64 place(u32 b, u32 epoch, u32 phase, u32 from) const {
-    const u32 rank = block_.call.rank;
-    const u64 part = (u64{epoch % SLOTS} * MAX_BLOCKS + b) * MAX_RANKS + rank;
-    return block_.call.regions[rank] + PACKETS_OFFSET + (part * PART_PACKETS + phase * MAX_BLOCKS + from) * PACKET_BYTES;
+  __device__ __forceinline__ u64 place(const Call& call, u32 b, u32 epoch, u32 phase, u32 from) const {
+    const u64 part = (u64{epoch % SLOTS} * MAX_BLOCKS + b) * MAX_RANKS + call.rank;
+    const u64 packet = part * PART_PACKETS + phase * MAX_BLOCKS + from;
+    return call.regions[call.rank] + PACKETS_OFFSET + packet * PACKET_BYTES;
   }
 
-  const Block& block_;
   u32 *const epochs_, *const parts_;
 };
 
@@ -114,10 +116,10 @@ __device__ __forceinline__ u32 over_block(u32 value) {
 
 // Over the row. False: stopped.
 template <class Operation, u32 PHASE>
-__device__ __forceinline__ bool over_row(Team& team, u32& value) {
+__device__ __forceinline__ bool over_row(const Block& block, Team& team, u32& value) {
   value = over_block<Operation, 3 + PHASE>(value);
   if (team.size == 1) return true;
-  if (!team.exchange(PHASE, value)) return false;
+  if (!team.exchange(block, PHASE, value)) return false;
   value = team.part(0);
   for (u32 j = 1; j < team.size; ++j) value = Operation::of(value, team.part(j));
   return true;
@@ -181,7 +183,7 @@ class NormPiece {
     u32 squares = 0;
     bool stopped = false;
     for (u32 i = threadIdx.x; i < count_ && !stopped; i += blockDim.x) stopped = !add(row, input, i, squares);
-    if (__syncthreads_or(stopped) || !over_row<Sum, 0>(team_, squares)) return false;
+    if (__syncthreads_or(stopped) || !over_row<Sum, 0>(block_, team_, squares)) return false;
     const float scale = 1.0f / sqrtf(__uint_as_float(squares) / static_cast<float>(call_.hidden) + call_.eps);
     return finish(row, scale);
   }
@@ -226,7 +228,7 @@ class NormPiece {
       }
     }
     if constexpr (NORM == Norm::TOKEN_FLOAT8) {
-      if (!over_row<Largest, 1>(team_, largest)) return false;
+      if (!over_row<Largest, 1>(block_, team_, largest)) return false;
       float token_scale = __uint_as_float(largest) / FLOAT8_MAX;
       if (token_scale < MIN_TOKEN_SCALE) token_scale = MIN_TOKEN_SCALE;  // not of a NaN
       for (u32 i = threadIdx.x; i < count_; i += blockDim.x) {
