@@ -222,8 +222,8 @@ class NormPiece {
       if constexpr (NORM == Norm::TOKEN_FLOAT8) {
         ys_[i] = rounded;
 #pragma unroll
-        for (u32 k = 0; k < Values::LENGTH; ++k) {
-          if (is_in_row(i, k)) largest = Largest::of(largest, __float_as_uint(normed.at[k]) & 0x7fffffff);
+        for (u32 k = 0; k < Values::LENGTH; ++k) {  // past the end of a row: 0, or NaN where all of it is
+          largest = Largest::of(largest, __float_as_uint(normed.at[k]) & 0x7fffffff);
         }
       }
     }
@@ -249,11 +249,6 @@ class NormPiece {
 
   // The byte in a row at which the i-th pair of this piece begins.
   __device__ __forceinline__ u64 at(u32 i) const { return u64{begin_ + i} * PAIR_BYTES; }
-
-  // An infinite scale makes NaNs of the zeros past the end of a row.
-  __device__ __forceinline__ bool is_in_row(u32 i, u32 k) const {
-    return (begin_ + i) * Values::LENGTH + k < call_.hidden;
-  }
 
   const Call& call_;
   const Ranks<SIZE> ranks_;
