@@ -71,7 +71,10 @@ class WithLibrary(Distribution):
 
 setup(
     packages=["parallel_state", "parallel_state.plan", "device_communicators"],
-    package_data={"parallel_state": ["py.typed", "getters.pyi"], "device_communicators": ["py.typed", "csrc/*"]},
+    package_data={
+        "parallel_state": ["py.typed", "getters.pyi"],
+        "device_communicators": ["py.typed", "*.json", "csrc/*", "csrc/cuda/*"],
+    },
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

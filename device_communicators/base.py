@@ -128,6 +128,14 @@ class Communicator(ABC):
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
+    def admit(self) -> str | None:
+        """Why the group can't have this communicator after all, or None; every rank calls it, and all get the same.
+
+        Called once, when the group's route is built: what the ranks have to make together and may fail to is made here.
+        One that gives a reason has made nothing that it keeps.
+        """
+        return None
+
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
         """Why this communicator doesn't carry `request`, or None if it does.

@@ -2,7 +2,8 @@
 
 A communicator is added with its file and one row here. A row is taken into a group's route when neither its `unfit`
 nor its `probe` finds anything against it. What `unfit` looks at is equal on every rank. What `probe` looks at is not (a
-library that loads, a link that works), so its answer is put to a vote: a route that differs between ranks hangs.
+library that loads, a link that works), so its answer is put to a vote: a route that differs between ranks hangs. What
+is left may still be turned down by the communicator itself (`admit`), on all ranks alike.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from importlib import import_module
 
 import torch
 
-from device_communicators import nccl_library, settings
+from device_communicators import cuda_build, nccl_library, settings
 from device_communicators.base import Communicator, GroupContext
+from device_communicators.cuda_call import MAX_RANKS, KernelError
 from device_communicators.paths import OP, Paths
 from device_communicators.routing import Route
 
@@ -76,8 +78,33 @@ def _no_nccl(context: GroupContext) -> str | None:
     return None
 
 
+def _no_peers(context: GroupContext) -> str | None:
+    if context.device.type != "cuda":
+        return f"its device is the {context.device.type.upper()}"
+    if context.size > MAX_RANKS:
+        return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
+    return _no_shared_memory(context)
+
+
+def _no_peer_memory(context: GroupContext) -> str | None:
+    if not settings.PEER_MEMORY.get():
+        return f"{settings.PEER_MEMORY.name} is off"
+    try:
+        cuda_build.nvrtc_version()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def _no_symmetric_memory(context: GroupContext) -> str | None:
+    if settings.SYMMETRIC_MEMORY_BYTES.get() == 0:
+        return f"{settings.SYMMETRIC_MEMORY_BYTES.name} is 0"
+    return None
+
+
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
+_PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
 CATALOG: tuple[Row, ...] = (
     Row(
@@ -91,6 +118,14 @@ CATALOG: tuple[Row, ...] = (
     Row(
         "hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator",
         unfit=_no_hosts_of_several,
+    ),
+    Row(
+        "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
+        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+    ),
+    Row(
+        "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
+        _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
     ),
     Row("nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM, unfit=_no_nccl_group, probe=_no_nccl),
     Row(
@@ -112,9 +147,16 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     rows = [row for row in rows if row.simulated == context.simulated]
     reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
     reasons = _vote(context, rows, reasons)
-    taken = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+    communicators, paths = [], {}
+    for i, row in enumerate(rows):
+        if reasons[i] is None:
+            made = row.load()(context)
+            reasons[i] = made.admit()
+            if reasons[i] is None:
+                communicators.append(made)
+                paths[row.name] = row.paths
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
-    return Route(context, [row.load()(context) for row in taken], refusals, {row.name: row.paths for row in taken})
+    return Route(context, communicators, refusals, paths)
 
 
 def _turned_off(context: GroupContext, row: Row) -> str | None:

@@ -87,6 +87,12 @@ class CudaStreams:
         """The current stream, as CUDA's handle."""
         return self._raw(self._index)
 
+    def wait_for(self, stream: int, earlier: int) -> None:
+        """What comes on `stream` waits for what is on `earlier` so far; both as CUDA's handles."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.ExternalStream(earlier, self._device))
+        torch.cuda.ExternalStream(stream, self._device).wait_event(event)
+
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
         return torch.cuda.is_current_stream_capturing()
@@ -101,6 +107,10 @@ class CudaStreams:
         """Within it the device is the current one."""
         return torch.cuda.device(self._index)
 
+    def is_here(self) -> bool:
+        """Whether the device is the current one of this thread."""
+        return torch._C._cuda_getDevice() == self._index
+
     def allow_queries(self) -> bool:
         """Lets the calling thread query events while another one captures a graph; False where that can't be had.
 
@@ -113,6 +123,27 @@ class CudaStreams:
             return False
         function.restype, function.argtypes = ctypes.c_int, (ctypes.POINTER(ctypes.c_int),)
         return function(ctypes.byref(ctypes.c_int(_RELAXED))) == 0
+
+
+class StreamOrder:
+    """Has calls go one after the other on the device, whatever streams they are made on: those that share a buffer.
+
+    Within a capture they are ordered by whoever captures, by one stream or by events: nothing is added to a graph.
+    """
+
+    def __init__(self, streams: CudaStreams) -> None:
+        self._streams = streams
+        self.last: int | None = None
+        """The stream of the last call outside of captures."""
+
+    def next(self) -> int:
+        """The current stream, which from now on waits for the last call's."""
+        stream = self._streams.current()
+        if stream != self.last and not self._streams.is_capturing():
+            if self.last is not None:
+                self._streams.wait_for(stream, self.last)
+            self.last = stream
+        return stream
 
 
 def enter(device: torch.device) -> None:

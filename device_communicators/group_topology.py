@@ -93,8 +93,8 @@ def agree_on_topology(
     once per pair, driver and boot (see `peer_probe`). Raises CommunicationError where the exchange fails.
     """
     me = _tell_device(topology, uuid)
-    devices = _exchange(context, me, "topology")
-    views = _exchange(context, _tell_views(context.rank, devices, topology, probe, probe_peers), "topology")
+    devices = exchange_facts(context, me, "topology")
+    views = exchange_facts(context, _tell_views(context.rank, devices, topology, probe, probe_peers), "topology")
     return combine(devices, views, probe)
 
 
@@ -241,8 +241,11 @@ def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Told], probed: bool)
     return Vote(True, "the driver reports it" + (", and it came back right when tried" if probed else "; not tried"))
 
 
-def _exchange(context: GroupContext, mine: Told, operation: str) -> list[dict[str, Any]]:
-    """Every rank's facts, in rank order: first how long they are, then they themselves."""
+def exchange_facts(context: GroupContext, mine: Told, operation: str) -> list[dict[str, Any]]:
+    """Every rank's facts, as JSON has them, in rank order; every rank of the group calls it.
+
+    Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
+    """
     text = json.dumps(mine).encode()
     if context.size == 1:
         return [json.loads(text)]
@@ -260,8 +263,8 @@ def _gather(context: GroupContext, mine: torch.Tensor, operation: str) -> torch.
         if isinstance(error, CommunicationError):
             raise
         raise CommunicationError(
-            f"the ranks of {context} could not tell each other their GPUs: {str(error).splitlines()[0]}. Look for the "
-            "first rank that failed",
+            f"the ranks of {context} could not tell each other their facts ({operation}): "
+            f"{str(error).splitlines()[0]}. Look for the first rank that failed",
             group=context.name,
             operation=operation,
             rank=context.rank,

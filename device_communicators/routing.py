@@ -37,6 +37,7 @@ from device_communicators.started import Handle
 from device_communicators.waiting import TransferError, all_died, attributed
 
 _RECENT = 8
+_MOST_CHOSEN = 4096
 
 _Kind = tuple[str, torch.dtype | None, str, str | None]
 """A request without its size."""
@@ -71,7 +72,8 @@ class Route:
         """Name of each communicator that it has -> its row of the table of paths."""
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
-        self._chosen: dict[_Kind, Communicator] = {}
+        self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
+        self._picks_by_size = False
         self._communicators: tuple[Communicator, ...] = ()
         self._serves_ops = False
         self.communicators = communicators
@@ -95,6 +97,7 @@ class Route:
         self.serve_ops(False)
         self._communicators = tuple(communicators)
         self._chosen = {}
+        self._picks_by_size = any(each.picks_by_size for each in self._communicators)
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
@@ -179,11 +182,13 @@ class Route:
             kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
         if self._on_cuda and kind[2] == "cpu":
             check_recordable(self.context, Request(*kind[:3], numel, kind[3]))
-        communicator = self._chosen.get(kind)
+        key = (kind, numel) if self._picks_by_size else kind
+        communicator = self._chosen.get(key)
         if communicator is None:
             communicator = self.pick(Request(*kind[:3], numel, kind[3]))
-            if not any(each.picks_by_size for each in self.communicators):
-                self._chosen[kind] = communicator
+            if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
+                self._chosen.clear()
+            self._chosen[key] = communicator
         record = self.note(operation, tensor)
         if record.site and operation not in PAIRS and part_of is None:
             check_alike(self.context, self.sequence, operation, tensor, args, record.site)

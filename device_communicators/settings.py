@@ -142,6 +142,26 @@ NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
     "The NCCL to use, 2.27 or newer; else the one that torch uses.",
 )  # fmt: skip
+PEER_MEMORY: Setting[bool] = Setting(
+    "PARALLEL_STATE_PEER_MEMORY", False, _on_off, "on or off",
+    "Whether small CUDA tensors within a host go over kernels of our own in memory that all ranks map; off, until that "
+    "has run on a GPU.",
+)  # fmt: skip
+PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
+    "PARALLEL_STATE_PEER_MEMORY_ALGORITHM", "auto", _one_of("auto", "push", "pull", "two_shot"),
+    "auto, push, pull or two_shot",
+    "Which kernel all-reduces in peer memory: by size (auto), or this one for every size, so that an element's sum "
+    "doesn't depend on the size of the tensor that it is in.",
+)  # fmt: skip
+PEER_MEMORY_TABLE: Setting[str | None] = Setting(
+    "PARALLEL_STATE_PEER_MEMORY_TABLE", None, _word, "the path of a table of thresholds",
+    "Up to which size which kernel is used, as benchmarks/tune.py writes it; else the package's table.",
+)  # fmt: skip
+SYMMETRIC_MEMORY_BYTES: Setting[int] = Setting(
+    "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES", 0, _bytes, "a number of bytes",
+    "How much memory of its GPU a rank gives to torch's all-reduces in symmetric memory (multicast, two-shot), which "
+    "then take tensors up to this size; 0: they are not used, until that has run on GPUs.",
+)  # fmt: skip
 BUILD: Setting[str] = Setting(
     "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
     "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
@@ -174,7 +194,8 @@ LOG_LEVEL: Setting[str] = Setting(
 
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
-    SHARED_MEMORY, NCCL, NCCL_LIBRARY, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
+    SHARED_MEMORY, NCCL, NCCL_LIBRARY, PEER_MEMORY, PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE,
+    SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -66,6 +66,9 @@ class Streams:
     def guard(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def is_here(self) -> bool:
+        return True
+
     def allow_queries(self) -> bool:
         return True
 

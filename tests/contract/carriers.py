@@ -36,7 +36,7 @@ T = TypeVar("T")
 PARTIAL = frozenset(["shared_memory", "hierarchical"])
 """Rows that carry some of what is defined: in their groups the last row of the catalog stands behind them."""
 
-NEEDS_A_DEVICE: frozenset[str] = frozenset(["nccl", "device_group"])
+NEEDS_A_DEVICE: frozenset[str] = frozenset(["peer_memory", "symmetric_memory", "nccl", "device_group"])
 """Rows that no group of CPU processes has."""
 
 

@@ -49,7 +49,7 @@ def agree(
 
         context = GroupContext("tp:0", tuple(range(size)), rank, torch.device("cpu"), 60.0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group_topology, "_exchange", exchange)
+            patch.setattr(group_topology, "exchange_facts", exchange)
             found.append(agree_on_topology(context, *place, probe_peers=prober, **options))
     return found
 

@@ -1,0 +1,69 @@
+"""Whether a group can use the kernels in peer memory: agreed by all its ranks, with the reason where it can't.
+
+Up to which size they are preferred is `peer_thresholds`' business, what the ranks then make together `peer_group`'s.
+Ranks that share a GPU are admitted: slow, but right, as their kernels wait for each other in turns of the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from device_communicators import settings
+from device_communicators.base import GroupContext
+from device_communicators.group_topology import GroupTopology
+from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_memory import NotSharedError, together
+from device_communicators.peer_thresholds import Thresholds, load
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What all ranks agreed on."""
+
+    thresholds: Thresholds
+    pinned: str | None
+    """The algorithm for every size; None: by size."""
+    topology: GroupTopology
+
+
+def agree(context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> Admission:
+    """Every rank of the group calls it. `thresholds`: to be taken instead of the table's, for who measures them.
+
+    Raises NotSharedError with the same reason on all ranks; CommunicationError where they can't tell each other.
+    """
+    told = together(context, "peer memory", lambda: _facts(device))
+    for rank, each in enumerate(told):
+        for name, value in each.items():
+            if value != told[0][name]:
+                raise NotSharedError(f"{name} is {told[0][name]} on rank 0, but {value} on rank {rank}")
+    thresholds = thresholds or load().find(told[0]["GPU architecture"], context.size)
+    if thresholds is None:
+        raise NotSharedError(
+            f"no thresholds are known for {context.size} ranks on GPUs of architecture {told[0]['GPU architecture']}: "
+            f"benchmarks/tune.py measures them for {settings.PEER_MEMORY_TABLE.name}"
+        )
+    topology = device.topology(context)
+    problem = _problem(topology, context.size)
+    if problem is not None:
+        raise NotSharedError(problem)
+    algorithm = told[0][settings.PEER_MEMORY_ALGORITHM.name]
+    return Admission(thresholds, None if algorithm == "auto" else algorithm, topology)
+
+
+def _facts(device: PeerDevice) -> dict[str, Any]:
+    """What has to be the same on every rank, by the name under which a difference is reported."""
+    return {
+        "GPU architecture": device.arch(),
+        settings.PEER_MEMORY_ALGORITHM.name: settings.PEER_MEMORY_ALGORITHM.get(),
+        "the table of thresholds": load().digest,
+    }
+
+
+def _problem(topology: GroupTopology, size: int) -> str | None:
+    if not topology.peer_access:
+        return f"no peer access: {topology.peer_access.reason}"
+    # Over PCIe each rank's traffic to all others goes through one link, in which these kernels gain nothing.
+    if size > 2 and not topology.nvlink_full_mesh:
+        return f"NVLink doesn't connect all GPUs, which more than 2 ranks need: {topology.nvlink_full_mesh.reason}"
+    return None

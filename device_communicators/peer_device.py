@@ -1,0 +1,59 @@
+"""One GPU as the peer-memory communicator needs it: its one seam to CUDA, beside the kernels.
+
+Tests without a GPU put a stand-in with the same methods in its place. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from device_communicators.base import GroupContext
+from device_communicators.cuda_call import Launcher
+from device_communicators.cuda_kernels import PeerKernels
+from device_communicators.cuda_streams import CudaStreams
+from device_communicators.group_topology import GroupTopology, agree_on_topology, uuid_of
+from device_communicators.peer_memory import IpcWay, SymmetricWay, Way
+from device_communicators.topology_reading import read_topology
+
+
+class HostWords:
+    """64-bit words in pinned memory, which the GPU reads and writes at the same address as the host."""
+
+    def __init__(self, count: int, *, pinned: bool = True) -> None:
+        self._memory = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
+        self.address = self._memory.data_ptr()
+        self._words = (ctypes.c_uint64 * count).from_address(self.address)
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+
+class PeerDevice:
+    """A CUDA device."""
+
+    ways: Sequence[Way] = (SymmetricWay(), IpcWay())
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.streams = CudaStreams(device)
+
+    def arch(self) -> str:
+        """The compute capability, as `9.0`."""
+        return "{}.{}".format(*torch.cuda.get_device_capability(self._device))
+
+    def topology(self, context: GroupContext) -> GroupTopology:
+        """What the ranks know together; every rank of the group calls it."""
+        return agree_on_topology(context, read_topology(), uuid_of(self._device))
+
+    def words(self, count: int) -> HostWords:
+        return HostWords(count)
+
+    def kernels(self) -> Launcher:
+        """Compiled for this device and loaded. Raises KernelError."""
+        return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)

@@ -1,0 +1,328 @@
+"""Kernels in peer memory, by 2, 4 and 8 processes on however many GPUs there are. Not run on a GPU yet.
+
+Processes that share a GPU take turns on it: slow, but right, so sizes and numbers of calls are small there. torch lets
+them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; kernels are loaded at start (CUDA_MODULE_LOADING=EAGER), as
+loading one waits for those that run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from device_communicators import Row, build_route, cuda_build, register_route
+from device_communicators.cuda_call import KernelError
+from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
+from device_communicators.peer_communicator import PeerMemoryCommunicator
+from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_memory import IpcWay, SymmetricWay
+from device_communicators.peer_thresholds import ALGORITHMS
+from tests.contract.carriers import twin_of
+from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
+from tests.gpu.conftest import GpuRanks
+
+Gpus = Callable[[int], GpuRanks]
+WORLDS = (2, 4, 8)
+COUNTS = (1, 7, 64, 1000, 4096, 33_333)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMS = (Form((33, 8), "transposed"), Form((33, 8), "strided"), Form((33, 8), "offset"))
+SETTINGS = {
+    "PARALLEL_STATE_PEER_MEMORY": "on",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "CUDA_MODULE_LOADING": "EAGER",
+}
+
+
+class PeerRanks(GpuRanks):
+    """Ranks whose tp group has kernels in peer memory."""
+
+    def __init__(self, world_size: int, **settings: str) -> None:
+        super().__init__(world_size)
+        self._settings = settings
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {**super()._environment(rank), **SETTINGS, **self._settings}
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[Gpus]:
+    """`peers(4)` is the pool of four ranks."""
+    try:
+        cuda_build.nvrtc_version()
+    except KernelError as error:
+        pytest.skip(str(error))
+    made: dict[int, GpuRanks] = {}
+
+    def pool(world_size: int) -> GpuRanks:
+        if world_size not in made:
+            made[world_size] = PeerRanks(world_size)
+        return made[world_size]
+
+    yield pool
+    for each in made.values():
+        each.kill()
+
+
+def _peers_of(group: ps.GroupCoordinator) -> PeerMemoryCommunicator:
+    found = [each for each in group.route.communicators if isinstance(each, PeerMemoryCommunicator)]
+    assert found, group.explain()
+    return found[0]
+
+
+def _all_reduce_body() -> list[bytes]:
+    """Every kernel, dtype and odd size equals the CPU's sum; the bits of real numbers, to be compared among ranks."""
+    group = ps.get_tp_group()
+    peers, rank, size = _peers_of(group), group.rank_in_group, group.world_size
+    found: list[bytes] = []
+    for algorithm in ALGORITHMS:
+        for dtype in DTYPES:
+            for form in (*(Form((count,)) for count in COUNTS), *FORMS):
+                what = f"{algorithm} of {form} {dtype}"
+                xs = [small_numbers(form, dtype, each) for each in range(size)]
+                x = xs[rank].contiguous().cuda()
+                out = torch.empty_like(x)
+                peers.group.all_reduce(out, x, algorithm)
+                assert torch.equal(out.cpu(), reduced(xs, "sum")), what
+                peers.group.all_reduce(x, x, algorithm)
+                assert torch.equal(x.cpu(), reduced(xs, "sum")), f"{what}, in place"
+            real = real_numbers(Form((1337,)), dtype, rank).cuda()
+            out = torch.empty_like(real)
+            peers.group.all_reduce(out, real, algorithm)
+            found.append(bytes(bytes_of(out.cpu()).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits(peers: Gpus, world: int) -> None:
+    answers = peers(world).run(_all_reduce_body, tp=world, timeout_s=600)
+    assert all(each == answers[0] for each in answers)
+    of_algorithm = [answers[0][at : at + len(DTYPES)] for at in range(0, len(answers[0]), len(DTYPES))]
+    assert all(each == of_algorithm[0] for each in of_algorithm)
+
+
+def _others_body() -> int:
+    group = ps.get_tp_group()
+    rank, size = group.rank_in_group, group.world_size
+    before = _traffic(group)
+    for form in (Form((8 * size, 3)), Form((8 * size, 8), "transposed"), Form((8 * size, 5), "offset")):
+        for dtype in DTYPES:
+            xs = [small_numbers(form, dtype, each) for each in range(size)]
+            x = xs[rank].cuda()
+            for dim in (0, 1):
+                assert torch.equal(group.all_gather(x, dim).cpu(), joined(xs, dim))
+            assert torch.equal(group.reduce_scatter(x, 0).cpu(), sliced(reduced(xs, "sum"), 0, size, rank))
+            assert torch.equal(group.all_reduce(x).cpu(), reduced(xs, "sum"))
+            assert torch.equal(group.all_reduce(x, "max").cpu(), reduced(xs, "max"))  # NCCL's
+    return _traffic(group) - before
+
+
+def _traffic(group: ps.GroupCoordinator) -> int:
+    return sum(each.calls for each in group.route.traffic().values())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_groups_collectives(peers: Gpus, world: int) -> None:
+    assert min(peers(world).run(_others_body, tp=world, timeout_s=600)) > 0
+
+
+def _ways_body(way: str) -> str:
+    """Each way of sharing memory by itself."""
+    group = twin_of(ps.get_tp_group())
+    device = PeerDevice(group.device)
+    device.ways = (SymmetricWay(),) if way == "symmetric" else (IpcWay(),)
+
+    class Here(Row):
+        def load(self) -> Any:
+            return lambda context: PeerMemoryCommunicator(context, device)
+
+    group.route = build_route(group.context, (Here("peer_memory", "", ""),))
+    register_route(group.route)
+    text = group.explain()
+    if group.route.communicators:
+        for number in range(20):
+            x = torch.full((1000,), float(number), device="cuda")
+            assert bool((group.all_reduce(x) == number * group.world_size).all())
+    group.route.close()
+    torch.cuda.synchronize()
+    return text
+
+
+@pytest.mark.parametrize("way", ["symmetric", "ipc"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_both_ways_of_sharing_memory(peers: Gpus, world: int, way: str) -> None:
+    for text in peers(world).run(_ways_body, way, tp=world, timeout_s=300):
+        assert ("by torch symmetric memory" if way == "symmetric" else "by CUDA IPC") in text
+
+
+def _graph_body(replays: int) -> None:
+    """Our kernels and NCCL's in one graph, replayed with fresh inputs, each rank with delays of its own."""
+    group = ps.get_tp_group()
+    rank, size = group.rank_in_group, group.world_size
+    x = torch.zeros(1000, device="cuda", dtype=torch.bfloat16)
+    with ps.graph_capture() as capture:
+        group.all_reduce(x), group.all_reduce(x, "max")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=capture.stream):
+            total = group.all_reduce(x)
+            most = group.all_reduce(x, "max")
+            rows = group.all_gather(x[:8], 0)
+            again = group.all_reduce(total * 2)
+    own = random.Random(rank)
+    for number in range(replays):
+        x.fill_(number % 17 + rank)
+        if own.random() < 0.05:
+            time.sleep(own.random() * 0.002)
+        graph.replay()
+        if number % 50 == 0 or number == replays - 1:
+            expected = sum(number % 17 + each for each in range(size))
+            assert total.unique().tolist() == [expected]
+            assert most.unique().tolist() == [number % 17 + size - 1]
+            assert rows.view(size, 8)[:, 0].tolist() == [number % 17 + each for each in range(size)]
+            assert torch.equal(again, (total * 2 * size))
+    group.all_reduce(x)
+    torch.cuda.synchronize()
+    del graph
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_graph_of_ours_and_nccls_is_replayed_a_thousand_times(peers: Gpus, world: int) -> None:
+    replays = 1000 if torch.cuda.device_count() >= world else 100
+    peers(world).run(_graph_body, replays, tp=world, timeout_s=900)
+
+
+def _compiled_body() -> None:
+    group = ps.get_tp_group()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return group.all_reduce(x * 2) + 1
+
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.full((64, 8), group.rank_in_group + 1.0, device="cuda")
+    assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_compiled(peers: Gpus, world: int) -> None:
+    peers(world).run(_compiled_body, tp=world, timeout_s=600)
+
+
+def _random_body(calls: int) -> int:
+    """Sizes, dtypes and operations at random, on two streams, with delays."""
+    group = ps.get_tp_group()
+    rank, size = group.rank_in_group, group.world_size
+    alike, own = random.Random(3), random.Random(rank)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    wrong = 0
+    for number in range(calls):
+        count, dtype, stream = alike.choice(COUNTS), alike.choice(DTYPES), alike.choice(streams)
+        if own.random() < 0.02:
+            time.sleep(own.random() * 0.002)
+        with torch.cuda.stream(stream):
+            x = (torch.arange(count, device="cuda") % 5 + number % 7 + rank).to(dtype)
+            expected = (torch.arange(count, device="cuda") % 5 + number % 7) * size + sum(range(size))
+            wrong += int(not torch.equal(group.all_reduce(x), expected.to(dtype)))
+    return wrong
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_thousand_calls_on_two_streams(peers: Gpus, world: int) -> None:
+    calls = 1000 if torch.cuda.device_count() >= world else 100
+    assert peers(world).run(_random_body, calls, tp=world, timeout_s=900) == [0] * world
+
+
+def _dying_body() -> tuple[str, tuple[int, ...], float]:
+    ps.init_distributed_environment(backend="nccl")
+    ps.initialize_model_parallel(4)
+    group = ps.get_tp_group()
+    x = torch.ones(64, device="cuda")
+    group.all_reduce(x)
+    torch.cuda.synchronize()
+    group.barrier()
+    if group.rank_in_group == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + 30:
+            group.all_reduce(x)
+            torch.cuda.synchronize()
+    except PeerDiedError as error:
+        torch.cuda.synchronize()  # the device goes on: the kernels ended without a trap
+        return type(error).__name__, error.suspect_ranks, time.monotonic() - started
+    return "nothing", (), time.monotonic() - started
+
+
+def test_a_rank_that_ends_is_named_and_frees_those_that_wait() -> None:
+    pool = PeerRanks(4)
+    try:
+        answers = pool.survivors(_dying_body, timeout_s=180)
+    finally:
+        pool.kill()
+    assert sorted(answers) == [0, 1, 2]
+    for name, suspects, elapsed_s in answers.values():
+        assert (name, suspects) == ("PeerDiedError", (3,))
+        assert elapsed_s < 10
+
+
+def _late_body() -> tuple[str, tuple[int, ...], float]:
+    """The kernel's deadline ends this process' CUDA, so nothing comes behind it."""
+    ps.init_distributed_environment(backend="nccl")
+    ps.initialize_model_parallel(2)
+    group = twin_of(ps.get_tp_group())
+    group.context = dataclasses.replace(group.context, timeout_s=3.0)
+    peers = PeerMemoryCommunicator(group.context)
+    assert peers.admit() is None
+    started = time.monotonic()
+    if group.rank_in_group == 1:
+        time.sleep(6)
+        return "nothing", (), 0.0
+    try:
+        while time.monotonic() < started + 30:
+            peers.all_reduce(torch.ones(8, device="cuda"), "sum")
+            torch.cuda.synchronize()
+    except CollectiveTimeoutError as error:
+        return type(error).__name__, error.suspect_ranks, time.monotonic() - started
+    except RuntimeError:  # by the trap, in a call of torch's; the group's next call tells more
+        try:
+            peers.group.check_usable()
+        except CollectiveTimeoutError as error:
+            return type(error).__name__, error.suspect_ranks, time.monotonic() - started
+    return "nothing", (), time.monotonic() - started
+
+
+def test_a_late_rank_is_named_at_the_deadline() -> None:
+    pool = PeerRanks(2)
+    try:
+        answers = pool.survivors(_late_body, timeout_s=180)
+    finally:
+        pool.kill()
+    assert answers[0][:2] == ("CollectiveTimeoutError", (1,))
+    assert 3.0 <= answers[0][2] < 6.0
+
+
+def _again_body() -> list[int]:
+    """The memory that is used on the device behind each round of making and destroying groups."""
+    used = []
+    for _ in range(10):
+        ps.init_distributed_environment(backend="nccl")
+        ps.initialize_model_parallel(2)
+        assert ps.get_tp_group().all_reduce(torch.ones(1, device="cuda")).item() == 2
+        ps.destroy_distributed_environment()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    return used
+
+
+def test_destroyed_and_made_again_the_memory_stays_flat(peers: Gpus) -> None:
+    for used in peers(2).run(_again_body, timeout_s=300):
+        assert max(used[5:]) <= used[4] + (64 << 20), used

@@ -1,0 +1,142 @@
+"""Peer memory without a GPU: regions in files that the ranks of a group map, and streams that are numbers.
+
+The communicator and the kernels are the real ones; the kernels are compiled for the CPU by `cuda_on_cpu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from device_communicators import GroupContext
+from device_communicators.cuda_call import Launcher
+from device_communicators.group_topology import GroupTopology, RankGpu, Vote
+from device_communicators.peer_communicator import PeerMemoryCommunicator
+from device_communicators.peer_device import HostWords, PeerDevice
+from tests import nccl_stand_in
+from tests.cuda_on_cpu import CpuKernels
+
+FOLDER, LIBRARY, ARCH = "STAND_IN_PEERS_DIR", "STAND_IN_PEERS_KERNELS", "STAND_IN_PEERS_ARCH"
+
+
+class FileWay:
+    """Memory of files in a folder; `fails` names a step that fails on this rank."""
+
+    def __init__(self, name: str = "files", fails: str | None = None) -> None:
+        self.name = name
+        self.fails = fails
+        self.closed = 0
+
+    def allocate(self, context: GroupContext, size_bytes: int) -> _Files:
+        if self.fails == "allocate":
+            raise RuntimeError("out of memory, says the stand-in\nand more of it")
+        return _Files(self, context, size_bytes)
+
+
+class _Files:
+    def __init__(self, way: FileWay, context: GroupContext, size_bytes: int) -> None:
+        self._way = way
+        self._rank = context.rank
+        self._size_bytes = size_bytes
+        self._path = Path(os.environ[FOLDER]) / f"region-{os.getpid()}-{id(self):x}"
+        self._path.write_bytes(b"")
+        os.truncate(self._path, size_bytes)
+        self._maps: list[mmap.mmap] = []
+
+    def offer(self) -> Any:
+        if self._way.fails == "offer":
+            raise OSError("can't be offered")
+        return str(self._path)
+
+    def map(self, offers: Sequence[Any]) -> Sequence[int]:
+        if self._way.fails == "map":
+            raise RuntimeError("can't be mapped")
+        addresses = []
+        for offer in offers:
+            with open(offer, "r+b") as file:
+                self._maps.append(mmap.mmap(file.fileno(), self._size_bytes))
+            addresses.append(ctypes.addressof(ctypes.c_char.from_buffer(self._maps[-1])))
+        return addresses
+
+    def close(self) -> None:
+        self._way.closed += 1
+        self._path.unlink(missing_ok=True)
+        self._maps.clear()  # unmapped with the last view
+
+
+class Streams(nccl_stand_in.Streams):
+    """As CudaStreams, where nothing runs later. `current` may be set; `waits` holds what waited for what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = nccl_stand_in.CURRENT
+        self.waits: list[tuple[int, int]] = []
+
+    def current(self) -> int:
+        return self.stream
+
+    def wait_for(self, stream: int, earlier: int) -> None:
+        self.waits.append((stream, earlier))
+
+
+class Kernels(CpuKernels):
+    """The kernels, and a list of what was launched."""
+
+    def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
+        super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
+        self.launched: list[str] = []
+        self._zeros = torch.zeros(1 << 16) if deaf else None
+
+    def launch(self, name: str, blocks: int, threads: int, call: Any, stream: int = 0) -> None:
+        self.launched.append(name)
+        if self._zeros is not None:
+            call.input = self._zeros.data_ptr()
+        super().launch(name, blocks, threads, call, stream)
+
+
+class Device(PeerDevice):
+    """A rank's device: the CPU. Its attributes may be set before the communicator is made."""
+
+    def __init__(self) -> None:
+        self.streams: Any = Streams()
+        self.ways = (FileWay(),)
+        self.problem: str | None = None
+        """Why its kernels can't be loaded."""
+        self.deaf = False
+        """Whether they see zeros instead of their input."""
+        self.max_blocks = 2
+        """How many blocks it holds at once."""
+        self.connected = Vote(True, "says the stand-in")
+        self.mesh = Vote(True, "says the stand-in")
+        self.made: Kernels | None = None
+
+    def arch(self) -> str:
+        return os.environ.get(ARCH, "9.0")
+
+    def topology(self, context: GroupContext) -> GroupTopology:
+        gpu = RankGpu(None, None, None, None, None, None)
+        gpus, no = (gpu,) * context.size, Vote(False, "says the stand-in")
+        return GroupTopology(gpus, (), ((None,) * context.size,) * context.size, self.mesh, no, self.connected)
+
+    def words(self, count: int) -> HostWords:
+        return HostWords(count, pinned=False)
+
+    def kernels(self) -> Launcher:
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
+        self.made = Kernels(self.deaf, self.max_blocks)
+        return self.made
+
+
+class StandInPeerMemory(PeerMemoryCommunicator):
+    """The communicator of a group of CPU processes."""
+
+    def __init__(self, context: GroupContext, device: Device | None = None, thresholds: Any = None) -> None:
+        self.device = device or Device()
+        super().__init__(context, self.device, thresholds)
