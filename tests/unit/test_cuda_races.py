@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
     if built.returncode != 0 and "tsan" in built.stderr:
         pytest.skip("the compiler has no ThreadSanitizer")
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S)
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # the first one is enough
+    done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
     return done.returncode, done.stdout + done.stderr
