@@ -11,9 +11,9 @@ Ranks are ranks in the group. Public operations return contiguous tensors that s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from device_communicators.errors import format_ranks
 from device_communicators.health import Watcher
 from device_communicators.host_memory import HostMemory
+from device_communicators.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.recorder import Operation
 from device_communicators.work import DONE, Then, Work
 
@@ -80,6 +81,10 @@ class GroupContext:
     """True where all ranks but this one are imagined."""
     custom_all_reduce: bool = True
     """Whether communicators with kernels of our own may be used."""
+    high_priority_stream: bool = False
+    """Whether streams that communicators make go before the others of the device."""
+    nccl_config: Mapping[str, int] = field(default_factory=dict)
+    """Fields of ncclConfig_t that the caller has chosen."""
 
     @property
     def size(self) -> int:
@@ -117,6 +122,8 @@ class Communicator(ABC):
     name: ClassVar[str]
     picks_by_size: ClassVar[bool] = False
     """Whether `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
+    carries_the_device: ClassVar[bool] = False
+    """Whether no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
@@ -127,6 +134,19 @@ class Communicator(ABC):
 
         Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
         """
+
+    def set_up(self, *, divisible: bool = False) -> None:
+        """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
+
+    def divide(self, part: Communicator | None, color: int) -> None:
+        """Makes what `part` would make at its first call, by dividing what this one has, where it can do that.
+
+        Every rank of this group calls it after `set_up(divisible=True)`: the ranks of one part with its number,
+        `color`, and their communicator of the part; who is in none with None.
+        """
+
+    def connect(self, peer: int) -> None:
+        """Makes what the first transfer between this rank and `peer` would make; that rank calls it as well."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -171,8 +191,21 @@ class Communicator(ABC):
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
-        y = self.all_reduce(x, "sum") + residual
-        return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
+        return add_rms_norm(self.all_reduce(x, "sum"), residual, weight, eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`(quantised, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return static_fp8_quant(normed, scale), y
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(quantised, scales, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return (*dynamic_per_token_fp8_quant(normed), y)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.group_topology import uuid_of
 from device_communicators.work import Work
 
 _RELAXED = 2
@@ -37,9 +36,9 @@ class StreamWork:
 class SideStream:
     """A stream beside the current one, for what is started now and waited for later."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: int) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=priority)
 
     def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
         """Has `enqueue(stream)` behind what the current stream does so far. `tensors` may be freed before it has run.
@@ -77,8 +76,9 @@ class Marker:
 class CudaStreams:
     """Those of one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, high_priority: bool = False) -> None:
         self._device = device
+        self._priority = -1 if high_priority else 0
         self._index = torch.cuda.current_device() if device.index is None else device.index
         # What current_stream() is made of, without the Stream object: half a microsecond instead of three.
         self._raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -92,7 +92,7 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def side(self) -> SideStream:
-        return SideStream(self._device)
+        return SideStream(self._device, self._priority)
 
     def marker(self) -> Marker:
         return Marker(self._device)
@@ -100,10 +100,6 @@ class CudaStreams:
     def guard(self) -> contextlib.AbstractContextManager[object]:
         """Within it the device is the current one."""
         return torch.cuda.device(self._index)
-
-    def gpu(self) -> str:
-        """The device's UUID."""
-        return uuid_of(self._device) or ""
 
     def allow_queries(self) -> bool:
         """Lets the calling thread query events while another one captures a graph; False where that can't be had.

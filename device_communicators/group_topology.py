@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from device_communicators.base import GroupContext
-from device_communicators.errors import CommunicationError, format_ranks
+from device_communicators.errors import CommunicationError
 from device_communicators.peer_probe import Pair, Probe, probe_peers
 from device_communicators.topology import Path, Topology
 from device_communicators.waiting import Watched
@@ -96,26 +96,6 @@ def agree_on_topology(
     devices = _exchange(context, me, "topology")
     views = _exchange(context, _tell_views(context.rank, devices, topology, probe, probe_peers), "topology")
     return combine(devices, views, probe)
-
-
-def shared_gpu_warning(topology: GroupTopology, context: GroupContext) -> str | None:
-    """What to tell the user where ranks of the group share a GPU; None where they don't."""
-    if not topology.shared_gpus:
-        return None
-    which = "; ".join(
-        f"global ranks {format_ranks([context.ranks[rank] for rank in ranks])} share "
-        f"{topology.gpus[ranks[0]].gpu_uuid} ({topology.gpus[ranks[0]].name}{_slices(topology, ranks)})"
-        for ranks in topology.shared_gpus
-    )
-    return (
-        f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is told otherwise. "
-        "Give each rank its own, with torch.cuda.set_device(local_rank) or CUDA_VISIBLE_DEVICES, or use fewer ranks"
-    )
-
-
-def _slices(topology: GroupTopology, ranks: Sequence[int]) -> str:
-    divided = any(topology.gpus[rank].uuid != topology.gpus[rank].gpu_uuid for rank in ranks)
-    return ", divided into MIG slices" if divided else ""
 
 
 # What a rank tells.

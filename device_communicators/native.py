@@ -140,9 +140,9 @@ def _have(recipe: Recipe) -> tuple[Path | None, str]:
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
-    target = _cache() / f"{recipe.digest()}.so"
+    target = cache_folder() / f"{recipe.digest()}.so"
     if target.exists():
-        _check_private(target)
+        check_private(target)
         return target, ""
     if settings.BUILD.get() == "never":
         return None, f"it isn't compiled, and {settings.BUILD.name} is never"
@@ -150,8 +150,8 @@ def _have(recipe: Recipe) -> tuple[Path | None, str]:
     if compiler is None:
         return None, "there is no C++ compiler (c++, g++, clang++ or $CXX) to build it with"
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(target)
-    with _locked(target.with_suffix(".lock")):
+    check_private(target)
+    with locked(target.with_suffix(".lock")):
         if not target.exists():
             logger.warning(
                 "compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name
@@ -163,7 +163,7 @@ def _have(recipe: Recipe) -> tuple[Path | None, str]:
     return target, ""
 
 
-def _check_private(target: Path) -> None:
+def check_private(target: Path) -> None:
     """What lies in the cache is loaded as code: nobody else may write there. Raises BuildError."""
     for path in (target.parent, target):
         if path.exists():
@@ -172,13 +172,13 @@ def _check_private(target: Path) -> None:
                 raise BuildError(f"{path} must be this user's, and writable by nobody else; mend that, or remove it")
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -32,13 +32,17 @@ class NcclCommunicator(Communicator):
     """The collectives of a group of GPUs, and its transfers."""
 
     name = "nccl"
+    carries_the_device = True
 
     def __init__(
         self, context: GroupContext, library: NcclLibrary | None = None, streams: CudaStreams | None = None
     ) -> None:
         super().__init__(context)
         self.library = library or load()
-        self._group = NcclGroup(context, self.library, streams or CudaStreams(context.device))
+        self._is_warm = False
+        self._group = NcclGroup(
+            context, self.library, streams or CudaStreams(context.device, context.high_priority_stream)
+        )
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
@@ -50,9 +54,13 @@ class NcclCommunicator(Communicator):
     def __str__(self) -> str:
         return f"{self.library}, {self.context.device.type} tensors on the current stream, {self._group}"
 
-    def set_up(self) -> None:
+    def set_up(self, *, divisible: bool = False) -> None:
         """Makes the group's communicator now and not at the first call; every rank of the group calls it."""
-        self._group.set_up()
+        self._group.set_up(divisible=divisible)
+
+    def divide(self, part: Communicator | None, color: int) -> None:
+        """The parts' communicators are split from this one's, where that was made by `set_up`."""
+        self._group.divide(part._group if isinstance(part, NcclCommunicator) else None, color)
 
     def connect(self, peer: int) -> None:
         """Makes the communicators for transfers with a rank of the group, which calls it as well: before a capture."""
@@ -60,8 +68,23 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        self.set_up()
+        if not self._group.streams.is_capturing():  # else it is too late, which the first call will say
+            self._warm_up()
         yield
+
+    def _warm_up(self) -> None:
+        """Each kind of call once: NCCL connects ranks and allocates at the first one; a capture is no place for it."""
+        if not self._is_warm:
+            x = torch.zeros(self.context.size, device=self.context.device)
+            out = torch.empty_like(x)
+            parts = [1] * self.context.size
+            self.flat_all_reduce_(x, "sum")
+            self.flat_all_gather(out, x[:1])
+            self.flat_reduce_scatter(out[:1], x, "sum")
+            self.flat_broadcast_(x, 0)
+            self.reduce_(x, 0, "sum")
+            self.flat_all_to_all(out, x, parts, parts)
+            self._is_warm = True
 
     def close(self) -> None:
         self._group.close()

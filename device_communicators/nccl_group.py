@@ -22,7 +22,7 @@ from device_communicators.errors import CommunicationError, GroupNotInitializedE
 from device_communicators.nccl_handle import Handle, Patience
 from device_communicators.nccl_library import DTYPES, REDUCE_OPS, SUSPEND_MEMORY, WINDOW_SYMMETRIC, NcclLibrary
 from device_communicators.nccl_links import Link, Links
-from device_communicators.nccl_meeting import expect_sum, gather, shared_gpu_warning, tell
+from device_communicators.nccl_meeting import expect_sum, gather, tell
 from device_communicators.nccl_watch import Watch
 
 logger = logging.getLogger("parallel_state")
@@ -36,6 +36,8 @@ class NcclGroup:
         self.library = library
         self.streams = streams
         self._handle: Handle | None = None
+        self._meeting: Handle | None = None
+        """The non-blocking one that it was split from, where others will be."""
         self._watch: Watch | None = None
         self._links = Links(library, context, streams)
         self._side: Any = None
@@ -49,33 +51,52 @@ class NcclGroup:
 
     # Set-up and end.
 
-    def set_up(self) -> None:
+    def set_up(self, *, divisible: bool = False) -> None:
         """Makes the communicator, if that hasn't been done, and shows by a small all-reduce that it works.
+
+        `divisible`: it will be divided, see `divide`.
 
         Every rank of the group calls it. Raises PeerDiedError, CollectiveTimeoutError, ConfigMismatchError where ranks
         have different versions, CommunicationError; GroupNotInitializedError within a capture, where it can't be.
         """
         with self._making:
             if self._handle is None:
-                self._set_up()
+                self._set_up(divisible)
 
-    def _set_up(self) -> None:
+    def _set_up(self, divisible: bool) -> None:
         context, started = self.context, time.monotonic()
         self._must_not_capture("all ranks of the group make NCCL's communicator together")
-        told = gather(context, tell(self.library, context, self.streams.gpu(), makes_id=context.rank == 0))
-        warning = shared_gpu_warning(context, told)
-        if warning is not None and context.rank == 0:
-            logger.warning("%s", warning)
+        told = gather(context, tell(self.library, context, makes_id=context.rank == 0))
         with self.streams.guard():
             meeting = Handle.meet(self.library, context, told[0].unique_id, context.size, context.rank)
-            self._handle = meeting.split(context, 0, context.rank, size=context.size, rank=context.rank)
-            meeting.close()
-            try:
-                self._prove(started)
-            except BaseException:
-                self._abort()
-                raise
-        logger.info("%s: %s, ready after %.2f s", context, self.library, time.monotonic() - started)
+            handle = meeting.split(context, 0, context.rank, size=context.size, rank=context.rank)
+            if divisible:
+                self._meeting = meeting
+            else:
+                meeting.close()
+            self._take(handle, started)
+
+    def _take(self, handle: Handle, started: float) -> None:
+        self._handle = handle
+        try:
+            self._prove(started)
+        except BaseException:
+            self._abort()
+            raise
+        logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
+
+    def divide(self, part: NcclGroup | None, color: int) -> None:
+        """As Communicator.divide. Parts of a communicator that isn't divisible make their own at their first call."""
+        with self._making, self.streams.guard():
+            if self._meeting is None:
+                return
+            started = time.monotonic()
+            if part is None:
+                self._meeting.stand_aside()
+                return
+            context = part.context
+            handle = self._meeting.split(context, color, context.rank, size=context.size, rank=context.rank)
+            part._take(handle, started)
 
     def _prove(self, started: float) -> None:
         watch = self._watched()
@@ -120,7 +141,8 @@ class NcclGroup:
         return link
 
     def _handles(self) -> list[Handle]:
-        return [*([] if self._handle is None else [self._handle]), *self._links.handles()]
+        own = [handle for handle in (self._handle, self._meeting) if handle is not None]
+        return [*own, *self._links.handles()]
 
     def _abort(self) -> None:
         for handle in self._handles():

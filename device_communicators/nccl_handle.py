@@ -22,6 +22,7 @@ from device_communicators.errors import CollectiveTimeoutError, CommunicationErr
 from device_communicators.nccl_library import (
     IN_PROGRESS,
     INVALID_USAGE,
+    NO_COLOR,
     REMOTE_ERROR,
     SUCCESS,
     TIMEOUT,
@@ -92,7 +93,7 @@ class Handle:
         Raises PeerDiedError, CollectiveTimeoutError or CommunicationError; then nothing of it is left.
         """
         made = cls(library, context, size, rank)
-        config = library.config(blocking=0, commName=context.name.encode())
+        config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
         patience = Patience(context, "ncclCommInitRankConfig")
         made._make(
             patience,
@@ -109,8 +110,17 @@ class Handle:
         It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
         """
         made = Handle(self.library, context, size, rank)
-        config = self.library.config(blocking=int(blocking), splitShare=0, commName=context.name.encode())
-        patience = Patience(context, "ncclCommSplit")
+        name = context.name.encode()
+        config = self.library.config(blocking=int(blocking), splitShare=0, commName=name, **context.nccl_config)
+        self._divide(made, Patience(context, "ncclCommSplit"), color, key, config)
+        return made
+
+    def stand_aside(self) -> None:
+        """As `split`, on a rank that is in no part."""
+        made = Handle(self.library, self.context, 0, 0)
+        self._divide(made, Patience(self.context, "ncclCommSplit"), NO_COLOR, 0, self.library.config())
+
+    def _divide(self, made: Handle, patience: Patience, color: int, key: int, config: ctypes.Structure) -> None:
         with self.lock:
             parent = self._usable()
             try:
@@ -123,7 +133,6 @@ class Handle:
             except BaseException:
                 self.abort()  # which also ends what is left of the split
                 raise
-        return made
 
     def _make(
         self, patience: Patience, begin: Callable[[Any], int], config: ctypes.Structure, parent: int | None = None
@@ -136,6 +145,8 @@ class Handle:
                 raise self.error(patience.operation, result, patience.started)
             if parent is not None:  # a split's state is its parent's until the child is there
                 self._settle(parent, patience)
+                if self.size == 0:  # it stood aside
+                    return
             while place.value is None:
                 patience.step()
             self.comm = place.value

@@ -52,6 +52,8 @@ REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT: NCCL's own default, or what the user's environment says."""
 _MAGIC = 0xCAFEBEEF
+NO_COLOR = -1
+"""NCCL_SPLIT_NOCOLOR: of a rank that is in no part of a split communicator."""
 WINDOW_SYMMETRIC = 1
 SUSPEND_MEMORY = 1
 

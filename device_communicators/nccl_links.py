@@ -75,7 +75,7 @@ class Links:
                 "make together at its first use; call barrier() on every rank once before"
             )
         lower = context.rank < peer
-        mine = tell(self._library, context, self._streams.gpu(), makes_id=lower)
+        mine = tell(self._library, context, makes_id=lower)
         theirs = swap(context, mine, peer, context.tag(_MEETING))
         place = int(not lower)
         with self._streams.guard():

@@ -1,50 +1,44 @@
 """How the ranks of a group come to a communicator of NCCL: what they tell each other first, and how it is proven.
 
-They tell over the group's gloo group: where NCCL meets, which version each has, which GPU each uses.
+They tell over the group's gloo group: where NCCL meets, and which version each has.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from device_communicators.base import GroupContext
-from device_communicators.errors import CommunicationError, ConfigMismatchError, format_ranks
+from device_communicators.errors import CommunicationError, ConfigMismatchError
 from device_communicators.nccl_library import SUCCESS, NcclLibrary, UniqueId, version_text
 from device_communicators.waiting import Watched, WatchedByThread
 
-logger = logging.getLogger("parallel_state")
-
 _ID_BYTES = ctypes.sizeof(UniqueId)
-_GPU_BYTES = 64
-_RECORD_BYTES = 8 + _GPU_BYTES + _ID_BYTES
+_RECORD_BYTES = 8 + _ID_BYTES
 
 
 class Told(NamedTuple):
     """What one rank tells the others."""
 
     version: int
-    gpu: str
     unique_id: UniqueId
 
     def pack(self) -> torch.Tensor:
-        data = self.version.to_bytes(8, "little") + self.gpu.encode()[:_GPU_BYTES].ljust(_GPU_BYTES)
-        return torch.frombuffer(bytearray(data + bytes(self.unique_id)), dtype=torch.uint8)
+        return torch.frombuffer(
+            bytearray(self.version.to_bytes(8, "little") + bytes(self.unique_id)), dtype=torch.uint8
+        )
 
     @classmethod
     def unpack(cls, record: torch.Tensor) -> Told:
         data = bytes(record.tolist())
-        gpu = data[8 : 8 + _GPU_BYTES].decode(errors="replace").strip()
-        return cls(int.from_bytes(data[:8], "little"), gpu, UniqueId.from_buffer_copy(data[8 + _GPU_BYTES :]))
+        return cls(int.from_bytes(data[:8], "little"), UniqueId.from_buffer_copy(data[8:]))
 
 
-def tell(library: NcclLibrary, context: GroupContext, gpu: str, *, makes_id: bool) -> Told:
+def tell(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> Told:
     """What this rank has to tell; `makes_id` for the one that opens the place where NCCL meets."""
     unique_id = UniqueId()
     if makes_id:
@@ -57,7 +51,7 @@ def tell(library: NcclLibrary, context: GroupContext, gpu: str, *, makes_id: boo
                 operation="ncclGetUniqueId",
                 rank=context.rank,
             )
-    return Told(library.version, gpu, unique_id)
+    return Told(library.version, unique_id)
 
 
 def gather(context: GroupContext, mine: Told) -> list[Told]:
@@ -88,22 +82,6 @@ def _compare(context: GroupContext, ranks: Sequence[int], told: Sequence[Told]) 
                 f"{version_text(told[0].version)} and global rank {rank} {version_text(each.version)}; give all "
                 "of them the same torch, or one library by PARALLEL_STATE_NCCL_LIBRARY"
             )
-
-
-def shared_gpu_warning(context: GroupContext, told: Sequence[Told]) -> str | None:
-    """What to tell the user where ranks of the group share a GPU; None where they don't."""
-    users: dict[str, list[int]] = defaultdict(list)
-    for rank, each in zip(context.ranks, told, strict=True):
-        if each.gpu:
-            users[each.gpu].append(rank)
-    shared = [f"global ranks {format_ranks(ranks)} share GPU {gpu}" for gpu, ranks in users.items() if len(ranks) > 1]
-    if not shared:
-        return None
-    return (
-        f"{'; '.join(shared)} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is "
-        "told otherwise. Give each rank its own, with torch.cuda.set_device(local_rank) or CUDA_VISIBLE_DEVICES, or "
-        "use fewer ranks"
-    )
 
 
 def expect_sum(context: GroupContext, total: float, started: float) -> None:

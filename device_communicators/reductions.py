@@ -28,6 +28,8 @@ REDUCING = (
     "ireduce_scatter",
     "reduce_scatterv",
     "all_reduce_add_rms_norm",
+    "all_reduce_add_rms_norm_static_fp8_quant",
+    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",
 )
 """The operations that reduce."""
 

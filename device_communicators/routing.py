@@ -320,12 +320,38 @@ class Route:
             for listener in on_failure:
                 listener()
 
-    def capture(self) -> ExitStack:
-        """A context in which a CUDA graph may record the group's operations."""
-        stack = ExitStack()
+    def set_up(self, *, divisible: bool = False) -> None:
+        """The communicators make now what their first calls would make. Every rank of the group calls it."""
+        self.check_usable()
+        for communicator in self._carriers_of_the_device():
+            communicator.set_up(divisible=divisible)
+
+    def divide(self, part: Route | None, color: int) -> None:
+        """See Communicator.divide: each communicator of this route, with the one of its kind in the part's."""
+        parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
+            communicator.divide(parts.get(communicator.name), color)
+
+    def capture(self, peers: Sequence[int] = ()) -> ExitStack:
+        """A context in which a CUDA graph may record the group's operations, with transfers to and from `peers`.
+
+        Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
+        """
+        self.check_usable()
+        # In one order of all pairs, so that no rank waits for one that waits for another.
+        prepared = self._carriers_of_the_device()
+        for peer in sorted(set(peers) - {self.context.rank}, key=lambda peer: sorted((peer, self.context.rank))):
+            for communicator in prepared:
+                communicator.connect(peer)
+        stack = ExitStack()
+        for communicator in prepared:
             stack.enter_context(communicator.capture())
         return stack
+
+    def _carriers_of_the_device(self) -> Sequence[Communicator]:
+        """All, or those up to the first one that lets nothing past."""
+        last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
+        return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
         """Which communicators carry the group's operations, in order, and why the others don't."""

@@ -89,6 +89,11 @@ from parallel_state.division import (
 from parallel_state.environment import (
     is_rank_zero,
 )
+from parallel_state.fuse_pass import (
+    AllReduceFusionPass,
+    FusionReport,
+    fuse_all_reduce_rms_norm,
+)
 from parallel_state.getters import *  # noqa: F403 - hundreds, made from the axis table
 from parallel_state.getters import __all__ as _getters
 from parallel_state.launch import (
@@ -181,12 +186,14 @@ __all__ = [
     "reinitialize",
     "write_record",
     "AXES",
+    "AllReduceFusionPass",
     "AlreadyInitializedError",
     "Axis",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicationError",
     "ConfigMismatchError",
+    "FusionReport",
     "GraphCaptureContext",
     "Grid",
     "GroupCoordinator",
@@ -227,6 +234,7 @@ __all__ = [
     "ensure_model_parallel_initialized",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "fuse_all_reduce_rms_norm",
     "get_all_ranks",
     "get_amax_reduction_group",
     "get_data_parallel_group",

@@ -18,11 +18,13 @@ def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCap
     """Capture CUDA graphs within it: a side stream that waits for the current one, tp and pp prepared, in this order.
 
     `device`: that of the graphs; None: that of the tp group. Every rank of both groups enters it, as preparing may
-    make and warm up communicators; nothing is sent on the way out. For one group there is its own `graph_capture`.
+    make and warm up communicators, and connect the pipeline's neighbours; nothing is sent on the way out. For one
+    group, or other peers, there is a group's own `graph_capture`.
 
     On the CPU there is nothing to capture and the body simply runs. Not run on a GPU yet.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)
-    with side_stream(where) as context, tp.graph_capture(context), pp.graph_capture(context):
+    neighbours = sorted({(pp.rank_in_group + step) % pp.world_size for step in (-1, 1)} - {pp.rank_in_group})
+    with side_stream(where) as context, tp.graph_capture(context), pp.graph_capture(context, peers=neighbours):
         yield context

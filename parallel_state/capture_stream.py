@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +37,10 @@ def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
 
 
 @contextmanager
-def prepared(route: Route, context: GraphCaptureContext | None, device: torch.device) -> Iterator[GraphCaptureContext]:
-    """The group of `route`, prepared for capture on the stream of `context`, or on a new one."""
+def prepared(
+    route: Route, context: GraphCaptureContext | None, device: torch.device, peers: Sequence[int] = ()
+) -> Iterator[GraphCaptureContext]:
+    """The group of `route` and its `peers`, prepared for capture on the stream of `context`, or on a new one."""
     with ExitStack() as stack:
         if context is None:
             context = stack.enter_context(side_stream(device))
@@ -47,5 +49,5 @@ def prepared(route: Route, context: GraphCaptureContext | None, device: torch.de
             if context.stream != current:
                 context.stream.wait_stream(current)
                 stack.enter_context(torch.cuda.stream(context.stream))
-        stack.enter_context(route.capture())
+        stack.enter_context(route.capture(peers))
         yield context

@@ -142,3 +142,12 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
                 f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} beside x of {list(x.shape)} "
                 f"{x.dtype}, but is {found}"
             )
+
+
+def check_scale(context: GroupContext, operation: str, scale: object) -> None:
+    """One element, float32. Its value is on the device, and nobody looks at it."""
+    if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
+        found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
+        raise InvalidArgumentError(
+            f"scale of {operation} on {context} must be a tensor of one element, torch.float32, but is {found}"
+        )

@@ -18,7 +18,7 @@ from torch import Tensor
 from device_communicators.base import REDUCE_OPS, GroupContext
 from device_communicators.errors import InvalidArgumentError, RemoteError
 from device_communicators.routing import Route
-from parallel_state import checks, fused_ops  # noqa: F401  (it and ops register torch.ops.parallel_state)
+from parallel_state import checks, ops  # noqa: F401  (registers torch.ops.parallel_state)
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE = _OPS.all_reduce.default
@@ -66,22 +66,6 @@ class TensorCollectives:
         if not self._ends_here():
             _OPS.all_reduce_(x, self._token, op, self._key)
         return x
-
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
-    ) -> tuple[Tensor, Tensor]:
-        """What follows a row-parallel layer, in one pass: `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`.
-
-        `x` and `residual` `[…, hidden]`, `weight` `[hidden]`, all of one dtype; `residual` and `weight` are equal
-        on all ranks. Every rank gets the same two new tensors: the sum is rounded to the dtype, so is `y`, and the norm
-        is computed in float32 of the rounded `y` (float64 for float64). Differentiable, as its parts are.
-        """
-        checks.check_tensor(self.context, "all_reduce_add_rms_norm", x)
-        checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight)
-        if self._ends_here():
-            total = x + residual
-            return torch.nn.functional.rms_norm(total, (total.shape[-1],), weight, eps), total
-        return _OPS.all_reduce_add_rms_norm(x, self._token, residual, weight, eps, self._key)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.

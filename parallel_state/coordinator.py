@@ -1,8 +1,8 @@
 """GroupCoordinator: this rank's view of one group, and every call one can make on it.
 
 It knows who is in the group, and pairs the device's process group with a gloo group. What one can do with it is in the
-classes below it: tensors in `collectives` and `async_collectives`, messages in `group_messages`. How bytes move is
-decided in the route.
+classes below it: tensors in `collectives`, `async_collectives` and `fused_collectives`, messages in `group_messages`.
+How bytes move is decided in the route.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from device_communicators.routing import Traffic
 from parallel_state import checks
 from parallel_state.agreement import Request, digest
 from parallel_state.capture_stream import GraphCaptureContext, prepared
+from parallel_state.fused_collectives import FusedCollectives
 from parallel_state.group_messages import GroupMessages
 from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLists
 from parallel_state.messages import Messenger
@@ -44,7 +45,7 @@ class Traits(NamedTuple):
     """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
 
 
-class GroupCoordinator(GroupMessages):
+class GroupCoordinator(GroupMessages, FusedCollectives):
     """This rank's view of one group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
@@ -180,13 +181,18 @@ class GroupCoordinator(GroupMessages):
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
 
-    def graph_capture(self, context: GraphCaptureContext | None = None) -> AbstractContextManager[GraphCaptureContext]:
+    def graph_capture(
+        self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
+    ) -> AbstractContextManager[GraphCaptureContext]:
         """Capture CUDA graphs with this group's operations within it: `with group.graph_capture() as capture:`.
 
         Every rank of the group enters it. `context`: that of another group, whose stream is taken; else there is a new
-        one, `capture.stream`, which waits for the current stream and is the current one inside.
+        one, `capture.stream`, which waits for the current stream and is the current one inside. `peers`: ranks in the
+        group that this rank sends to or receives from in the graphs, and has not yet; each names this one as well.
         """
-        return prepared(self.route, context, self.device)
+        for peer in peers:
+            checks.check_rank(self.context, "graph_capture", "peers", peer)
+        return prepared(self.route, context, self.device, peers)
 
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
@@ -270,6 +276,8 @@ def create_group(
             watcher=pool.watcher,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
+            high_priority_stream=traits.options.high_priority_stream,
+            nccl_config=traits.options.nccl_config,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)
     except BaseException:

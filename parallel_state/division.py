@@ -177,10 +177,24 @@ class _Division:
         everyone = world.world_size == pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        elif everyone:  # strategies that need all ranks need this one
+        if everyone and not self._is_lazy(name):
+            self._divide(name, groups)
+        if not ranks and everyone:  # strategies that need all ranks need this one
             for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
                 acquired = pool.acquire([], options, division=lambda: self.layout.groups(name))
                 groups.held.append(functools.partial(pool.release, acquired))
+
+    def _is_lazy(self, name: str) -> bool:
+        """Whether the gloo groups beside the device groups of a kind are made later; only their members would call
+        then, which is not enough for every strategy."""
+        return not BY_NAME[name].always_made and settings.GROUP_CREATION.get() != "global"
+
+    def _divide(self, name: str, groups: ParallelGroups) -> None:
+        """Communicators of our own that the world has made are divided as its process group is. All ranks call it."""
+        world, own = groups.world, groups.groups.get(name)
+        if world.pool is not None and world.pool.divides(self.options[name]):
+            color = next((at for at, ranks in enumerate(self.layout.groups(name)) if world.rank_in_group in ranks), 0)
+            world.route.divide(None if own is None else own.route, color)
 
     def _ranks(self, name: str, groups: ParallelGroups) -> list[int]:
         world = groups.world
@@ -197,8 +211,7 @@ class _Division:
             options=self.options[name],
             allow_pickle=self.allow_pickle,
             custom_all_reduce=self.custom_all_reduce and name == "tp",
-            # Later only its members would call, which is not enough for every strategy.
-            lazy_cpu_group=not BY_NAME[name].always_made and settings.GROUP_CREATION.get() != "global",
+            lazy_cpu_group=self._is_lazy(name),
         )
         borrowed = [pool.adopt(ranks, traits.options, self.adopted[name])] if name in self.adopted else []
         try:

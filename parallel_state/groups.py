@@ -138,7 +138,7 @@ class ProcessGroupPool:
         same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
         own: _Key = next(same, (tuple(ranks), options, False))
         there = division is None and (own in self._groups or len(ranks) == 1)
-        strategy = "local" if there else self._strategy(options, division is not None)
+        strategy = "local" if there else self._strategy(options, everyone=division is not None)
         if strategy == "local" or division is None:
             keys = [own]
         else:
@@ -166,7 +166,11 @@ class ProcessGroupPool:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
 
-    def _strategy(self, options: GroupOptions, everyone: bool) -> str:
+    def divides(self, options: GroupOptions) -> bool:
+        """Whether groups with these options that all ranks make together are split from the world's."""
+        return self._strategy(options, everyone=True) == "split"
+
+    def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
         chosen = settings.GROUP_CREATION.get()
         splits = options.is_nccl and bound_device() is not None
         if chosen == "split" and not splits and options.is_nccl:

@@ -46,6 +46,9 @@ def ordering_token(device: torch.device) -> Tensor:
     if token is None:
         with torch.inference_mode(False), _disable_current_modes():  # it outlives a FakeTensorMode of the caller's
             token = _TOKENS[device] = torch.zeros(1, dtype=torch.uint8, device=device)
+        # As torch._dynamo.mark_static_address does, whose import takes a second: a compiled graph that writes an input
+        # whose address may change is not put into a CUDA graph (mode="reduce-overhead").
+        token._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
     return token
 
 

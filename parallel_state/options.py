@@ -62,6 +62,12 @@ class GroupOptions:
         """Whether the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)
 
+    @property
+    def nccl_config(self) -> dict[str, int]:
+        """What a communicator of NCCL is told, by the names of ncclConfig_t."""
+        chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
+        return {name: value for name, value in chosen.items() if value is not None}
+
     def for_backend(self) -> Any:
         """As torch takes them: a ProcessGroupNCCL.Options; None where all is as usual."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):

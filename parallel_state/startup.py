@@ -22,9 +22,12 @@ from device_communicators.errors import (
     PeerDiedError,
     RendezvousError,
 )
+from device_communicators.group_topology import uuid_of
 from device_communicators.health import Farewells
 from device_communicators.heartbeat import Heartbeats
 from device_communicators.segment import sweep
+from device_communicators.shared_gpus import find_shared_gpus
+from device_communicators.shared_gpus import warning as shared_gpus_warning
 from device_communicators.waiting import Watched
 from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
@@ -176,6 +179,14 @@ def prove(group: GroupCoordinator) -> None:
         if total != group.world_size:
             raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
         logger.debug("the first all-reduce of %s gave the right sum", group.context)
+
+
+def tell_of_shared_gpus(world: GroupCoordinator) -> None:
+    """One warning where ranks of the world share a GPU; every rank calls it. Not run on a GPU."""
+    if world.device.type == "cuda" and world.world_size > 1:
+        shared = find_shared_gpus(world.context, uuid_of(world.device))
+        if shared and world.rank == 0:
+            logger.warning("%s", shared_gpus_warning(world.context, shared))
 
 
 _BEATS_IN_LIMIT = 4

@@ -116,6 +116,8 @@ def init_distributed_environment(
         world = init_world_group(
             everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
         )
+        if bind_device:
+            world.route.set_up(divisible=True)
         startup.prove(world)
         _NODES = startup.hosts_of(world)
         if _OWNS_DEFAULT_GROUP:
@@ -154,6 +156,7 @@ def init_world_group(
     traits = Traits(device, local_rank, options, allow_pickle)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks])
     startup.watch(pool, _WORLD)
+    startup.tell_of_shared_gpus(_WORLD)
     return _WORLD
 
 

@@ -23,7 +23,7 @@ from device_communicators.nccl_library import NcclLibrary
 from device_communicators.work import DONE, Work
 
 SOURCE = Path(__file__).parent / "native" / "stand_in_nccl.c"
-LIBRARY, FOLDER, GPU = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR", "STAND_IN_GPU"
+LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"
 CURRENT = 7
 """The number of the current stream; those beside it count from 100."""
 
@@ -65,9 +65,6 @@ class Streams:
 
     def guard(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
-
-    def gpu(self) -> str:
-        return os.environ.get(GPU, f"GPU-{os.getpid()}")
 
     def allow_queries(self) -> bool:
         return True

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.backends.common
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -319,3 +320,36 @@ def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool], b
     """A group that would have to be made while compiling is refused, with what to do."""
     for told in pools(8).run(_axes_body, backend, timeout_s=120.0):
         assert "eager=True" in told, told
+
+
+class _OverGetters(nn.Module):
+    """As an engine's layer: the group comes from a getter, not from the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ps.get_tp_group().all_gather(ps.get_tp_group().all_reduce(self.linear(x)), -1)
+
+
+def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> None:
+    """`mode="reduce-overhead"` leaves graphs out that write inputs, unless these are known to stay where they are."""
+    found: list[tuple[set[int], set[int]]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        told = torch._guards.TracingContext.get().fw_metadata
+        assert told is not None
+        found.append((set(told.mutated_inp_runtime_indices), set(told.static_input_indices)))
+        return graph.forward
+
+    with ps.simulate(0, 2, tensor_model_parallel_size=2).use(), torch.inference_mode():
+        backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=look)
+        torch.compile(_OverGetters(), backend=backend, fullgraph=True)(torch.ones(2, 4))
+    ((written, staying),) = found
+    assert len(written) == 1, "the token"
+    assert written <= staying
+    marked = torch.zeros(1)
+    torch._dynamo.mark_static_address(marked)
+    token = ps.simulated_group([0, 1], 0)._token
+    assert vars(marked)["_dynamo_static_input_type"] == vars(token)["_dynamo_static_input_type"]

@@ -7,7 +7,8 @@ from typing import Any
 
 from device_communicators.group_topology import agree_on_topology
 from device_communicators.peer_probe import Pair, Probe
-from parallel_state import get_tp_group
+from device_communicators.shared_gpus import find_shared_gpus, warning
+from parallel_state import get_tp_group, get_world_group
 from tests.machines import machine
 from tests.workers import WorkerPool
 
@@ -49,3 +50,17 @@ def test_a_rank_without_a_gpu(pools: Callable[[int], WorkerPool]) -> None:
     results = pools(4).run(agree, None, 3, tp=4)
     assert results == [results[0]] * 4
     assert {vote.reason for vote in results[0][:2]} == {"rank 3 has no GPU: it has no GPU"}
+
+
+def _sharing_body(uuids: list[str | None]) -> tuple[dict[str, list[int]], str]:
+    context = get_world_group().context
+    shared = find_shared_gpus(context, uuids[context.rank])
+    return shared, warning(context, shared)
+
+
+def test_ranks_that_share_a_gpu_are_found(pools: Callable[[int], WorkerPool]) -> None:
+    for shared, text in pools(4).run(_sharing_body, ["GPU-1", "GPU-2", None, "GPU-1"], tp=2, pp=2):
+        assert shared == {"GPU-1": [0, 3]}
+        assert text.startswith("global ranks [0, 3] share GPU GPU-1 in group 'world:")
+        assert "torch.cuda.set_device(local_rank)" in text
+    assert pools(4).run(_sharing_body, ["GPU-1", None, "GPU-2", None], tp=4)[0][0] == {}

@@ -23,16 +23,20 @@ from tests.workers import WorkerPool
 Group = ps.GroupCoordinator
 Arguments = tuple[Any, ...]
 CPU = torch.device("cpu")
+F32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 class Case(NamedTuple):
-    """Arguments of an op between `x` and the group's name, and the shape of its result on rank 0 of two."""
+    """Arguments of an op between `x` and the group's name, and the shape of its result on rank 0 of two.
+
+    Of several results, a list of dtypes and shapes; else every one is float32 and has that shape.
+    """
 
     op: str
     shape: tuple[int, ...] | None
     """Of `x`; None where the op takes none."""
     arguments: Arguments
-    result: tuple[int, ...] | None
+    result: Any
     differentiable: bool = False
     rank: int | None = None
     """The only rank of two processes that makes this call; None for both."""
@@ -52,6 +56,18 @@ CASES = (
     Case("all_reduce", (4, 3), ("sum",), (4, 3), differentiable=True),
     Case("all_reduce_", (4, 3), ("sum",), None),
     Case("all_reduce_add_rms_norm", (4, 3), (torch.ones(4, 3), torch.ones(3), 1e-6), (4, 3), differentiable=True),
+    Case(
+        "all_reduce_add_rms_norm_static_fp8_quant",
+        (4, 3),
+        (torch.ones(4, 3), torch.ones(3), torch.ones(1), 1e-6),
+        [(FP8, (4, 3)), (F32, (4, 3))],
+    ),
+    Case(
+        "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",
+        (4, 3),
+        (torch.ones(4, 3), torch.ones(3), 1e-6),
+        [(FP8, (4, 3)), (F32, (4, 1)), (F32, (4, 3))],
+    ),
     Case("all_gather", (4, 3), (0,), (8, 3), differentiable=True),
     Case("all_gather", (), (0,), (2,), differentiable=True),
     Case("all_gather", (4, 3), (1,), (4, 6), differentiable=True),
@@ -215,10 +231,12 @@ def _check_shape(found: object, case: Case, device: str, kind: type[Tensor]) -> 
     if case.result is None:
         assert found is None
         return
-    for each in found if isinstance(found, tuple) else (found,):
+    results = found if isinstance(found, tuple) else (found,)
+    expected = case.result if isinstance(case.result, list) else [(F32, case.result)] * len(results)
+    for each, (dtype, shape) in zip(results, expected, strict=True):
         assert isinstance(each, kind)
-        assert each.shape == case.result
-        assert each.dtype == torch.float32
+        assert each.shape == shape
+        assert each.dtype == dtype
         assert each.device.type == device
         assert each.is_contiguous()
 

@@ -142,6 +142,10 @@ static int advance(Comm *parent) {
   Shared *shared = parent->shared;
   if (!parent->place) return 1;
   if (shared->told[parent->round] < parent->size) return 0;
+  if (parent->color < 0) { /* NCCL_SPLIT_NOCOLOR */
+    parent->place = NULL;
+    return 1;
+  }
   if (!parent->child) {
     int size = 0, rank = 0;
     for (int i = 0; i < parent->size; i++) {
@@ -177,6 +181,7 @@ int ncclCommInitRankConfig(Comm **place, int size, UniqueId id, int rank, Config
 int ncclCommSplit(Comm *comm, int color, int key, Comm **place, Config *config) {
   int blocking = config ? readConfig(config) : comm->blocking;
   LOG("CommSplit color=%d key=%d blocking=%d\n", color, key, blocking);
+  if (config && config->maxCTAs != INT_MIN) LOG("Config cga=%d min=%d max=%d\n", config->cgaClusterSize, config->minCTAs, config->maxCTAs);
   if (blocking < 0 || comm->place || comm->splits == MaxSplits) return InvalidArgument;
   int round = comm->round = comm->splits++;
   comm->place = place, comm->color = color, comm->key = key;

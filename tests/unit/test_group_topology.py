@@ -11,7 +11,7 @@ import torch
 
 from device_communicators import group_topology
 from device_communicators.base import GroupContext
-from device_communicators.group_topology import GroupTopology, agree_on_topology, shared_gpu_warning
+from device_communicators.group_topology import GroupTopology, agree_on_topology
 from device_communicators.peer_probe import Pair, Probe
 from device_communicators.topology import Topology
 from tests.machines import machine
@@ -139,13 +139,6 @@ def test_ranks_on_one_gpu() -> None:
     assert found.sharers(3) == (1, 3)
     assert found.sharers(4) == ()
     assert found.nvlink_full_mesh and found.peer_access
-    context = GroupContext("tp:0", (8, 9, 10, 11, 12), 0, torch.device("cpu"), 60.0)
-    warning = shared_gpu_warning(found, context)
-    assert warning is not None
-    assert f"global ranks [8, 10] share {node.gpus[3].uuid} (NVIDIA H100 80GB HBM3)" in warning
-    assert "global ranks [9, 11]" in warning
-    assert "group 'tp:0'" in warning
-    assert shared_gpu_warning(one(on(node, 0, 1)), context) is None
 
 
 def test_torch_writes_uuids_without_prefix() -> None:
@@ -163,8 +156,6 @@ def test_slices_of_one_gpu() -> None:
     assert "slices of one GPU" in found.peer_access.reason
     assert "slices of one GPU" in found.nvlink_full_mesh.reason
     assert not found.peer_access and not found.nvlink_full_mesh
-    context = GroupContext("tp:0", (0, 1), 0, torch.device("cpu"), 60.0)
-    assert "divided into MIG slices" in str(shared_gpu_warning(found, context))
 
 
 def test_ranks_in_one_slice_share_memory_unless_the_slice_is_not_known() -> None:

@@ -42,10 +42,12 @@ def test_compiled_once_by_several_processes(tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho call >> {counter}\nexec c++ -O0 "$@" -O0\n')
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
-    outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, CXX=str(compiler)) for _ in range(3)]]
+    # The build without torch's headers, which takes a fraction of the time.
+    how = {"CXX": str(compiler), "PARALLEL_STATE_BUILD": "plain"}
+    outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
     assert all("version 2 " in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
-    assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp"))) + 1
+    assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
     assert "version 2 " in again
     assert "compiling" not in again

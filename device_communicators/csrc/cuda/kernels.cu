@@ -1,0 +1,24 @@
+// The translation unit of all kernels: their names, as the host looks them up (cuda_call.py). Not run on a GPU.
+#include "gather_scatter.cuh"
+#include "push.cuh"
+#include "staged.cuh"
+
+// One block on a multiprocessor is enough, so that the compiler has all registers: latency counts here.
+#define KERNEL(NAME, BODY)                                                     \
+  extern "C" __global__ void __launch_bounds__(parallel_state::MAX_THREADS, 1) \
+      NAME(const __grid_constant__ parallel_state::Call call) {                \
+    BODY(call);                                                                \
+  }
+
+#define KERNEL_OF_EACH_DTYPE(NAME)                                      \
+  KERNEL(NAME##_float32, parallel_state::NAME<parallel_state::Float32>) \
+  KERNEL(NAME##_float16, parallel_state::NAME<parallel_state::Float16>) \
+  KERNEL(NAME##_bfloat16, parallel_state::NAME<parallel_state::BFloat16>)
+
+KERNEL_OF_EACH_DTYPE(all_reduce_push)
+KERNEL_OF_EACH_DTYPE(all_reduce_pull)
+KERNEL_OF_EACH_DTYPE(all_reduce_two_shot)
+KERNEL_OF_EACH_DTYPE(reduce_scatter_push)
+KERNEL_OF_EACH_DTYPE(reduce_scatter_pull)
+KERNEL(all_gather_push, parallel_state::all_gather_push)
+KERNEL(all_gather_pull, parallel_state::all_gather_pull)

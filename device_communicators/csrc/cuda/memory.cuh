@@ -1,0 +1,141 @@
+// Every access whose order or atomicity matters, and everything else that needs PTX: no other file has any.
+//
+// All accesses to a region go through here with .sys scope, as the other side is another GPU, or another process on
+// this one. Data is moved relaxed, so that no access is weak and none can race in the sense of PTX's memory model;
+// flags of a barrier are released and acquired. With PARALLEL_STATE_ON_CPU the same are atomics of the host's compiler:
+// that is for tests, which run the very same kernels there (tests/native/cuda_on_cpu.h). Not run on a GPU.
+#pragma once
+
+#include "call.cuh"
+
+namespace parallel_state {
+
+// 64 bits that arrive whole: 32 of data, 32 that say of which epoch they are. Two of them are moved by one instruction.
+struct Packet {
+  u64 halves[2];
+};
+
+// 16 bytes, the most that one instruction moves.
+struct Vector {
+  u32 words[4];
+};
+
+#ifndef PARALLEL_STATE_ON_CPU
+
+// Each 64-bit half is a single access; nothing is promised about the two together.
+__device__ __forceinline__ void store_packet(u64 address, Packet packet) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};"
+               :
+               : "l"(address), "l"(packet.halves[0]), "l"(packet.halves[1])
+               : "memory");
+}
+
+__device__ __forceinline__ Packet load_packet(u64 address) {
+  Packet packet;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(packet.halves[0]), "=l"(packet.halves[1])
+               : "l"(address)
+               : "memory");
+  return packet;
+}
+
+__device__ __forceinline__ void store_vector(u64 address, Vector vector) {
+  asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(address), "r"(vector.words[0]), "r"(vector.words[1]), "r"(vector.words[2]), "r"(vector.words[3])
+               : "memory");
+}
+
+__device__ __forceinline__ Vector load_vector(u64 address) {
+  Vector vector;
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(vector.words[0]), "=r"(vector.words[1]), "=r"(vector.words[2]), "=r"(vector.words[3])
+               : "l"(address)
+               : "memory");
+  return vector;
+}
+
+// Makes what this thread has written or seen, barriers of its block included, visible to whoever acquires the flag.
+__device__ __forceinline__ void release_flag(u64 address, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 acquire_flag(u64 address) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void clear_flag(u64 address) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], 0;" : : "l"(address) : "memory");
+}
+
+// Words that need no order: what is read or written beside them doesn't depend on them.
+__device__ __forceinline__ void store_word(u64 address, u64 value) {
+  asm volatile("st.relaxed.sys.global.b64 [%0], %1;" : : "l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_word(u64 address) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
+
+// Of all of this GPU's kernels, in ns; it advances every 32 ns to every 1 us.
+__device__ __forceinline__ u64 clock_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) : : "memory");
+  return now;
+}
+
+// Ends the kernel with an error that stays with the CUDA context.
+__device__ __forceinline__ void trap() { asm volatile("trap;" : : : "memory"); }
+
+// Until what came before in the stream is complete and its writes are seen; nothing to wait for unless the launch said
+// that this kernel may start early.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
+
+__device__ __forceinline__ float float_of_half(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+__device__ __forceinline__ u16 half_of_float(float value) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+__device__ __forceinline__ float float_of_bfloat(u16 bits) { return __uint_as_float(u32{bits} << 16); }
+
+__device__ __forceinline__ u16 bfloat_of_float(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+// Memory that the threads of a block share. Another TAG, another array.
+template <class T, u32 COUNT, u32 TAG = 0>
+__device__ __forceinline__ T* shared_array() {
+  __shared__ T values[COUNT];
+  return values;
+}
+
+#else
+#include "memory_on_cpu.h"
+#endif
+
+}  // namespace parallel_state

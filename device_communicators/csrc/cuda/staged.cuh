@@ -1,0 +1,148 @@
+// Pull and two-shot: data is staged in a rank's own region, and read by the others after a barrier. Not run on a GPU.
+//
+// Pull (one shot): every rank stages its data; barrier; every rank reads that of all and sums it by itself. One
+// barrier, (size - 1) times the data over the links of each rank.
+//
+// Two-shot: every rank stages its data; barrier; rank r sums shard r of it, and writes the result where that shard is
+// staged at every rank, which nobody else reads; barrier; every rank reads all shards in its own region.
+// Two barriers, 2 (size - 1) / size times the data over the links of each rank.
+//
+// An epoch carries up to STAGE_BYTES of a block's share. Both kernels end each epoch behind a barrier, so it has heard
+// all ranks, and what they wrote into this region came before their last flag. Output may be input: what is written
+// has been staged by then.
+#pragma once
+
+#include "elements.cuh"
+#include "epochs.cuh"
+
+namespace parallel_state {
+
+using Quad = Words<4>;
+constexpr u32 QUAD_BYTES = 16;
+constexpr u32 STAGE_QUADS = STAGE_BYTES / QUAD_BYTES;
+
+__device__ __forceinline__ void store_staged(const Block& block, u32 owner, u32 i, const Quad& quad) {
+  store_vector(block.stage(owner) + u64{i} * QUAD_BYTES, Vector{{quad.at[0], quad.at[1], quad.at[2], quad.at[3]}});
+}
+
+__device__ __forceinline__ Quad load_staged(const Block& block, u32 owner, u32 i) {
+  const Vector vector = load_vector(block.stage(owner) + u64{i} * QUAD_BYTES);
+  return Quad{{vector.words[0], vector.words[1], vector.words[2], vector.words[3]}};
+}
+
+// What every rank has staged at i, this one included. After a barrier.
+template <u32 SIZE, u32 MOST>
+__device__ __forceinline__ void load_staged_by_all(const Block& block, Ranks<SIZE> ranks, u32 i, Quad (&quads)[MOST]) {
+  static_assert(MOST == Ranks<SIZE>::MOST, "a quad of each rank");
+#pragma unroll
+  for (u32 r = 0; r < MOST; ++r) quads[r] = load_staged(block, ranks.has(r) ? r : block.call.rank, i);
+}
+
+// The reusable step: the sum over all ranks of what is staged at i, in fp32.
+template <class T, u32 SIZE>
+__device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZE> ranks, u32 i) {
+  Quad quads[Ranks<SIZE>::MOST];
+  load_staged_by_all(block, ranks, i, quads);
+  return sum_in_rank_order<T>(ranks, quads);
+}
+
+// What `load(i)` gives goes to `store(i, quad)`, several loads at a time.
+template <class Load, class Store>
+__device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
+  constexpr u32 AT_ONCE = 4;
+  u32 i = threadIdx.x;
+  for (; i + (AT_ONCE - 1) * blockDim.x < count; i += AT_ONCE * blockDim.x) {
+    Quad quads[AT_ONCE];
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) quads[k] = load(i + k * blockDim.x);
+#pragma unroll
+    for (u32 k = 0; k < AT_ONCE; ++k) store(i + k * blockDim.x, quads[k]);
+  }
+  return i;  // where a loop over the rest goes on
+}
+
+// Stages `count` quads of a tensor, from `start` on, at `to`.
+__device__ __forceinline__ void stage_quads(const Block& block, const Tensor& from, u64 start, u32 count, u32 to = 0) {
+  const u32 own = block.call.rank;
+  u32 i = threadIdx.x;
+  if (from.is_whole<4>((start + count) * QUAD_BYTES)) {
+    i = move_several(
+        count, [&](u32 at) { return from.load_whole<4>((start + at) * QUAD_BYTES); },
+        [&](u32 at, const Quad& quad) { store_staged(block, own, to + at, quad); });
+  }
+  for (; i < count; i += blockDim.x) store_staged(block, own, to + i, from.load<4>((start + i) * QUAD_BYTES));
+}
+
+// The reverse, from this rank's own region.
+__device__ __forceinline__ void unstage_quads(const Block& block, const Tensor& to, u64 start, u32 count) {
+  const u32 own = block.call.rank;
+  u32 i = threadIdx.x;
+  if (to.is_whole<4>((start + count) * QUAD_BYTES)) {
+    i = move_several(
+        count, [&](u32 at) { return load_staged(block, own, at); },
+        [&](u32 at, const Quad& quad) { to.store_whole((start + at) * QUAD_BYTES, quad); });
+  }
+  for (; i < count; i += blockDim.x) to.store((start + i) * QUAD_BYTES, load_staged(block, own, i));
+}
+
+// Walks through the block's share of `quads`, an epoch for each `most` of it: `exchange(block, start, count) -> bool`
+// has at least one barrier; false: stopped.
+template <class Exchange>
+__device__ __forceinline__ void stage_all(const Call& call, u64 quads, u32 most, Exchange exchange) {
+  const Share share = share_of(quads);
+  if (share.begin == share.end) return;
+  Block block(call);
+  for (u64 start = share.begin; start < share.end; start += most) {
+    const u32 count = share.end - start < most ? static_cast<u32>(share.end - start) : most;
+    block.begin_epoch();
+    if (!exchange(block, start, count) || !block.end_epoch()) return;
+  }
+  block.keep_epoch();
+}
+
+template <class T>
+__device__ __forceinline__ void all_reduce_pull(const Call& call) {
+  begin_kernel();
+  const u64 bytes = call.numel * T::BYTES;
+  const Tensor input{call.input, bytes}, output{call.output, bytes};
+  with_ranks(call.size, [&](auto ranks) {
+    stage_all(call, pieces_of(bytes, QUAD_BYTES), STAGE_QUADS, [&](Block& block, u64 start, u32 count) {
+      stage_quads(block, input, start, count);
+      if (!block.barrier(0)) return false;
+      for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        output.store((start + i) * QUAD_BYTES, sum_staged<T>(block, ranks, i).rounded());
+      }
+      return true;
+    });
+  });
+  end_kernel(call);
+}
+
+template <class T>
+__device__ __forceinline__ void all_reduce_two_shot(const Call& call) {
+  begin_kernel();
+  const u64 bytes = call.numel * T::BYTES;
+  const Tensor input{call.input, bytes}, output{call.output, bytes};
+  with_ranks(call.size, [&](auto ranks) {
+    stage_all(call, pieces_of(bytes, QUAD_BYTES), STAGE_QUADS, [&](Block& block, u64 start, u32 count) {
+      const u32 each = (count + ranks.size - 1) / ranks.size;
+      const u32 begin = each * call.rank < count ? each * call.rank : count;
+      const u32 end = begin + each < count ? begin + each : count;
+      stage_quads(block, input, start, count);
+      if (!block.barrier(0)) return false;
+      for (u32 i = begin + threadIdx.x; i < end; i += blockDim.x) {
+        const Quad sum = sum_staged<T>(block, ranks, i).rounded();
+#pragma unroll
+        for (u32 r = 0; r < decltype(ranks)::MOST; ++r) {
+          if (ranks.has(r)) store_staged(block, r, i, sum);
+        }
+      }
+      if (!block.barrier(1)) return false;
+      unstage_quads(block, output, start, count);
+      return true;
+    });
+  });
+  end_kernel(call);
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,70 @@
+"""float8_e4m3fn from its definition, and the numerics of the fused norms in float64: what results are compared with.
+
+Nothing here uses torch's own conversions or norms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX = 448.0
+MIN_SCALE = 1.0 / (448.0 * 512.0)
+
+
+def _value(byte: int) -> float:
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    if exponent == 15 and fraction == 7:
+        return float("nan")
+    magnitude = (fraction / 8) * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if byte & 128 else magnitude
+
+
+VALUES = np.array([_value(byte) for byte in range(256)])
+"""Of each byte."""
+_MAGNITUDES = VALUES[:127]  # 0 … 448, ascending; byte 127 is NaN
+
+
+def to_bytes(numbers: Any) -> Any:
+    """The bytes of `numbers`: to the nearest, ties to the even fraction, beyond 448 to 448; of NaN, 127."""
+    wide = np.asarray(numbers, dtype=np.float64)
+    absolute = np.where(np.isnan(wide), 0.0, np.minimum(np.abs(wide), MAX))
+    above = np.clip(np.searchsorted(_MAGNITUDES, absolute), 1, 126)
+    low, high = _MAGNITUDES[above - 1], _MAGNITUDES[above]
+    up = (absolute - low > high - absolute) | ((absolute - low == high - absolute) & (above % 2 == 0))
+    found = np.where(up, above, above - 1) | (np.signbit(wide) << 7)
+    return np.where(np.isnan(wide), 127, found).astype(np.uint8)
+
+
+def bytes_of(x: Tensor) -> Any:
+    """Of a float8 tensor; every NaN is 127."""
+    found = x.view(torch.uint8).numpy()
+    return np.where((found & 127) == 127, 127, found)
+
+
+def static_bytes(normed: Tensor, scale: float) -> Any:
+    """What quantising `normed` with a scale for all gives."""
+    with np.errstate(all="ignore"):
+        return to_bytes(normed.float().numpy() * (np.float32(1) / np.float32(scale)))
+
+
+def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
+    """What quantising `normed` by rows gives, and the scales, float32."""
+    with np.errstate(all="ignore"):
+        wide = normed.float().numpy()
+        largest = np.abs(wide).max(-1, keepdims=True, initial=0)
+        scales = np.float32(largest) / np.float32(448)
+        scales = np.where(scales < np.float32(MIN_SCALE), np.float32(MIN_SCALE), scales)
+        return to_bytes(wide / scales), scales
+
+
+def norm_bounds(y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Between what the norm of `y` has to lie: float64, a bit of float32 and a rounding to the dtype allowed."""
+    wide = y.double()
+    exact = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    info = torch.finfo(torch.float32 if y.dtype == torch.float64 else y.dtype)
+    slack = exact.abs() * (info.eps / 2 + 2.0**-20) + info.smallest_normal * info.eps
+    return exact - slack, exact + slack
