@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators import gpu_sharing, nccl_library
 from parallel_state import (
     LaunchError,
     SettingError,
@@ -52,6 +51,7 @@ try:
     import minilm
     from inference_graphs import TOKENS, StageGraphs
     from inference_report import Place
+    from measure.devices import share_gpus
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -186,15 +186,6 @@ def run_rank(options: argparse.Namespace) -> bool:
     return driver.check(embeddings)
 
 
-def share_gpus() -> str:
-    """Before CUDA starts in this rank: what lets it share a GPU, where there are fewer than ranks; in words."""
-    place, gpus = environment.detect(), torch.cuda.device_count()
-    ranks, version = place.local_world_size or place.world_size, nccl_library.load().version
-    if not gpu_sharing.share_gpus(place.local_rank, ranks, gpus, version):
-        return ""
-    return f" ({gpus} GPU{'' if gpus == 1 else 's'}, shared by {gpu_sharing.means(version)}: slow)"
-
-
 # ---- the driver: text in, report out ---------------------------------------------------------------------------------
 
 
@@ -229,7 +220,8 @@ class Driver:
     def show_layout(self) -> None:
         engine = self.engine
         stages, replicas, ranks = engine.pp.world_size, engine.dp.world_size, engine.world.world_size
-        how = f"{ranks} process{'' if ranks == 1 else 'es'} on {engine.world.device.type}{engine.sharing}"
+        how = f"{ranks} process{'' if ranks == 1 else 'es'} on {engine.world.device.type}"
+        how += f" ({engine.sharing})" if engine.sharing else ""
         how += ", layers compiled" * self.options.compile + ", stages in CUDA graphs" * self.options.cuda_graph
         title = f"[bold]TP {engine.tp.world_size} x PP {stages} x DP {replicas}[/]: {how}"
         inference_report.show_layout(self.console, title, engine.places)
