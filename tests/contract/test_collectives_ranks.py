@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "collectives.py"
 FEW = ("--no-peers", "--rounds", "3", "--round-ms", "0.2", "--dtype", "float32")
-DEADLINE_S = 180
+DEADLINE_S = 300
 OURS = {"parallel_state", "shared_memory", "process_group"}
 
 
@@ -38,15 +38,15 @@ def torchrun(folder: Path, *command: str | Path) -> tuple[subprocess.CompletedPr
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
-    arguments = ("--sizes", "1024", "65536", "--operations", "all_reduce", "all_gather")
+    arguments = ("--sizes", "1024", "65536", "--operations", "all_reduce")
     process, content, picture = torchrun(tmp_path, SCRIPT, *arguments)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536] * 2
+    assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536]
     for row in content["rows"]:
         modes = {tuple(name.rsplit(", ", 1)) for name in row["us"]}
         assert {name for name, _ in modes} >= OURS | {"torch.distributed"}
         assert {mode for _, mode in modes} == {"eager", "compiled"}
-        assert ("parallel_state, in place" in {name for name, _ in modes}) == (row["case"]["operation"] == "all_reduce")
+        assert ("parallel_state, in place", "eager") in modes
         assert row["wrong"] == {}
         assert all(len(samples) >= 3 and min(samples) > 0 for samples in row["us"].values())
         assert row["figures"].keys() == row["us"].keys()
@@ -55,7 +55,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert content["settings"]["route"].startswith("group 'tp:0'")
     assert "not measured: graph: the CPU has no CUDA graphs" in process.stdout
     assert "busbw, 10⁹ B/s" in process.stdout
-    assert picture.count("<polyline") >= 16
+    assert picture.count("<polyline") >= 8
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from tests import nccl_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
-DRY_S = 400
+DRY_S = 550
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
