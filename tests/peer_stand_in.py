@@ -91,10 +91,13 @@ class Kernels(CpuKernels):
     def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
         super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
         self.launched: list[str] = []
+        self.fails_at: str | None = None
         self._zeros = torch.zeros(1 << 16) if deaf else None
 
     def launch(self, name: str, blocks: int, threads: int, call: Any, stream: int = 0) -> None:
         self.launched.append(name)
+        if name == self.fails_at:
+            raise RuntimeError("nothing can be launched, says the stand-in")
         if self._zeros is not None:
             call.input = self._zeros.data_ptr()
         super().launch(name, blocks, threads, call, stream)
@@ -112,6 +115,8 @@ class Device(PeerDevice):
         """Whether they see zeros instead of their input."""
         self.max_blocks = 2
         """How many blocks it holds at once."""
+        self.fails_at: str | None = None
+        """The kernel whose launch fails."""
         self.connected = Vote(True, "says the stand-in")
         self.mesh = Vote(True, "says the stand-in")
         self.made: Kernels | None = None
@@ -131,6 +136,7 @@ class Device(PeerDevice):
         if self.problem is not None:
             raise RuntimeError(self.problem)
         self.made = Kernels(self.deaf, self.max_blocks)
+        self.made.fails_at = self.fails_at
         return self.made
 
 
