@@ -358,9 +358,17 @@ def _interrupted_amid_threads() -> tuple[str, str]:
         group.barrier()
         told, other = "", []
         if group.rank == 0:
-            second = threading.Thread(target=lambda: other.append(attempt(group.all_reduce, torch.ones(3)).kind))
-            threading.Timer(0.3, second.start).start()
-            threading.Timer(0.8, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            begun = len(group.route.operations())
+
+            def come_second() -> None:
+                while len(group.route.operations()) == begun:
+                    time.sleep(0.01)
+                time.sleep(0.3)  # the first one has noted its call, and waits in it now
+                threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+                other.append(attempt(group.all_reduce, torch.ones(3)).kind)
+
+            second = threading.Thread(target=come_second)
+            second.start()
             try:
                 group.barrier()
             except BaseException as error:
