@@ -7,6 +7,7 @@ than the driver, which then can't load what it makes: `cuda_kernels` looks at th
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import tempfile
@@ -40,14 +41,18 @@ def nvrtc_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def compile_kernels(arch: str, kind: str = "cubin", sources: Path = SOURCES) -> bytes:
-    """The kernels for `arch` ("sm_90"), as a cubin or as PTX. Raises KernelError."""
+def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
+    """The kernels for `arch` ("sm_90"), as a cubin. Raises KernelError.
+
+    `log` takes what the assembler says of each kernel's registers and memory.
+    """
     nvrtc_version()  # the clearer message where the library is missing
     core, _ = _packages()
     try:
-        options = core.ProgramOptions(name=_UNIT, arch=arch, std="c++17", include_path=str(sources))
+        verbose: dict[str, Any] = {} if log is None else {"ptxas_options": ["-v"]}
+        options = core.ProgramOptions(name=_UNIT, arch=arch, std="c++17", include_path=str(sources), **verbose)
         program = core.Program((sources / _UNIT).read_text(), "c++", options)
-        made = program.compile(kind)
+        made = program.compile("cubin", logs=log)
     except Exception as problem:
         raise KernelError(f"NVRTC can't compile the kernels for {arch}: {_first_line(problem)}") from problem
     return bytes(made.code)

@@ -20,28 +20,38 @@ inline Packet load_packet(u64 address) {
   return packet;
 }
 
-inline void store_vector(u64 address, Vector vector) {
+inline void store_shared(u64 address, const Words<4>& words) {
   on_cpu::pause();
   for (u32 w = 0; w < 4; ++w) {
 #ifdef PLAIN_DATA
-    reinterpret_cast<u32*>(address)[w] = vector.words[w];
+    reinterpret_cast<u32*>(address)[w] = words.at[w];
 #else
-    __atomic_store_n(reinterpret_cast<u32*>(address) + w, vector.words[w], __ATOMIC_RELAXED);
+    __atomic_store_n(reinterpret_cast<u32*>(address) + w, words.at[w], __ATOMIC_RELAXED);
 #endif
   }
 }
 
-inline Vector load_vector(u64 address) {
+inline Words<4> load_shared(u64 address) {
   on_cpu::pause();
-  Vector vector;
+  Words<4> words;
   for (u32 w = 0; w < 4; ++w) {
 #ifdef PLAIN_DATA
-    vector.words[w] = reinterpret_cast<const u32*>(address)[w];
+    words.at[w] = reinterpret_cast<const u32*>(address)[w];
 #else
-    vector.words[w] = __atomic_load_n(reinterpret_cast<const u32*>(address) + w, __ATOMIC_RELAXED);
+    words.at[w] = __atomic_load_n(reinterpret_cast<const u32*>(address) + w, __ATOMIC_RELAXED);
 #endif
   }
-  return vector;
+  return words;
+}
+
+template <u32 COUNT>
+void load_own(u64 address, Words<COUNT>& words) {
+  words = *reinterpret_cast<const Words<COUNT>*>(address);
+}
+
+template <u32 COUNT>
+void store_own(u64 address, const Words<COUNT>& words) {
+  *reinterpret_cast<Words<COUNT>*>(address) = words;
 }
 
 inline void release_flag(u64 address, u32 value) {

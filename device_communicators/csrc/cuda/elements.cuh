@@ -36,12 +36,6 @@ struct BFloat16 {
   }
 };
 
-// 4 * COUNT bytes of a tensor, in registers.
-template <u32 COUNT>
-struct alignas(4 * COUNT) Words {
-  u32 at[COUNT];
-};
-
 // The slow way, for the end of a tensor and for rows that aren't aligned. Apart, so that the fast way stays short.
 template <u32 COUNT>
 __device__ __noinline__ Words<COUNT> load_bytes(u64 address, u64 bytes) {
@@ -83,12 +77,14 @@ struct Tensor {
 
   template <u32 COUNT>
   __device__ __forceinline__ Words<COUNT> load_whole(u64 offset) const {
-    return *reinterpret_cast<const Words<COUNT>*>(address + offset);
+    Words<COUNT> words;
+    load_own(address + offset, words);
+    return words;
   }
 
   template <u32 COUNT>
   __device__ __forceinline__ void store_whole(u64 offset, const Words<COUNT>& words) const {
-    *reinterpret_cast<Words<COUNT>*>(address + offset) = words;
+    store_own(address + offset, words);
   }
 
   // What is past the end is zero.

@@ -15,9 +15,10 @@ struct Packet {
   u64 halves[2];
 };
 
-// 16 bytes, the most that one instruction moves.
-struct Vector {
-  u32 words[4];
+// 8 or 16 bytes that one instruction moves; 16 is the most.
+template <u32 COUNT>
+struct alignas(4 * COUNT) Words {
+  u32 at[COUNT];
 };
 
 #ifndef PARALLEL_STATE_ON_CPU
@@ -39,20 +40,43 @@ __device__ __forceinline__ Packet load_packet(u64 address) {
   return packet;
 }
 
-__device__ __forceinline__ void store_vector(u64 address, Vector vector) {
+__device__ __forceinline__ void store_shared(u64 address, const Words<4>& words) {
   asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :
-               : "l"(address), "r"(vector.words[0]), "r"(vector.words[1]), "r"(vector.words[2]), "r"(vector.words[3])
+               : "l"(address), "r"(words.at[0]), "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3])
                : "memory");
 }
 
-__device__ __forceinline__ Vector load_vector(u64 address) {
-  Vector vector;
+__device__ __forceinline__ Words<4> load_shared(u64 address) {
+  Words<4> words;
   asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(vector.words[0]), "=r"(vector.words[1]), "=r"(vector.words[2]), "=r"(vector.words[3])
+               : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3])
                : "l"(address)
                : "memory");
-  return vector;
+  return words;
+}
+
+// Of a tensor that only this rank's kernels touch, one after the other: no order is needed.
+__device__ __forceinline__ void load_own(u64 address, Words<2>& words) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(words.at[0]), "=r"(words.at[1]) : "l"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_own(u64 address, Words<4>& words) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3])
+               : "l"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_own(u64 address, const Words<2>& words) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" : : "l"(address), "r"(words.at[0]), "r"(words.at[1]) : "memory");
+}
+
+__device__ __forceinline__ void store_own(u64 address, const Words<4>& words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(address), "r"(words.at[0]), "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3])
+               : "memory");
 }
 
 // Makes what this thread has written or seen, barriers of its block included, visible to whoever acquires the flag.

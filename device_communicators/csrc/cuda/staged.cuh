@@ -22,12 +22,11 @@ constexpr u32 QUAD_BYTES = 16;
 constexpr u32 STAGE_QUADS = STAGE_BYTES / QUAD_BYTES;
 
 __device__ __forceinline__ void store_staged(const Block& block, u32 owner, u32 i, const Quad& quad) {
-  store_vector(block.stage(owner) + u64{i} * QUAD_BYTES, Vector{{quad.at[0], quad.at[1], quad.at[2], quad.at[3]}});
+  store_shared(block.stage(owner) + u64{i} * QUAD_BYTES, quad);
 }
 
 __device__ __forceinline__ Quad load_staged(const Block& block, u32 owner, u32 i) {
-  const Vector vector = load_vector(block.stage(owner) + u64{i} * QUAD_BYTES);
-  return Quad{{vector.words[0], vector.words[1], vector.words[2], vector.words[3]}};
+  return load_shared(block.stage(owner) + u64{i} * QUAD_BYTES);
 }
 
 // What every rank has staged at i, this one included. After a barrier.

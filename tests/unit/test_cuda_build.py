@@ -1,0 +1,214 @@
+"""What NVRTC makes of csrc/cuda, without a GPU: it compiles for every architecture, and the PTX orders what it must."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import kernel_resources
+import pytest
+
+from device_communicators import cuda_build, native_build
+from device_communicators.cuda_call import KERNELS, KernelError
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+DEADLINE_S = 300
+
+
+@functools.cache
+def reason() -> str | None:
+    """Why NVRTC can't be used here, or None."""
+    try:
+        cuda_build.nvrtc_version()
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {reason()}")
+
+
+def ptx_of(arch: str) -> str:
+    """Through the binding itself: cuda.core asks the driver before it makes PTX."""
+    from cuda.bindings import nvrtc
+
+    source = (cuda_build.SOURCES / "kernels.cu").read_bytes()
+    _, program = nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, [], [])
+    options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17", f"-I{cuda_build.SOURCES}".encode()]
+    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    assert int(error) == 0
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    content = b" " * size
+    nvrtc.nvrtcGetPTX(program, content)
+    return content.decode()
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kernel_compiles_and_none_spills(arch: str) -> None:
+    log = io.StringIO()
+    assert cuda_build.compile_kernels(arch, log=log)
+    resources = kernel_resources.read(log.getvalue())
+    assert set(resources) == set(KERNELS)
+    for name, used in resources.items():
+        assert used["registers"] <= 128, f"{name}: a block of 512 threads has no more"
+        assert used["spilled_bytes"] == used["stack_bytes"] == 0, f"{name} keeps something in local memory"
+        assert used["shared_bytes"] <= 48 << 10, f"{name}: more needs a launch attribute"
+
+
+OWN = {  # weak accesses: to a rank's own tensors, and to its blocks' own epochs
+    "ld.global.v2.b32", "st.global.v2.b32", "ld.global.v4.b32", "st.global.v4.b32", "ld.global.u32", "st.global.u32",
+}  # fmt: skip
+PACKETS = {"st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64"}
+STAGES = {"st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32"}
+FLAGS = {"st.release.sys.global.u32", "ld.acquire.sys.global.u32"}
+HOST = {"ld.relaxed.sys.global.b64"}
+_ACCESS = re.compile(r"(?<!bar\.)\b((?:ld|st|atom|red|fence|membar)\.[\w.]+)")
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["compute_80", "compute_90"])
+def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(arch: str) -> None:
+    ptx = ptx_of(arch)
+    bodies = dict(re.findall(r"\.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE))
+    assert set(bodies) == set(KERNELS)
+    for name, body in bodies.items():
+        accesses = [each for each in _ACCESS.findall(body) if ".param" not in each]
+        shared = PACKETS if "_push" in name else STAGES | FLAGS
+        assert set(accesses) - OWN == shared | HOST, name
+        variants = accesses.count("ld.global.u32")
+        assert accesses.count("st.global.u32") == variants, f"{name}: one epoch read, one written, for each body"
+        assert variants == (4 if name.startswith("all_reduce") else 1), "for 2, 4, 8 and any number of ranks"
+        if "_push" not in name:
+            barriers = 2 if "two_shot" in name else 1
+            assert accesses.count("st.release.sys.global.u32") >= variants * barriers
+            assert accesses.count("ld.acquire.sys.global.u32") >= variants * barriers
+        assert "trap;" in body
+        if arch == "compute_90":
+            start, _, rest = body.partition("griddepcontrol.wait;")
+            assert rest, f"{name} doesn't wait for the kernel before it"
+            assert not [each for each in _ACCESS.findall(start) if ".param" not in each]
+            assert "griddepcontrol.launch_dependents;" in rest
+        else:
+            assert "griddepcontrol" not in body
+    functions = "".join(re.findall(r"^\.func.*?^}", ptx, re.DOTALL | re.MULTILINE))
+    accesses = [each for each in _ACCESS.findall(functions) if ".param" not in each]
+    allowed = {"st.relaxed.sys.global.b64", "st.relaxed.sys.global.u32", *PACKETS, "fence.acq_rel.sys"}
+    assert {each for each in accesses if not re.fullmatch(r"(ld|st)\.[bsu]8", each)} <= allowed, "reports and clearing"
+
+
+@needs_nvrtc
+def test_a_cubin_is_compiled_once_and_then_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = cuda_build.cubin("sm_90")
+    assert cuda_build.cubin("sm_90") == first
+    assert counting() == 1
+    (kept,) = (tmp_path / "parallel_state").glob("cuda_sm_90_*.cubin")
+    monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
+    assert cuda_build.cubin("sm_90") == first
+    with pytest.raises(KernelError, match="PARALLEL_STATE_BUILD is never"):
+        cuda_build.cubin("sm_80")
+    kept.chmod(0o666)
+    with pytest.raises(KernelError, match="must be this user's"):
+        cuda_build.cubin("sm_90")
+
+
+@needs_nvrtc
+def test_another_source_or_version_is_another_cubin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cuda_build.cubin("sm_90")
+    cuda_build.cubin("sm_80")
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (12, 9))
+    cuda_build.cubin("sm_90")
+    sources = tmp_path / "cuda"
+    shutil.copytree(cuda_build.SOURCES, sources)
+    with open(sources / "epochs.cuh", "a") as file:
+        file.write("// changed\n")
+    monkeypatch.setattr(cuda_build, "SOURCES", sources)
+    cuda_build.cubin("sm_90")
+    assert counting() == 4
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often something was compiled; nothing is, as that takes seconds."""
+    calls: list[str] = []
+
+    def compile_kernels(arch: str) -> bytes:
+        calls.append(arch)
+        return f"{arch} {len(calls)}".encode()
+
+    monkeypatch.setattr(cuda_build, "compile_kernels", compile_kernels)
+    return lambda: len(calls)
+
+
+@needs_nvrtc
+def test_a_source_that_does_not_compile_is_reported_by_its_first_error(tmp_path: Path) -> None:
+    (tmp_path / "kernels.cu").write_text("__global__ void broken() { nothing; }\n")
+    with pytest.raises(KernelError, match=r"for sm_90: kernels\.cu\(1\): error: .*nothing"):
+        cuda_build.compile_kernels("sm_90", sources=tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["cuda", "cuda.core", "cuda.bindings"])
+def test_what_is_missing_is_named(missing: str) -> None:
+    code = (
+        "import sys\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "from device_communicators import cuda_build, cuda_call\n"
+        "try:\n"
+        "    cuda_build.compile_kernels('sm_90')\n"
+        "except cuda_call.KernelError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert "pip install parallel-state[cuda]" in done.stdout, done.stderr
+    assert missing.split(".")[-1] in done.stdout
+
+
+def test_the_library_for_cpus_does_not_depend_on_these_sources() -> None:
+    assert not [path for path in native_build.plain_recipe().sources if path.suffix in (".cu", ".cuh")]
+    before = native_build.sources_digest()
+    extra = cuda_build.SOURCES / "not_there.h"
+    extra.write_text("")
+    try:
+        assert native_build.sources_digest() == before
+    finally:
+        extra.unlink()
+
+
+@pytest.mark.slow
+def test_nvcc_takes_the_same_sources(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    command = [
+        nvcc,
+        "-std=c++17",
+        "-arch=sm_90",
+        "-cubin",
+        "-Xptxas=-v",
+        "-Werror",
+        "all-warnings",
+        "-o",
+        str(tmp_path / "cubin"),
+    ]
+    done = subprocess.run(
+        [*command, str(cuda_build.SOURCES / "kernels.cu")], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(kernel_resources.read(done.stderr + done.stdout)) == set(KERNELS)
