@@ -17,7 +17,7 @@ import torch
 from device_communicators import GroupContext
 from device_communicators.cuda_call import Launcher
 from device_communicators.group_topology import GroupTopology, RankGpu, Vote
-from device_communicators.peer_communicator import PeerMemoryCommunicator
+from device_communicators.peer_communicator import ALIGNMENT, PeerMemoryCommunicator
 from device_communicators.peer_device import HostWords, PeerDevice
 from tests import nccl_stand_in
 from tests.cuda_on_cpu import CpuKernels
@@ -98,6 +98,8 @@ class Kernels(CpuKernels):
         self.launched.append(name)
         if name == self.fails_at:
             raise RuntimeError("nothing can be launched, says the stand-in")
+        if call.input % ALIGNMENT or call.output % ALIGNMENT:
+            raise ValueError(f"{name} was given {call.input:x} and {call.output:x}, which a GPU can't move as vectors")
         if self._zeros is not None:
             call.input = self._zeros.data_ptr()
         super().launch(name, blocks, threads, call, stream)
