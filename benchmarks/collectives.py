@@ -2,7 +2,8 @@
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
-    python benchmarks/collectives.py --device cuda                NCCL and this library's route, a GPU for each rank
+    python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs: collectives_ranks.py
+    torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
 Peers are optional (`python benchmarks/peers.py setup`). Sizes are the bytes that one rank holds. All ranks run the same
 number of calls and the slowest one's time counts. Candidates: `op` is a torch.ops call, `coordinator` the method that
@@ -15,10 +16,13 @@ the output after each. The tables show the produced loop less its two copies, th
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import collectives_ranks
+import collectives_ways
 from measure import options as shared
 from measure.picture import draw
 from measure.report import bandwidths, p50, print_rows, print_table, size_name, write_json
@@ -27,29 +31,29 @@ from measure.teams import Team, started
 from measure.tensors import COPIES, OPERATIONS
 from peers import MPIS
 
+from parallel_state import environment
+
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place")
 PAIRS = (
-    *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "NCCL", "Intel MPI", "MPICH")),
+    *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "Intel MPI", "MPICH")),
     ("op, in place", "Open MPI (int16)"),
     *(("symmetric op, in place", peer) for peer in ("vLLM op, in place", "Intel MPI")),
     ("coordinator", "vLLM coordinator, in place"),
     ("coordinator", "coordinator, in place"),
-    *(("coordinator", peer) for peer in ("vLLM", "gloo", "NCCL", "Intel MPI", "MPICH", "Open MPI", "Open MPI (int16)")),
+    *(("coordinator", peer) for peer in ("vLLM", "gloo", "Intel MPI", "MPICH", "Open MPI", "Open MPI (int16)")),
 )
 
 
 def make_teams(options: argparse.Namespace, ranks: int) -> list[Team]:
     peers = shared.peers(options)
-    settings = {"pin": not options.no_pin, "device": options.device, "vllm": None}
+    settings = {"pin": not options.no_pin, "vllm": None}
     if peers.vllm is not None:
         settings["vllm"] = str(peers.root)
     teams = [Team("torch", "collectives_torch", ranks, settings)]
-    if options.device == "cpu":
-        for mpi in (mpi for mpi in peers.mpis if mpi.name in options.mpis):
-            launcher = mpi.command(peers.root, ranks, [])
-            environment = mpi.environment()
-            teams.append(Team(mpi.name, "collectives_mpi", ranks, settings, launcher=launcher, environment=environment))
+    for mpi in (mpi for mpi in peers.mpis if mpi.name in options.mpis):
+        launcher, variables = mpi.command(peers.root, ranks, []), mpi.environment()
+        teams.append(Team(mpi.name, "collectives_mpi", ranks, settings, launcher=launcher, environment=variables))
     return teams
 
 
@@ -108,11 +112,17 @@ def picture(rows: Sequence[Row]) -> str:
     return draw(panels, OURS)
 
 
-def main() -> None:
+def in_ranks(options: argparse.Namespace) -> bool:
+    """Whether ranks run the benchmark themselves, and not teams that this process asks."""
+    return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
+
+
+def main() -> int:
     parser = shared.parser(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes that a rank holds")
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; on GPUs one for each")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
+    parser.add_argument("--modes", nargs="+", choices=collectives_ranks.MODES, default=collectives_ranks.MODES)
     parser.add_argument("--loops", nargs="+", choices=("tight", "produced"), default=("tight", "produced"))
     parser.add_argument("--dtype", default="bfloat16")
     names = [mpi.name for mpi in MPIS]
@@ -120,6 +130,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: has not been run on GPUs yet")
     parser.add_argument("--svg", type=Path, help="a picture")
     options = parser.parse_args()
+    if in_ranks(options):
+        options.operations = options.operations or collectives_ways.OPERATIONS
+        options.sizes = options.sizes or collectives_ranks.SIZES
+        return collectives_ranks.main(options)
+    options.operations, options.sizes = options.operations or OPERATIONS, options.sizes or SIZES
+    options.ranks = options.ranks or [2]
     rows = []
     for ranks in options.ranks:
         with started(make_teams(options, ranks)) as teams:
@@ -131,7 +147,8 @@ def main() -> None:
         write_json(options.json, rows, shared.recorded(options))
     if options.svg:
         options.svg.write_text(picture(rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,6 @@ OURS = (
     "coordinator",
     "symmetric op, in place",
 )
-NAMES = {"gloo": "gloo", "nccl": "NCCL"}
 # Newer versions of torch have new names, and warn of the old ones.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,21 +41,14 @@ class TorchTeam(TensorTeam):
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
-        on_gpu = settings["device"] == "cuda"
-        ps.init_distributed_environment(backend="nccl" if on_gpu else "gloo")
+        ps.init_distributed_environment(backend="gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         ps.initialize_model_parallel(self.size)
         self.group = ps.get_tp_group()
         use_once(self.group)
-        self.device = self.group.device
-        self.torch_name = NAMES[dist.get_backend()]
         self.vllm = None
-        if settings["vllm"] is not None and not on_gpu and self.size in (2, 3, 4, 8):  # others its ops don't know
+        if settings["vllm"] is not None and self.size in (2, 3, 4, 8):  # others its ops don't know
             self.vllm = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
-
-    def finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def about(self) -> str:
         """The route that this library takes."""
@@ -64,7 +56,7 @@ class TorchTeam(TensorTeam):
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         found = self._ours(operation, shape)
-        found[self.torch_name] = Exchange(_of_torch(operation, shape, self.size, self.rank))
+        found["gloo"] = Exchange(_of_torch(operation, shape, self.size, self.rank))
         if self.vllm is not None:
             found.update(_of_vllm(self.vllm, operation))
         return found

@@ -14,7 +14,8 @@ How a batch travels:
     stage        pp.send_tensor_dict(all_gather_group=tp)   next stage; tp.all_reduce inside (minilm.py)
     last stage   world.send_tensor_dict                     driver
 
-`--device cuda` was written for one GPU per rank and has not been run on one yet.
+With `--device cuda` ranks may share a GPU where there are fewer, `--cuda-graph` captures each stage once for each shape
+of batch (`inference_graphs.py`), also of compiled layers. Neither has been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,10 +23,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,11 @@ from parallel_state import (
 )
 
 try:
+    import inference_report
     import minilm
+    from inference_graphs import TOKENS, StageGraphs
+    from inference_report import Place
+    from measure.devices import share_gpus
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -65,21 +69,14 @@ Batch = dict[str, Tensor]
 # ---- the engine: every rank ------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where a rank stands in the layout."""
-
-    stage: int
-    replica: int
-    shard: int
-
-
 class Engine:
     """One rank of the engine: every rank makes one, and calls the same methods in the same order.
 
     Batches come from the driver and embeddings return to it; the other ranks pass and get None.
     """
 
-    def __init__(self, compiled: bool) -> None:
+    def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
+        self.sharing = sharing
         self.world, self.tp, self.pp, self.dp = get_world_group(), get_tp_group(), get_pp_group(), get_dp_group()
         self.is_driver = self.world.is_first_rank
         self.is_feeder = self.pp.is_first_rank and self.tp.is_first_rank
@@ -88,6 +85,18 @@ class Engine:
         self.stage = minilm.Stage(self.pp.rank_in_group, self.pp.world_size, self.world.device)
         if compiled:
             self.stage.compile_layers()
+        self.graphs = StageGraphs(self.stage) if in_graphs else None
+
+    def prepare(self, batches: list[Batch] | None) -> None:
+        """Captures what the driver's batches need."""
+        if self.graphs is not None:
+            shapes = sorted({tuple(batch["token_ids"].shape) for batch in batches or ()})
+            self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
+
+    def close(self) -> None:
+        """Before the groups end."""
+        if self.graphs is not None:
+            self.graphs.close()
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
@@ -117,9 +126,9 @@ class Engine:
             inputs = self.tp.broadcast_tensor_dict(batch)
         else:
             inputs = self.pp.recv_tensor_dict(all_gather_group=self.tp)
-        output = self.stage(inputs)
+        output = self.stage(inputs) if self.graphs is None else self.graphs(inputs)
         if self.pp.is_last_rank:
-            return output
+            return output if self.graphs is None else {name: x.clone() for name, x in output.items()}
         self.pp.send_tensor_dict(output, all_gather_group=self.tp)
         return None
 
@@ -152,23 +161,27 @@ class Engine:
 
 def run_rank(options: argparse.Namespace) -> bool:
     """The whole life of one rank; False on the driver if the sharded model's answer is wrong, else True."""
-    init_distributed_environment(backend="nccl" if options.device == "cuda" else "gloo")
-    initialize_model_parallel(tensor_model_parallel_size=options.tp, pipeline_model_parallel_size=options.pp)
-    engine = Engine(options.compile)
+    on_gpu = options.device == "cuda"
+    sharing = share_gpus() if on_gpu else ""
+    init_distributed_environment(backend="nccl" if on_gpu else "gloo")
+    initialize_model_parallel(options.tp, options.pp, warm_up=on_gpu)
+    engine = Engine(options.compile, options.cuda_graph, sharing)
     driver = Driver(engine, options) if engine.is_driver else None
     routes = engine.survey()
     if driver:
         driver.show_layout()
-        driver.show_routes(routes)
+        inference_report.show_routes(driver.console, routes)
+    engine.prepare(driver.batches if driver else None)
     engine.encode(driver.batches[-engine.dp.world_size :] if driver else None)  # warms up, and compiles
     engine.world.barrier()
     embeddings = driver.encode() if driver else engine.encode(None)
     traffic = engine.survey()
+    engine.close()
     destroy_model_parallel()
     destroy_distributed_environment()
     if driver is None:
         return True
-    driver.show_traffic(traffic)
+    inference_report.show_traffic(driver.console, traffic)
     driver.show_matches(embeddings)
     return driver.check(embeddings)
 
@@ -184,7 +197,8 @@ class Driver:
         self.options = options
         self.console = Console(highlight=False)
         self.texts = [*options.sentences, options.query]
-        self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device)
+        multiple = TOKENS if options.cuda_graph else 1
+        self.batches = minilm.make_batches(self.texts, options.batch_size, engine.world.device, multiple)
 
     def encode(self) -> Tensor:
         """All embeddings, under a progress bar where there is a terminal."""
@@ -207,49 +221,10 @@ class Driver:
         engine = self.engine
         stages, replicas, ranks = engine.pp.world_size, engine.dp.world_size, engine.world.world_size
         how = f"{ranks} process{'' if ranks == 1 else 'es'} on {engine.world.device.type}"
-        compiled = ", layers compiled" if self.options.compile else ""
-        self.console.print(f"[bold]TP {engine.tp.world_size} x PP {stages} x DP {replicas}[/]: {how}{compiled}")
-        table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
-        for stage in range(stages):
-            ranks: list[list[int]] = [[] for _ in range(replicas)]
-            for rank, place in enumerate(engine.places):
-                if place.stage == stage:
-                    ranks[place.replica].append(rank)
-            table.add_row(
-                f"{stage}: {minilm.describe_stage(stage, stages)}", *(f"ranks {escape(str(r))}" for r in ranks)
-            )
-        self.console.print(table, "")
-
-    def show_routes(self, survey: list[dict[str, Any]]) -> None:
-        """Who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
-        self.console.print("[bold]routes[/]")
-        for axis in survey[0]:
-            groups = defaultdict(list)
-            for rank in survey:
-                _, *route = rank[axis]["route"].splitlines()  # the first line names the group
-                if rank[axis]["ranks"] not in groups["\n".join(route)]:
-                    groups["\n".join(route)].append(rank[axis]["ranks"])
-            for route, members in groups.items():
-                title = escape(f"{axis} {' '.join(map(str, members))}")
-                self.console.print(f"{title}\n[dim]{escape(route)}[/]", soft_wrap=True)
-        self.console.print()
-
-    def show_traffic(self, survey: list[dict[str, Any]]) -> None:
-        """Calls and bytes of one rank of each group, the one with most; groups with the same numbers share a row."""
-        table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
-        table.columns[2].justify = table.columns[3].justify = "right"
-        for axis in survey[0]:
-            most: dict[tuple[str, str], tuple[int, int]] = {}
-            for rank in survey:
-                for operation, numbers in rank[axis]["traffic"].items():
-                    key = operation, str(rank[axis]["ranks"])
-                    most[key] = max(most.get(key, (0, 0)), tuple(numbers))
-            rows = defaultdict(list)
-            for (operation, ranks), numbers in most.items():
-                rows[operation, numbers].append(ranks)
-            for (operation, (calls, size)), groups in rows.items():
-                table.add_row(escape(f"{axis} {' '.join(groups)}"), operation, f"{calls:,}", f"{size:,}")
-        self.console.print("[bold]traffic[/] of one rank of each group, warm-up included", table, "", sep="\n")
+        how += f" ({engine.sharing})" if engine.sharing else ""
+        how += ", layers compiled" * self.options.compile + ", stages in CUDA graphs" * self.options.cuda_graph
+        title = f"[bold]TP {engine.tp.world_size} x PP {stages} x DP {replicas}[/]: {how}"
+        inference_report.show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
         """The sentences next to the query; the dot product is the cosine, as embeddings have length 1."""
@@ -291,6 +266,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help="most sentences in a batch")
     parser.add_argument("--compile", action="store_true", help="torch.compile(fullgraph=True, dynamic=True) the layers")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not run on a GPU yet")
+    parser.add_argument("--cuda-graph", action="store_true", help="capture each stage in CUDA graphs; with cuda only")
     options = parser.parse_args()
     problem = find_problem(options)
     if problem is not None:
@@ -316,8 +292,10 @@ def find_problem(options: argparse.Namespace) -> str | None:
         dp = f" x --dp {options.dp}" if options.dp is not None else ""
         return f"--tp {options.tp} x --pp {options.pp}{dp} doesn't fit the {started} ranks that were started"
     options.dp = options.dp or max(started // model_ranks, 1)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.device_count():  # is_available() would start CUDA: too early
         return "--device cuda: torch finds no GPU"
+    if options.cuda_graph and options.device != "cuda":
+        return "--cuda-graph needs --device cuda: the CPU has no graphs"
     try:
         options.sentences = minilm.split_sentences(options.input.read_text(encoding="utf-8"))
     except OSError as error:

@@ -76,23 +76,25 @@ def split_sentences(text: str) -> list[str]:
     return [sentence for sentence in plain if len(sentence.split()) >= 3]
 
 
-def make_batches(texts: Sequence[str], batch_size: int, device: torch.device) -> list[dict[str, Tensor]]:
+def make_batches(
+    texts: Sequence[str], batch_size: int, device: torch.device, multiple: int = 1
+) -> list[dict[str, Tensor]]:
     """Tokenize, sort by length so that little is padding, and cut into batches of about one size.
 
-    A batch is `{"token_ids": [texts, tokens], "indices": [texts]}`: the second says which texts they are.
+    A batch is `{"token_ids": [texts, tokens], "indices": [texts]}`: the second says which texts they are. `tokens` is
+    padded to a multiple of `multiple`.
     """
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tokenizer.no_padding()  # the file asks for 128 tokens, always
     tokenizer.enable_truncation(MAX_TOKENS)
     ids = [torch.tensor(encoding.ids, device=device) for encoding in tokenizer.encode_batch(texts)]
     order = torch.tensor(sorted(range(len(ids)), key=lambda index: len(ids[index])), device=device)
-    return [
-        {
-            "token_ids": pad_sequence([ids[index] for index in indices], batch_first=True, padding_value=PAD),
-            "indices": indices,
-        }
-        for indices in order.tensor_split(math.ceil(len(ids) / batch_size))
-    ]
+    batches = []
+    for indices in order.tensor_split(math.ceil(len(ids) / batch_size)):
+        token_ids = pad_sequence([ids[index] for index in indices], batch_first=True, padding_value=PAD)
+        token_ids = functional.pad(token_ids, (0, -token_ids.shape[1] % multiple), value=PAD)
+        batches.append({"token_ids": token_ids, "indices": indices})
+    return batches
 
 
 # ---- the sharded model -----------------------------------------------------------------------------------------------
@@ -252,10 +254,20 @@ class Stage(nn.Module):
     def __init__(self, stage: int, num_stages: int, device: torch.device) -> None:
         super().__init__()
         config, checkpoint = load_config(), Checkpoint(device)
+        self.device = device
+        self.hidden_size = config.hidden_size
         self.is_last = stage == num_stages - 1
         self.embedding = Embedding(checkpoint, config) if stage == 0 else None
         layers = stage_layers(config.num_hidden_layers, stage, num_stages)
         self.layers = nn.ModuleList(EncoderLayer(checkpoint, index, config) for index in layers)
+
+    def example(self, texts: int, tokens: int) -> dict[str, Tensor]:
+        """Inputs of this shape, as the stage will get them."""
+        found = {"indices": torch.arange(texts, device=self.device)}
+        if self.embedding is not None:
+            return {**found, "token_ids": torch.ones(texts, tokens, dtype=torch.long, device=self.device)}
+        mask = torch.ones(texts, tokens, dtype=torch.bool, device=self.device)
+        return {**found, "mask": mask, "hidden": torch.zeros(texts, tokens, self.hidden_size, device=self.device)}
 
     def compile_layers(self) -> None:
         """Compile the layers, one graph for all: they run the same code, and their weights are the graph's inputs."""

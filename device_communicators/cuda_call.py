@@ -58,10 +58,15 @@ class Call(ctypes.Structure):
 _OF_EACH_DTYPE = (
     "all_reduce_push", "all_reduce_pull", "all_reduce_two_shot", "reduce_scatter_push", "reduce_scatter_pull",
 )  # fmt: skip
+_NORMS = (
+    "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8", "all_reduce_add_rms_norm_token_fp8",
+)  # fmt: skip
+_DTYPES = ("float32", "float16", "bfloat16")
 KERNELS: tuple[str, ...] = (
-    *(f"{what}_{dtype}" for what in _OF_EACH_DTYPE for dtype in ("float32", "float16", "bfloat16")),
+    *(f"{what}_{dtype}" for what in _OF_EACH_DTYPE for dtype in _DTYPES),
     "all_gather_push",
     "all_gather_pull",
+    *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
 )
 """By number: `operation` of a call. The last one to be added comes last."""
 OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
@@ -130,3 +135,14 @@ def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
     shards = size if how == "two_shot" else 1  # a block's threads sum a shard of what it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
     return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]
+
+
+def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
+    """As `grid`, for the kernels with a norm: as many blocks to a row as a push carries at once, for some of the rows.
+
+    No blocks: a row (of the input's dtype) is too long, or there is none.
+    """
+    members = -(-row_bytes // (8 * PART_PACKETS))
+    if members == 0:
+        return 0, THREADS["push"]
+    return min(rows, min(limit, MAX_BLOCKS) // members) * members, THREADS["push"]

@@ -18,12 +18,16 @@ from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.partial import PartialCommunicator
 from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_group import DTYPES, PeerGroup
-from device_communicators.peer_memory import NotSharedError
+from device_communicators.peer_memory import NotSharedError, together
+from device_communicators.peer_norms import PeerNorms
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
 from device_communicators.reductions import REDUCING
 
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""
+
+MOST_FUSED_BYTES = 1 << 20
+"""For the kernel with a norm, which pushes twice the bytes: beyond it they outweigh a launch. A guess, not measured."""
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
@@ -32,7 +36,8 @@ _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 class PeerMemoryCommunicator(PartialCommunicator):
     """all_reduce, all_gather and reduce_scatter of up to 8 ranks, each on the current stream and in one launch.
 
-    all_reduce_add_rms_norm goes over its all_reduce, as in the base class.
+    So is all_reduce with an add and an RMS norm up to 1 MiB, where a row fits on the device; else it goes over the
+    all_reduce, as in the base class.
     """
 
     name = "peer_memory"
@@ -51,7 +56,14 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def admit(self) -> str | None:
         try:
             device = self._device or PeerDevice(self.context.device)
-            self._made = PeerGroup.set_up(self.context, device, self._thresholds)
+            made = PeerGroup.set_up(self.context, device, self._thresholds)
+            self._norms = PeerNorms(made)
+            try:
+                together(self.context, "prove norms", self._norms.prove)
+            except BaseException:
+                made.close()
+                raise
+            self._made = made
         except NotSharedError as error:
             return str(error)
         return None
@@ -121,6 +133,30 @@ class PeerMemoryCommunicator(PartialCommunicator):
         if x.numel():
             self.group.all_reduce(out, x, self.algorithm(x.nbytes))
         return out
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not self._fuses(x, residual, weight):
+            return super().all_reduce_add_rms_norm(x, residual, weight, eps)
+        return self._norms.plain(self._placed(x), self._placed(residual), self._placed(weight), eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not self._fuses(x, residual, weight) or scale.numel() != 1 or scale.dtype != torch.float32:
+            return super().all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, scale, eps)
+        placed = self._placed(x), self._placed(residual), self._placed(weight), self._placed(scale)
+        return self._norms.static_fp8(*placed, eps)
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._fuses(x, residual, weight):
+            return super().all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(x, residual, weight, eps)
+        return self._norms.token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
+
+    def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        limit = min(self.group.admission.thresholds.fused, MOST_FUSED_BYTES)
+        return x.nbytes <= limit and self._norms.takes(x, residual, weight)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         if x.numel():

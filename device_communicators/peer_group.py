@@ -16,9 +16,11 @@ beside each other, are ordered by whoever replays. Not run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -109,33 +111,42 @@ class PeerGroup:
         return min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS)
 
     def prove(self) -> None:
-        """Every kind of call once: nothing is first done within a capture, and what can't work shows here.
+        """Every kind of call once: nothing is first done within a capture, and what can't work shows here."""
+        with self.proving() as prove_one:
+            for number, (name, how) in enumerate(_PROOFS, 1):
+                prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
 
-        Raises NotSharedError; PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
-        whose trap would cost the process its CUDA context.
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[Callable[[str, Callable[[], tuple[Tensor, Tensor]]], None]]:
+        """Gives `prove_one(what, attempt)`; `attempt()` launches something, and gives the result and what it must be.
+
+        Raises NotSharedError: at once where a call doesn't end, behind the last one where a result is wrong, as the
+        other ranks go on. PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
+        whose trap would cost the process its CUDA context; where a launch itself waits, the vote behind has time.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        # The host gives up first; where it can't, as a launch itself waits, the vote behind this still has time.
         self._deadline_ns = int(0.75e9 * self.context.timeout_s)
         wrong = []
+
+        def prove_one(what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
+            try:
+                found, expected = attempt()
+                done = self._is_done(timeout_s)
+            except CommunicationError as error:
+                self._raise_death()
+                raise NotSharedError(f"the first {what} failed: {error}") from error
+            if not done:
+                self._raise_death()
+                raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
+            if not torch.equal(found, expected):
+                wrong.append(what)
+
         with self.streams.guard():
-            for number, (name, how) in enumerate(_PROOFS, 1):
-                try:
-                    found, expected = self._try(name, how, number)
-                    done = self._is_done(timeout_s)
-                except CommunicationError as error:
-                    self._raise_death()
-                    raise NotSharedError(f"the first {name} ({how}) failed: {error}") from error
-                if not done:
-                    self._raise_death()
-                    raise NotSharedError(f"the first {name} ({how}) was not done within {timeout_s:g} s")
-                if not torch.equal(found, expected):  # the others go on, so this rank does as well
-                    wrong.append(f"{name} ({how})")
+            yield prove_one
         if wrong:
             self._raise_death()
             raise NotSharedError(f"the first {wrong[0]} gave a wrong result: is peer access as it should be?")
         self._deadline_ns = int(1e9 * self.context.timeout_s)
-        self._prepared.clear()
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
         """A small call, and what it must give; `number` keeps one call's figures apart from another's."""
@@ -281,6 +292,7 @@ class PeerGroup:
             self._start(kernel, blocks, threads, call)
 
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
+        call.deadline_ns = self._deadline_ns
         stream = self._order.next()  # two calls at once on one rank would share an epoch
         try:
             if self.streams.is_here():
@@ -303,7 +315,6 @@ class PeerGroup:
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address
         call.rank, call.size, call.numel = self.context.rank, self.context.size, numel
-        call.deadline_ns = self._deadline_ns
         call.report, call.abort = self._words.address + 8 * _REPORT, self._words.address + 8 * _ABORT
         return call
 

@@ -241,6 +241,10 @@ class Route:
                 f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
             )
         if self.first_failure is not None:
+            memory = self.context.host_memory
+            if memory is not None and memory.collectives is not None:
+                # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
+                memory.collectives.library.raise_interruption()
             raise GroupFailedError(
                 f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
                 group=self.context.name,

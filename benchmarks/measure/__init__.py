@@ -8,6 +8,7 @@
 | `strangers.py` | how much of the machine others used meanwhile |
 | `report.py` | medians, ratios, tables, JSON with machine and commit |
 | `picture.py` | microseconds over bytes, as SVG |
+| `devices.py`, `graphs.py` | for ranks that run a benchmark themselves: GPUs shared, events, CUDA graphs |
 | `options.py` | the command line that all benchmarks share |
 
 Figures of a candidate whose answer was wrong are never printed or drawn.

@@ -16,6 +16,9 @@ from torch import Tensor
 class Captured:
     """`replay()` does a call again, on what its inputs hold now, and leaves the results in `outputs`."""
 
+    standing_in = False
+    """Whether a call is made now that a graph would record: on the CPU, where tests look at it."""
+
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs
         self._call = call
@@ -40,7 +43,11 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
     tuples. An exception of the call is raised as it is.
     """
     if stream is None:
-        return Captured(call, call(), None)
+        Captured.standing_in = True
+        try:
+            return Captured(call, call(), None)
+        finally:
+            Captured.standing_in = False
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         outputs = call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,53 +10,23 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.nn import functional
 
 import parallel_state as ps
 from parallel_state.simulated import simulated_group
 from tests import fp8
-
-HIDDEN = 32
-EPS = 1e-5
-Function = Callable[..., Any]
-
-
-def _group() -> ps.GroupCoordinator:
-    return ps.get_tp_group()
-
-
-def fused_norm(y: Tensor, weight: Tensor) -> Tensor:
-    return functional.rms_norm(y, (HIDDEN,), weight, EPS)
-
-
-def llama_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """As transformers writes it."""
-    wide = y.to(torch.float32)
-    variance = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(variance + EPS)).to(y.dtype)
-
-
-def plain_norm(y: Tensor, weight: Tensor) -> Tensor:
-    """Products the other way round, the weight in float32."""
-    wide = y.float()
-    return (torch.rsqrt(EPS + torch.mean(wide * wide, dim=y.dim() - 1, keepdim=True)) * wide * weight.float()).to(
-        y.dtype
-    )
-
-
-NORMS = (fused_norm, llama_norm, plain_norm)
-
-
-def quantised(normed: Tensor, scale: Tensor) -> Tensor:
-    return (normed.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def quantised_by_reciprocal(normed: Tensor, scale: Tensor) -> Tensor:
-    return (normed.to(torch.float32) * scale.reciprocal()).clamp(min=-448.0, max=448.0).to(torch.float8_e4m3fn)
-
-
-def quantised_by_promotion(normed: Tensor, scale: Tensor) -> Tensor:
-    return (normed / scale).clamp(max=448.0).clamp(min=-448.0).to(torch.float8_e4m3fn)
+from tests.compile.fuse_cases import (
+    HIDDEN,
+    LEFT,
+    NORMS,
+    OTHER_QUANTISATIONS,
+    Function,
+    fused_norm,
+    group_in_use,
+    llama_norm,
+    quantised,
+    quantised_by_promotion,
+    quantised_by_reciprocal,
+)
 
 
 def _inputs(dtype: torch.dtype = torch.float32, tokens: int = 5) -> list[Tensor]:
@@ -102,9 +71,9 @@ def _compile(function: Function, inputs: list[Tensor], graph: str = "aten") -> t
     with ps.simulate(1, 2, tensor_model_parallel_size=2).use(), torch.no_grad():
         expected = function(*[each.clone() for each in inputs])
         compiled = torch.compile(function, backend=_backend(fusion, graph), fullgraph=True)
-        before = {name: traffic.calls for name, traffic in _group().traffic().items()}
+        before = {name: traffic.calls for name, traffic in group_in_use().traffic().items()}
         _same(compiled(*[each.clone() for each in inputs]), expected)
-        after = {name: traffic.calls for name, traffic in _group().traffic().items()}
+        after = {name: traffic.calls for name, traffic in group_in_use().traffic().items()}
     calls = {name: count - before.get(name, 0) for name, count in after.items()}
     return fusion.report, {name: count for name, count in calls.items() if count}
 
@@ -118,14 +87,14 @@ NORM, QUANTISED = "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_norms_are_fused(norm: Function, dtype: torch.dtype, graph: str) -> None:
     def after(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        y = _group().all_reduce(x) + residual
+        y = group_in_use().all_reduce(x) + residual
         return norm(y, weight), y
 
     def before(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        return norm(residual + _group().all_reduce(x * 2), weight)
+        return norm(residual + group_in_use().all_reduce(x * 2), weight)
 
     def in_place(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        y = _group().all_reduce(x.view(1, -1, HIDDEN))
+        y = group_in_use().all_reduce(x.view(1, -1, HIDDEN))
         y += residual.view(1, -1, HIDDEN)
         return norm(y, weight).squeeze(0), y
 
@@ -137,7 +106,7 @@ def test_norms_are_fused(norm: Function, dtype: torch.dtype, graph: str) -> None
 
 def test_float64_is_fused_where_the_norm_is_in_float64() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        return fused_norm(_group().all_reduce(x) + residual, weight)
+        return fused_norm(group_in_use().all_reduce(x) + residual, weight)
 
     assert _compile(function, _inputs(torch.float64))[1] == {NORM: 1}
 
@@ -148,7 +117,7 @@ def test_float64_is_fused_where_the_norm_is_in_float64() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_quantisation_is_fused(norm: Function, quantise: Function, dtype: torch.dtype, graph: str) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        y = residual + _group().all_reduce(x)
+        y = residual + group_in_use().all_reduce(x)
         return quantise(norm(y, weight), scale * 2), y
 
     report, calls = _compile(function, _inputs(dtype), graph)
@@ -156,199 +125,13 @@ def test_quantisation_is_fused(norm: Function, quantise: Function, dtype: torch.
     assert QUANTISED in str(report)
 
 
-def _with_normed(normed: Tensor, scale: Tensor) -> Any:
-    return quantised(normed, scale), normed
-
-
-def _unclamped(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() / scale).to(torch.float8_e4m3fn)
-
-
-def _half_clamped(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() / scale).clamp(max=448).to(torch.float8_e4m3fn)
-
-
-def _other_limits(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() / scale).clamp(-240, 240).to(torch.float8_e4m3fn)
-
-
-def _per_channel(normed: Tensor, scale: Tensor) -> Any:
-    return quantised(normed, scale.expand(HIDDEN).contiguous())
-
-
-def _multiplied(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _other_format(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() / scale).clamp(-448, 448).to(torch.float8_e5m2).float()
-
-
-def _wide_scale(normed: Tensor, scale: Tensor) -> Any:
-    return (normed.float() / scale.double()).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def _more_dims(normed: Tensor, scale: Tensor) -> Any:
-    return quantised(normed, scale.view(1, 1, 1))
-
-
-@pytest.mark.parametrize(
-    "quantise",
-    [_with_normed, _unclamped, _half_clamped, _other_limits, _per_channel, _multiplied, _other_format, _wide_scale,
-     _more_dims],
-)  # fmt: skip
+@pytest.mark.parametrize("quantise", OTHER_QUANTISATIONS)
 def test_other_quantisations_stay_behind_the_fused_norm(quantise: Function) -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        return quantise(llama_norm(residual + _group().all_reduce(x), weight), scale * 10)
+        return quantise(llama_norm(residual + group_in_use().all_reduce(x), weight), scale * 10)
 
     for graph in GRAPHS:
         assert _compile(function, _inputs(), graph)[1] == {NORM: 1}
-
-
-# What is left alone. Each gives the function and a word of the reason.
-
-
-def _other_user(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    total = _group().all_reduce(x)
-    return fused_norm(total + residual, weight), total
-
-
-def _unused(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    _group().all_reduce(x)
-    return fused_norm(x + residual, weight)
-
-
-def _max(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x, "max") + residual, weight)
-
-
-def _avg(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x, "avg") + residual, weight)
-
-
-def _other_dtype(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x.bfloat16()) + residual, weight)
-
-
-def _wide_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    y = _group().all_reduce(x.bfloat16()).float() + residual
-    return llama_norm(y, weight)
-
-
-def _no_norm(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _group().all_reduce(x) + residual
-
-
-def _no_add(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return fused_norm(_group().all_reduce(x), weight)
-
-
-def _product(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return fused_norm(_group().all_reduce(x) * residual, weight)
-
-
-def _alpha(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(torch.add(residual, _group().all_reduce(x), alpha=2), weight)
-
-
-def _twice_itself(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    total = _group().all_reduce(x)
-    return llama_norm(total + total, weight)
-
-
-def _a_number(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x) + 1.0, weight)
-
-
-def _broadcast(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x) + residual[0], weight)
-
-
-def _larger_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x[:1]) + residual, weight)
-
-
-def _layer_norm(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return functional.layer_norm(_group().all_reduce(x) + residual, (HIDDEN,), weight)
-
-
-def _no_weight(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return functional.rms_norm(_group().all_reduce(x) + residual, (HIDDEN,), None, EPS)
-
-
-def _two_dims(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    y = _group().all_reduce(x) + residual
-    return functional.rms_norm(y, y.shape, residual, EPS)
-
-
-def _by_hand(
-    y: Tensor, weight: Tensor, dim: Any = -1, power: int = 2, root: Function = torch.rsqrt, eps: Any = EPS
-) -> Tensor:
-    return weight * (y * root(y.pow(power).mean(dim, keepdim=True) + eps))
-
-
-def _first_dim(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, weight, 0)
-
-
-def _all_dims(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, weight, (0, 1))
-
-
-def _fourth_power(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, weight, power=4)
-
-
-def _no_root(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, weight, root=torch.reciprocal)
-
-
-def _eps_tensor(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, weight, eps=scale)
-
-
-def _of_another(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    y = _group().all_reduce(x) + residual
-    return weight * (x * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS))
-
-
-def _root_used(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    y = _group().all_reduce(x) + residual
-    root = torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * (y * root), root
-
-
-def _weight_of_rows(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, residual)
-
-
-def _weight_of_one(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x) + residual, scale)
-
-
-def _wide_weight(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return llama_norm(_group().all_reduce(x.bfloat16()) + residual.bfloat16(), weight)
-
-
-def _narrow_norm(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    return _by_hand(_group().all_reduce(x.bfloat16()) + residual.bfloat16(), weight.bfloat16())
-
-
-def _residual_after_it(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    total = _group().all_reduce(x)
-    return llama_norm(total + _group().all_reduce(residual, "max"), weight)
-
-
-LEFT = {
-    _other_user: "other users", _unused: "or none", _max: "not a sum", _avg: "not a sum",
-    _other_dtype: "add is of", _wide_residual: "not an add", _no_norm: "no norm", _no_add: "other users",
-    _product: "not an add", _alpha: "not an add", _twice_itself: "itself", _a_number: "number",
-    _broadcast: "another shape", _larger_residual: "another shape", _layer_norm: "no norm", _no_weight: "weight",
-    _two_dims: "other dims", _first_dim: "other dims", _all_dims: "other dims", _fourth_power: "no norm",
-    _no_root: "no rsqrt", _eps_tensor: "constant", _of_another: "multiplied by the sum", _root_used: "used elsewhere",
-    _weight_of_rows: "weight is", _weight_of_one: "weight is", _wide_weight: "", _narrow_norm: "no norm",
-    _residual_after_it: "depends on it",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
@@ -364,11 +147,11 @@ def test_what_is_left_alone(function: Function, graph: str) -> None:
 
 
 def _late_residual(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-    total = _group().all_reduce(x)
-    _group().barrier()
-    _group().all_reduce(x, "max")
+    total = group_in_use().all_reduce(x)
+    group_in_use().barrier()
+    group_in_use().all_reduce(x, "max")
     late = residual * 3 + x.sin()
-    return llama_norm(total + late, weight + late[0]), _group().all_gather(late, 0)
+    return llama_norm(total + late, weight + late[0]), group_in_use().all_gather(late, 0)
 
 
 def test_what_the_op_needs_is_moved_before_it_and_no_collective_moves() -> None:
@@ -382,12 +165,12 @@ def test_what_the_op_needs_is_moved_before_it_and_no_collective_moves() -> None:
 def test_a_chain_of_layers_and_a_sum_of_two() -> None:
     def layers(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
         for _ in range(3):
-            residual = residual + _group().all_reduce(x)
+            residual = residual + group_in_use().all_reduce(x)
             x = torch.tanh(llama_norm(residual, weight))
         return x, residual
 
     def of_two(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        return llama_norm(_group().all_reduce(x) + _group().all_reduce(residual), weight)
+        return llama_norm(group_in_use().all_reduce(x) + group_in_use().all_reduce(residual), weight)
 
     report, calls = _compile(layers, _inputs(), "inductor's")
     assert calls == {NORM: 3}, report
@@ -397,7 +180,7 @@ def test_a_chain_of_layers_and_a_sum_of_two() -> None:
 
 def test_inputs_that_the_code_changes() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        residual += _group().all_reduce(x)
+        residual += group_in_use().all_reduce(x)
         normed = llama_norm(residual, weight)
         residual.mul_(2)
         weight.add_(1)
@@ -408,7 +191,7 @@ def test_inputs_that_the_code_changes() -> None:
 
 def test_other_strides() -> None:
     def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
-        y = residual.t().contiguous().t() + _group().all_reduce(x)
+        y = residual.t().contiguous().t() + group_in_use().all_reduce(x)
         return llama_norm(y, weight), y
 
     report, calls = _compile(function, _inputs(), "inductor's")
@@ -455,6 +238,28 @@ def test_twice_is_fine_and_a_graph_without_all_reduces_too() -> None:
         for function in (_late_residual, lambda *inputs: inputs[0] * 2):
             torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(*_inputs())
     assert reports == [1, 0, 0, 0]
+
+
+def test_what_changes_a_tensor_in_place_before_the_norm_is_in_the_way() -> None:
+    """Functional graphs have none; other passes may have put one in."""
+    reasons = []
+
+    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+        graph = module.graph
+        add = next(node for node in graph.nodes if node.target is torch.ops.aten.add.Tensor)
+        with graph.inserting_before(add):
+            graph.call_function(torch.ops.aten.mul_.Tensor, (add.args[1], 2))
+        reasons.extend(ps.fuse_all_reduce_rms_norm(graph).kept)
+        return module
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        return llama_norm(group_in_use().all_reduce(x) + residual, weight)
+
+    torch._dynamo.reset()
+    with ps.simulate(0, 2, tensor_model_parallel_size=2).use(), torch.no_grad():
+        torch.compile(function, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(*_inputs())
+    assert len(reasons) == 1
+    assert "changes a tensor in place" in reasons[0]
 
 
 def test_the_id_by_which_inductor_caches_is_that_of_the_sources() -> None:

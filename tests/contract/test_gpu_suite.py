@@ -15,7 +15,7 @@ import torch
 from tests import nccl_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
-DRY_S = 400
+DRY_S = 550
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("dry-run-*.json")
     content = json.loads(file.read_text())
     assert content["complete"]
-    assert content["outcomes"]["passed"] > 70
+    assert content["outcomes"]["passed"] > 65
     assert set(content["outcomes"]) == {"passed", "skipped"}
     skipped = [check for check in content["checks"] if check["outcome"] == "skipped"]
     assert all(check["reason"].startswith("a dry run: ") for check in skipped)

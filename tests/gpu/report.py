@@ -1,8 +1,8 @@
 """What the GPU tests found, as JSON and Markdown: which machine, which versions, and each check's outcome.
 
 `make test-gpu` asks for it with GPU_TESTS_REPORT=folder. Written anew after each check, so that a run that is killed
-leaves what it found; nothing is written before a check has run on a GPU. Checks leave figures and reasons by
-pytest's `record_property`.
+leaves what it found; nothing is written before a check has run on a GPU. A run of a part of the tests (`-k`) adds to
+the report of the same day, machine and commit. Checks leave figures and reasons by pytest's `record_property`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,21 @@ class Report:
         self.machine = machine
         self.checks: dict[str, Check] = {}
         self.left_out = 0
-        """How many tests were not asked for."""
+        """How many tests were not asked for, nor reported earlier."""
         self.complete = False
         self._folder = folder
         self._started = datetime.now(timezone.utc)
+        if self.path.exists():
+            earlier = json.loads(self.path.read_text())
+            if earlier["machine"] == machine:
+                self.checks = {check["name"]: Check(**check) for check in earlier["checks"]}
 
     def add(self, report: pytest.TestReport) -> None:
         """A phase of a test: set-up, call or end. It has failed if one of them has."""
-        name = report.nodeid.rpartition("tests/gpu/")[2]
-        check = self.checks.setdefault(name, Check(name))
+        name = _name(report.nodeid)
+        if report.when == "setup":
+            self.checks[name] = Check(name)
+        check = self.checks[name]
         check.seconds += report.duration
         check.found.update(dict(report.user_properties))
         if report.outcome == "failed" or check.outcome == "failed":
@@ -113,6 +119,10 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
+def _name(nodeid: str) -> str:
+    return nodeid.rpartition("tests/gpu/")[2]
+
+
 def _reason(report: pytest.TestReport) -> str:
     if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
         return str(report.longrepr[2]).removeprefix("Skipped: ")
@@ -130,7 +140,8 @@ class Recorder:
         self.report = report
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self.report.left_out += len(items)
+        names = {_name(item.nodeid) for item in items}
+        self.report.left_out += len(names - self.report.checks.keys())
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "tests/gpu/" in report.nodeid:

@@ -14,7 +14,7 @@ from measure.graphs import Captured, captured
 from torch import Tensor
 
 import parallel_state as ps
-from tests.gpu.ranks import CARRIERS, REPLAYS, GpuRanks, device, needs_a_gpu, on_gpu, synchronize
+from tests.gpu.ranks import CARRIERS, REPLAYS, GpuRanks, device, nccl_of, needs_a_gpu, on_gpu, synchronize
 from tests.gpu.test_messages import plain, same
 
 Gpus = Callable[[int], GpuRanks]
@@ -44,7 +44,7 @@ def calls(group: ps.GroupCoordinator) -> dict[str, Callable[[Tensor], Tensor]]:
         "broadcast": lambda x: group.broadcast(x, size - 1),
         "broadcast_": in_place(lambda x: group.broadcast_(x, size - 1)),
         "gather": lambda x: _or_empty(group.gather(x, size - 1, 0), x),
-        "scatter": lambda x: group.scatter(x if rank == 0 else None, 0, 0),
+        "scatter": lambda x: group.scatter(x if rank == 0 else None, 0, 0, size=[ROWS // size, 3], dtype=x.dtype),
         "all_to_all": group.all_to_all,
         "started": lambda x: group.all_reduce_async(x).wait(),
         "all_reduce_add_rms_norm": lambda x: group.all_reduce_add_rms_norm(x, x.new_ones(x.shape), ones)[1],
@@ -232,6 +232,7 @@ def _unprepared_body() -> list[str]:
     group, found = ps.get_tp_group(), []
     fresh = group.make_sub_group(range(group.world_size), name="fresh")
     assert fresh is not None
+    assert nccl_of(fresh) is not None
     x = torch.ones(4, device=device())
     stream = torch.cuda.Stream()
     synchronize()
@@ -281,6 +282,10 @@ def _compiled_body() -> int:
     synchronize()
     del compiled
     torch._dynamo.reset()
+    if on_gpu():  # the graphs have to go before the group
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
     return skips
 
 

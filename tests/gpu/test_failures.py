@@ -27,7 +27,7 @@ TIMEOUT_S = 5.0
 def _call_of(kind: str, group: ps.GroupCoordinator, x: torch.Tensor) -> Callable[[], Any]:
     if kind == "eager":
         return lambda: group.all_reduce(x)
-    with ps.graph_capture() as capture:
+    with group.graph_capture() as capture:
         group.all_reduce(x)
         synchronize()
         graph = captured(lambda: group.all_reduce(x), capture.stream)

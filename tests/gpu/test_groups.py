@@ -5,6 +5,7 @@ Not run on a GPU yet.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,6 @@ from tests.contract.attempts import environment
 from tests.gpu.ranks import CARRIERS, GpuRanks, device, needs_a_gpu, on_gpu, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]
-ROUNDS = 20
 
 
 def _sums() -> None:
@@ -55,11 +55,10 @@ def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("nccl", ["on", "off"])
 @pytest.mark.parametrize("creation", ["split", "local", "global"])
-@pytest.mark.parametrize(("size", "tp", "pp"), [(2, 2, 1), (4, 2, 2)])
 def test_a_bound_device_and_each_way_to_make_groups(
-    gpus: Gpus, record_property: Callable[[str, object], None], creation: str, nccl: str, size: int, tp: int, pp: int
+    gpus: Gpus, record_property: Callable[[str, object], None], creation: str, nccl: str
 ) -> None:
-    for found in gpus(size).run(_bound_body, creation, nccl, tp, pp, timeout_s=180):
+    for found in gpus(4).run(_bound_body, creation, nccl, 2, 2, timeout_s=180):
         assert ("nccl" in found["route"]) == (nccl == "on")
         assert found["bound"].startswith("cuda") == found["on a GPU"]
         record_property("found", found)
@@ -93,18 +92,23 @@ def _again_body(nccl: str, rounds: int) -> list[int]:
 
 
 def _used_bytes() -> int:
+    """The least of some looks: the other rank on this GPU may be at its end yet."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    found = []
+    for _ in range(5):
+        time.sleep(0.1)
+        free, total = torch.cuda.mem_get_info()
+        found.append(total - free)
+    return min(found)
 
 
-@pytest.mark.parametrize("nccl", ["on", "off"])
+@pytest.mark.parametrize(("nccl", "rounds"), [("on", 20), ("off", 8)])
 def test_ended_and_made_again_memory_stays_flat(
-    gpus: Gpus, record_property: Callable[[str, object], None], nccl: str
+    gpus: Gpus, record_property: Callable[[str, object], None], nccl: str, rounds: int
 ) -> None:
-    for used in gpus(2).run(_again_body, nccl, ROUNDS, timeout_s=400):
-        assert len(used) == ROUNDS
+    for used in gpus(2).run(_again_body, nccl, rounds, timeout_s=400):
+        assert len(used) == rounds
         record_property("MiB in use", [each >> 20 for each in used])
         assert max(used[5:]) <= used[4] + (64 << 20), [each >> 20 for each in used]
 
@@ -165,6 +169,7 @@ def _twins_body() -> None:
     group = ps.get_tp_group()
     twin = group.make_sub_group(range(group.world_size), name="twin")
     assert twin is not None
+    assert [each.name for each in twin.route.communicators] == [each.name for each in group.route.communicators]
     rank = group.rank_in_group
     for number in range(3):
         one, other = (torch.full((4,), base + number, device=device()) for base in (10.0, 20.0))

@@ -11,12 +11,12 @@ namespace {
 
 enum class End { GOOD = 0, TRAPPED = 1, NO_SUCH_KERNEL = 2, TOO_LARGE = 3 };
 
-// In this library only: another one may have kernels of the same names.
+// In this library, or program, only: another one may have kernels of the same names.
 void (*find_kernel(const char* name))(Call) {
   Dl_info here;
   if (dladdr(reinterpret_cast<void*>(&find_kernel), &here) == 0) return nullptr;
   void* const library = dlopen(here.dli_fname, RTLD_NOLOAD | RTLD_NOW);
-  return library == nullptr ? nullptr : reinterpret_cast<void (*)(Call)>(dlsym(library, name));
+  return reinterpret_cast<void (*)(Call)>(dlsym(library == nullptr ? RTLD_DEFAULT : library, name));
 }
 
 void run_thread(void (*kernel)(Call), const Call& call, on_cpu::ThreadBlock& block, std::atomic<bool>& trapped) {

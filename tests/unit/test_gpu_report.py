@@ -40,7 +40,8 @@ def test_outcomes_reasons_and_figures(tmp_path: Path) -> None:
     told(recorder, "test_a.py::test_one", *PASSED, MiB=[1, 2])
     for name, phases in (("skipped", SKIPPED), ("failed", FAILED), ("unstarted", UNSTARTED), ("unended", UNENDED)):
         told(recorder, f"test_a.py::test_{name}", *phases)
-    recorder.pytest_deselected([None] * 3)  # type: ignore[list-item]
+    recorder.pytest_deselected([phase(f"test_b.py::test_{n}", "", "") for n in range(3)])
+    recorder.pytest_deselected([phase("test_a.py::test_one", "", "")])
     recorder.pytest_sessionfinish(pytest.ExitCode.TESTS_FAILED)
     path = recorder.report.path
     assert path.name.startswith("nvidia-h200-a-b-2")
@@ -61,6 +62,23 @@ def test_outcomes_reasons_and_figures(tmp_path: Path) -> None:
     assert "| test_a.py::test_skipped | skipped | 1.0 | needs \\| more |" in text
     assert "| test_a.py::test_one | passed | 1.5 | MiB: [1, 2] |" in text
     assert "| gpu | NVIDIA H200 (a \\| b) |" in text
+
+
+def test_a_part_of_the_tests_adds_to_the_days_report(tmp_path: Path) -> None:
+    first = Recorder(Report(MACHINE, tmp_path))
+    told(first, "test_a.py::test_one", *PASSED)
+    told(first, "test_a.py::test_other", *FAILED)
+    second = Recorder(Report(MACHINE, tmp_path))
+    told(second, "test_a.py::test_other", *PASSED)
+    content = json.loads(second.report.path.read_text())
+    assert [(check["name"], check["outcome"]) for check in content["checks"]] == [
+        ("test_a.py::test_one", "passed"),
+        ("test_a.py::test_other", "passed"),
+    ]
+    assert content["checks"][1]["reason"] == ""
+    another = Recorder(Report({**MACHINE, "commit": "another"}, tmp_path))
+    told(another, "test_a.py::test_other", *PASSED)
+    assert len(json.loads(another.report.path.read_text())["checks"]) == 1
 
 
 def test_a_run_that_is_killed_leaves_what_it_found(tmp_path: Path) -> None:

@@ -93,6 +93,9 @@ __device__ __noinline__ void clear_next_slot(const Call& call, u32 epoch) {
   __syncthreads();
 }
 
+// 0 is what memory holds at first, so no epoch has it; then 2, as slots take turns.
+__device__ __forceinline__ u32 next_epoch(u32 epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
+
 // One block's walk through the epochs of a call. All threads of the block make the same calls.
 class Block {
  public:
@@ -116,7 +119,7 @@ class Block {
 
   // Before anything else in an epoch.
   __device__ __forceinline__ void begin_epoch() {
-    epoch_ = epoch_ + 1 == 0 ? 2 : epoch_ + 1;  // 0 is what memory holds at first; 2, as slots take turns
+    epoch_ = next_epoch(epoch_);
     if (epoch_ % CLEAR_EVERY == 2 || epoch_ % CLEAR_EVERY == 3) clear_next_slot(call, epoch_);
   }
 

@@ -1,4 +1,5 @@
 // The translation unit of all kernels: their names, as the host looks them up (cuda_call.py). Not run on a GPU.
+#include "add_rms_norm.cuh"
 #include "gather_scatter.cuh"
 #include "push.cuh"
 #include "staged.cuh"
@@ -22,3 +23,6 @@ KERNEL_OF_EACH_DTYPE(reduce_scatter_push)
 KERNEL_OF_EACH_DTYPE(reduce_scatter_pull)
 KERNEL(all_gather_push, parallel_state::all_gather_push)
 KERNEL(all_gather_pull, parallel_state::all_gather_pull)
+KERNEL_OF_EACH_DTYPE(all_reduce_add_rms_norm)
+KERNEL_OF_EACH_DTYPE(all_reduce_add_rms_norm_static_fp8)
+KERNEL_OF_EACH_DTYPE(all_reduce_add_rms_norm_token_fp8)

@@ -1,0 +1,144 @@
+"""The benchmark for GPUs and torchrun, on the CPU: what it calls, checks and writes; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import collectives_ranks
+import collectives_ways
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "collectives.py"
+FEW = ("--no-peers", "--rounds", "3", "--round-ms", "0.2", "--dtype", "float32")
+DEADLINE_S = 300
+OURS = {"parallel_state", "shared_memory", "process_group"}
+
+
+def torchrun(folder: Path, *command: str | Path) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], str]:
+    """The process, its JSON and its picture."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
+    written = (folder / "found.json", folder / "found.svg")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.run(
+        [*map(str, (*start, *command, *FEW, "--json", written[0], "--svg", written[1]))],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    content = json.loads(written[0].read_text()) if written[0].exists() else {}
+    return process, content, written[1].read_text() if written[1].exists() else ""
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path: Path) -> None:
+    arguments = ("--sizes", "1024", "65536", "--operations", "all_reduce")
+    process, content, picture = torchrun(tmp_path, SCRIPT, *arguments)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536]
+    for row in content["rows"]:
+        modes = {tuple(name.rsplit(", ", 1)) for name in row["us"]}
+        assert {name for name, _ in modes} >= OURS | {"torch.distributed"}
+        assert {mode for _, mode in modes} == {"eager", "compiled"}
+        assert ("parallel_state, in place", "eager") in modes
+        assert row["wrong"] == {}
+        assert all(len(samples) >= 3 and min(samples) > 0 for samples in row["us"].values())
+        assert row["figures"].keys() == row["us"].keys()
+        assert all(name.endswith(", eager") and us > 0 for name, us in row["host_us"].items())
+    assert content["settings"]["left_out"] == {"graph": "the CPU has no CUDA graphs"}
+    assert content["settings"]["route"].startswith("group 'tp:0'")
+    assert "not measured: graph: the CPU has no CUDA graphs" in process.stdout
+    assert "busbw, 10⁹ B/s" in process.stdout
+    assert picture.count("<polyline") >= 8
+
+
+@pytest.mark.slow
+def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
+    """A replay is a call here: the buffers, the numbers of calls and the checks are tried."""
+    script = tmp_path / "graphs.py"
+    script.write_text(
+        "import sys, collectives, collectives_ranks\n"
+        "collectives_ranks.usable_modes = lambda asked, device: (list(asked), {})\n"
+        "sys.exit(collectives.main())\n"
+    )
+    process, content, _ = torchrun(tmp_path, script, "--sizes", "4096", "--modes", "eager", "graph")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert {row["case"]["operation"] for row in content["rows"]} == set(collectives_ways.OPERATIONS)
+    for row in content["rows"]:
+        assert {f"{name}, graph" for name in OURS | {"torch.distributed"}} <= row["us"].keys(), row["refused"]
+        assert row["calls"]["parallel_state, graph"] % collectives_ranks.MANY == 0
+
+
+@pytest.mark.slow
+def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import sys, collectives, collectives_ways\n"
+        "collectives_ways._of_torch = lambda *_: (lambda x: x, lambda x: x)\n"
+        "sys.exit(collectives.main())\n"
+    )
+    arguments = ("--sizes", "1024", "--modes", "eager", "--operations", "all_reduce")
+    process, content, _ = torchrun(tmp_path, script, *arguments)
+    assert process.returncode == 1
+    (row,) = content["rows"]
+    assert row["wrong"] == {"torch.distributed, eager": "its answer is wrong on ranks [0, 1]"}
+    assert "torch.distributed, eager" not in row["us"]
+    assert "parallel_state, eager" in row["us"]
+    assert "no figures of torch.distributed, eager, 1 KiB" in process.stdout
+
+
+@pytest.mark.slow
+def test_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --device cuda, where nobody has started ranks."""
+    import collectives
+
+    file = tmp_path / "found.json"
+    arguments = ["--sizes", "1024", "--operations", "broadcast", "--modes", "eager", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["collectives.py", *FEW, *arguments])
+    monkeypatch.setattr(collectives, "in_ranks", lambda options: True)
+    assert collectives.main() == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["case"]["ranks"] == 2
+    assert "parallel_state, eager" in row["us"]
+
+
+@pytest.mark.parametrize("operation", collectives_ways.OPERATIONS)
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    count = collectives_ways.count_of(operation, 1000, dtype, size)
+    xs = [collectives_ways.given(count, rank, dtype, device) for rank in range(size)]
+    assert all(x.shape == (count,) and x.dtype == dtype for x in xs)
+    part = count // size
+    for rank in range(size):
+        rows = slice(rank * part, (rank + 1) * part)
+        total = torch.stack([x.double() for x in xs]).sum(0).to(dtype)
+        expected = {
+            "all_reduce": total,
+            "reduce_scatter": total[rows],
+            "all_gather": torch.cat(xs),
+            "broadcast": xs[0],
+            "all_to_all": torch.cat([x[rows] for x in xs]),
+        }[operation]
+        assert torch.equal(collectives_ways.answer(operation, count, rank, size, dtype, device), expected)
+
+
+@pytest.mark.parametrize(
+    ("operation", "busbw"),
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("broadcast", 1.0), ("all_to_all", 0.875)],
+)
+def test_bandwidths_are_counted_as_in_nccl_tests(operation: str, busbw: float) -> None:
+    """1 MiB in 1048.576 us, 8 ranks; sizes too: an all_gather's is its output's."""
+    found = collectives_ranks.figures(operation, 1 << 20, [1000.0, 1048.576, 2000.0], 8)
+    assert found["p50_us"] == 1048.576
+    assert found["p99_us"] == 2000.0
+    assert found["algbw"] == pytest.approx(1.0)
+    assert found["busbw"] == pytest.approx(busbw)
+    gathers = operation == "all_gather"
+    assert collectives_ways.count_of(operation, 1 << 20, torch.bfloat16, 8) == (1 << 16 if gathers else 1 << 19)
