@@ -7,7 +7,10 @@ so that a call does nothing but launch, and may be captured.
 A kernel waits for its peers on the device, where no exception can be raised. It writes a *report* into host memory and
 ends when its deadline passes; it ends, too, when the host writes the *abort* word, which a rank's death does at once.
 The next call raises what happened. What was launched before has undefined results then, and replays of a captured call
-are seen by no call: they end as well, and the log says why. Not run on a GPU.
+are seen by no call: they end as well, and the log says why.
+
+Two calls at once on one rank would mix. Calls on several streams wait for each other; calls and replays, or replays
+beside each other, are ordered by whoever replays. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -57,7 +60,10 @@ _left: list[object] = []
 
 
 class PeerGroup:
-    """Made by `set_up`, on every rank of the group; `close` ends it."""
+    """Made by `set_up`, on every rank of the group; `close` ends it.
+
+    A kernel with more operands than a tensor and its result is launched by `new_call`, `grid` and `start`.
+    """
 
     def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
         self.context = context
@@ -66,7 +72,7 @@ class PeerGroup:
         self.streams = device.streams
         self._kernels: Launcher | None = None
         self._words: HostWords = device.words(_WORDS)
-        self._deadline_ns = int(context.timeout_s * 1e9)
+        self._deadline_ns = int(1e9 * context.timeout_s)
         self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
         """How many blocks of any kernel are on the device at once, on every rank."""
@@ -105,28 +111,42 @@ class PeerGroup:
         return min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS)
 
     def prove(self) -> None:
-        """Every kind of call once: nothing is first done within a capture, and what can't work shows here.
+        """Every kind of call once: nothing is first done within a capture, and what can't work shows here."""
+        with self.proving() as prove_one:
+            for number, (name, how) in enumerate(_PROOFS, 1):
+                prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
 
-        Raises as prove_one does.
-        """
-        for number, (name, how) in enumerate(_PROOFS, 1):
-            self.prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[Callable[[str, Callable[[], tuple[Tensor, Tensor]]], None]]:
+        """Gives `prove_one(what, attempt)`; `attempt()` launches something, and gives the result and what it must be.
 
-    def prove_one(self, what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        """`attempt()` launches something, and gives the result and what it must be.
-
-        Raises NotSharedError. The host gives up before the kernels' own deadline, whose trap would cost the process its
-        CUDA context; PeerDiedError where a rank has ended.
+        Raises NotSharedError: at once where a call doesn't end, behind the last one where a result is wrong, as the
+        other ranks go on. PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
+        whose trap would cost the process its CUDA context; where a launch itself waits, the vote behind has time.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        with self.streams.guard():
-            found, expected = attempt()
-            if not self._is_done(timeout_s):
+        self._deadline_ns = int(0.75e9 * self.context.timeout_s)
+        wrong = []
+
+        def prove_one(what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
+            try:
+                found, expected = attempt()
+                done = self._is_done(timeout_s)
+            except CommunicationError as error:
+                self._raise_death()
+                raise NotSharedError(f"the first {what} failed: {error}") from error
+            if not done:
                 self._raise_death()
                 raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
-            if self._words[_REPORT] or not torch.equal(found, expected):
-                self._raise_death()
-                raise NotSharedError(f"the first {what} gave a wrong result: is peer access as it should be?")
+            if not torch.equal(found, expected):
+                wrong.append(what)
+
+        with self.streams.guard():
+            yield prove_one
+        if wrong:
+            self._raise_death()
+            raise NotSharedError(f"the first {wrong[0]} gave a wrong result: is peer access as it should be?")
+        self._deadline_ns = int(1e9 * self.context.timeout_s)
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
         """A small call, and what it must give; `number` keeps one call's figures apart from another's."""
@@ -272,6 +292,7 @@ class PeerGroup:
             self._start(kernel, blocks, threads, call)
 
     def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
+        call.deadline_ns = self._deadline_ns
         stream = self._order.next()  # two calls at once on one rank would share an epoch
         try:
             if self.streams.is_here():
@@ -294,7 +315,6 @@ class PeerGroup:
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address
         call.rank, call.size, call.numel = self.context.rank, self.context.size, numel
-        call.deadline_ns = self._deadline_ns
         call.report, call.abort = self._words.address + 8 * _REPORT, self._words.address + 8 * _ABORT
         return call
 

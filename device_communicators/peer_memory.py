@@ -13,16 +13,17 @@ mappings, which is the caller's to see to. Not run on a GPU.
 from __future__ import annotations
 
 import contextlib
-import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from device_communicators.base import GroupContext
+from device_communicators.cuda_streams import enter
 from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.group_topology import exchange_facts
-from device_communicators.waiting import ByThread
+from device_communicators.waiting import ByThread, until
 
 _RENDEZVOUS_S = 60.0
 """How long torch's rendezvous may take: where one rank has failed in it, the others notice in no other way."""
@@ -92,27 +93,28 @@ class SymmetricSharing:
 
 
 class _Rendezvous(ByThread):
-    """torch's rendezvous waits for ranks that failed in it as long as its store does, so a thread waits for it."""
+    """torch's rendezvous, in a thread, which is left behind at a deadline.
+
+    torch waits for a rank that failed in it, or that has made another number of them before, as long as its store does.
+    """
 
     def __init__(self, context: GroupContext, tensor: torch.Tensor) -> None:
         super().__init__(context, "the rendezvous of symmetric memory")
         self._tensor = tensor
-        self._over = threading.Event()
         self.handle: Any = None
 
     def _run(self) -> None:
         from torch.distributed import _symmetric_memory
 
-        torch.cuda.set_device(self._tensor.device)
-        try:
-            self.handle = _symmetric_memory.rendezvous(self._tensor, self._context.cpu_group)
-        finally:
-            self._over.set()
+        enter(self._tensor.device)
+        self.handle = _symmetric_memory.rendezvous(self._tensor, self._context.cpu_group)
 
     def wait(self) -> None:
         self.begin()
-        if not self._over.wait(min(_RENDEZVOUS_S, self._context.timeout_s)):
-            raise TimeoutError(f"{self._operation} did not end within {_RENDEZVOUS_S:g} s")
+        deadline = time.monotonic() + min(_RENDEZVOUS_S, self._context.timeout_s / 2)
+        until(lambda seconds: self._ended(seconds) or time.monotonic() > deadline, self._context, self._operation)
+        if not self.is_completed():
+            raise TimeoutError(f"{self._operation} was not done in time")
         super().wait()
 
 

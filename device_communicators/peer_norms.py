@@ -79,8 +79,9 @@ class PeerNorms:
             found, scales, _ = self.token_fp8(x, residual, weight_of_448, 0.0)
             return found.float() * scales, quantised
 
-        for what, attempt in ((PLAIN, plain), (STATIC_FP8, static), (TOKEN_FP8, token)):
-            self._group.prove_one(what, attempt)
+        with self._group.proving() as prove_one:
+            for what, attempt in ((PLAIN, plain), (STATIC_FP8, static), (TOKEN_FP8, token)):
+                prove_one(what, attempt)
 
     def _grid(self, x: Tensor) -> tuple[int, int]:
         hidden = x.shape[-1]

@@ -17,7 +17,7 @@ import torch
 from device_communicators import GroupContext
 from device_communicators.cuda_call import Launcher
 from device_communicators.group_topology import GroupTopology, RankGpu, Vote
-from device_communicators.peer_communicator import PeerMemoryCommunicator
+from device_communicators.peer_communicator import ALIGNMENT, PeerMemoryCommunicator
 from device_communicators.peer_device import HostWords, PeerDevice
 from tests import nccl_stand_in
 from tests.cuda_on_cpu import CpuKernels
@@ -91,10 +91,15 @@ class Kernels(CpuKernels):
     def __init__(self, deaf: bool = False, max_blocks: int = 2) -> None:
         super().__init__(max_blocks, library=Path(os.environ[LIBRARY]))
         self.launched: list[str] = []
+        self.fails_at: str | None = None
         self._zeros = torch.zeros(1 << 16) if deaf else None
 
     def launch(self, name: str, blocks: int, threads: int, call: Any, stream: int = 0) -> None:
         self.launched.append(name)
+        if name == self.fails_at:
+            raise RuntimeError("nothing can be launched, says the stand-in")
+        if call.input % ALIGNMENT or call.output % ALIGNMENT:
+            raise ValueError(f"{name} was given {call.input:x} and {call.output:x}, which a GPU can't move as vectors")
         if self._zeros is not None:
             call.input = self._zeros.data_ptr()
         super().launch(name, blocks, threads, call, stream)
@@ -112,6 +117,8 @@ class Device(PeerDevice):
         """Whether they see zeros instead of their input."""
         self.max_blocks = 2
         """How many blocks it holds at once."""
+        self.fails_at: str | None = None
+        """The kernel whose launch fails."""
         self.connected = Vote(True, "says the stand-in")
         self.mesh = Vote(True, "says the stand-in")
         self.made: Kernels | None = None
@@ -131,6 +138,7 @@ class Device(PeerDevice):
         if self.problem is not None:
             raise RuntimeError(self.problem)
         self.made = Kernels(self.deaf, self.max_blocks)
+        self.made.fails_at = self.fails_at
         return self.made
 
 

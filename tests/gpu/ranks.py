@@ -32,7 +32,8 @@ CARRIERS = ("nccl", "device_group")
 """Communicators of our own on the current stream; torch's device group."""
 REPLAYS = 20 if DRY else 1000
 
-_STAND_IN = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+DRY_NCCL = Row("nccl", "tests.nccl_stand_in", "StandInNccl")
+"""What a dry run has in the place of NCCL."""
 
 
 def needs_a_gpu(what: str) -> None:
@@ -130,7 +131,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     from parallel_state import coordinator
 
     def build(context: Any) -> Any:
-        return build_route(context, [_STAND_IN, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]])
+        return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]])
 
     coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
     for name in ("broadcast", "all_gather", "isend", "irecv", "recv"):

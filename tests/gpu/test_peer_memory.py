@@ -2,36 +2,42 @@
 
 Processes that share a GPU take turns on it: slow, but right, so sizes and numbers of calls are small there. torch lets
 them share with TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; kernels are loaded at start (CUDA_MODULE_LOADING=EAGER), as
-loading one waits for those that run.
+loading one waits for those that run. In a dry run the kernels run on the CPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
+from measure.graphs import captured
 
 import parallel_state as ps
-from device_communicators import Row, build_route, cuda_build, register_route
+from device_communicators import CATALOG, Row, build_route, cuda_build, register_route, settings
 from device_communicators.cuda_call import KernelError
 from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
 from device_communicators.peer_communicator import PeerMemoryCommunicator
 from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_memory import IpcWay, SymmetricWay
 from device_communicators.peer_thresholds import ALGORITHMS
+from tests import cuda_on_cpu, peer_stand_in
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
-from tests.gpu.conftest import GpuRanks
+from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, synchronize, world
+from tests.workers import serve
 
 Gpus = Callable[[int], GpuRanks]
-WORLDS = (2, 4, 8)
+WORLDS = (2, 4) if DRY else (2, 4, 8)
 COUNTS = (1, 7, 64, 1000, 4096, 33_333)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMS = (Form((33, 8), "transposed"), Form((33, 8), "strided"), Form((33, 8), "offset"))
@@ -42,29 +48,65 @@ SETTINGS = {
 }
 
 
+DRY_ROW = Row("peer_memory", "tests.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
+
+
+def few(calls: int, size: int) -> int:
+    """A tenth where ranks share a GPU, fewer still in a dry run."""
+    if DRY:
+        return calls // 50
+    return calls if torch.cuda.device_count() >= size else calls // 10
+
+
 class PeerRanks(GpuRanks):
     """Ranks whose tp group has kernels in peer memory."""
 
-    def __init__(self, world_size: int, **settings: str) -> None:
-        super().__init__(world_size)
-        self._settings = settings
+    dry: dict[str, str] | None = None
+    """The environment of a dry run."""
 
     def _environment(self, rank: int) -> dict[str, str]:
-        return {**super()._environment(rank), **SETTINGS, **self._settings}
+        return {**super()._environment(rank), **SETTINGS, **(self.dry or {})}
+
+    def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        return (serve, ()) if self.dry is None else (serve_dry, ())
+
+
+def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
+    """A rank whose tp group has the kernels on the CPU where it would have those on a GPU."""
+    from parallel_state import coordinator
+
+    def build(context: Any) -> Any:
+        rows = [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]]
+        return build_route(context, [DRY_ROW, *rows] if context.custom_all_reduce else rows)
+
+    coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
+    serve(connection, variables)
 
 
 @pytest.fixture(scope="module")
-def peers() -> Iterator[Gpus]:
+def new_peers(
+    new_ranks: Callable[[int], GpuRanks], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], GpuRanks]:
+    """`new_peers(4)` is a pool of four ranks that nobody else has; the caller kills it."""
+    if DRY:
+        folder = str(tmp_path_factory.mktemp("peers"))
+        PeerRanks.dry = {peer_stand_in.FOLDER: folder, peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
+    else:
+        try:
+            cuda_build.nvrtc_version()
+        except KernelError as error:
+            pytest.skip(str(error))
+    return PeerRanks
+
+
+@pytest.fixture(scope="module")
+def peers(new_peers: Callable[[int], GpuRanks]) -> Iterator[Gpus]:
     """`peers(4)` is the pool of four ranks."""
-    try:
-        cuda_build.nvrtc_version()
-    except KernelError as error:
-        pytest.skip(str(error))
     made: dict[int, GpuRanks] = {}
 
     def pool(world_size: int) -> GpuRanks:
         if world_size not in made:
-            made[world_size] = PeerRanks(world_size)
+            made[world_size] = new_peers(world_size)
         return made[world_size]
 
     yield pool
@@ -88,22 +130,22 @@ def _all_reduce_body() -> list[bytes]:
             for form in (*(Form((count,)) for count in COUNTS), *FORMS):
                 what = f"{algorithm} of {form} {dtype}"
                 xs = [small_numbers(form, dtype, each) for each in range(size)]
-                x = xs[rank].contiguous().cuda()
+                x = xs[rank].contiguous().clone().to(device())
                 out = torch.empty_like(x)
                 peers.group.all_reduce(out, x, algorithm)
                 assert torch.equal(out.cpu(), reduced(xs, "sum")), what
                 peers.group.all_reduce(x, x, algorithm)
                 assert torch.equal(x.cpu(), reduced(xs, "sum")), f"{what}, in place"
-            real = real_numbers(Form((1337,)), dtype, rank).cuda()
+            real = real_numbers(Form((1337,)), dtype, rank).to(device())
             out = torch.empty_like(real)
             peers.group.all_reduce(out, real, algorithm)
             found.append(bytes(bytes_of(out.cpu()).tolist()))
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits(peers: Gpus, world: int) -> None:
-    answers = peers(world).run(_all_reduce_body, tp=world, timeout_s=600)
+@pytest.mark.parametrize("size", WORLDS)
+def test_every_kernel_sums_and_all_ranks_and_kernels_have_the_same_bits(peers: Gpus, size: int) -> None:
+    answers = peers(size).run(_all_reduce_body, tp=size, timeout_s=600)
     assert all(each == answers[0] for each in answers)
     of_algorithm = [answers[0][at : at + len(DTYPES)] for at in range(0, len(answers[0]), len(DTYPES))]
     assert all(each == of_algorithm[0] for each in of_algorithm)
@@ -116,7 +158,7 @@ def _others_body() -> int:
     for form in (Form((8 * size, 3)), Form((8 * size, 8), "transposed"), Form((8 * size, 5), "offset")):
         for dtype in DTYPES:
             xs = [small_numbers(form, dtype, each) for each in range(size)]
-            x = xs[rank].cuda()
+            x = xs[rank].to(device())
             for dim in (0, 1):
                 assert torch.equal(group.all_gather(x, dim).cpu(), joined(xs, dim))
             assert torch.equal(group.reduce_scatter(x, 0).cpu(), sliced(reduced(xs, "sum"), 0, size, rank))
@@ -129,37 +171,38 @@ def _traffic(group: ps.GroupCoordinator) -> int:
     return sum(each.calls for each in group.route.traffic().values())
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_the_groups_collectives(peers: Gpus, world: int) -> None:
-    assert min(peers(world).run(_others_body, tp=world, timeout_s=600)) > 0
+@pytest.mark.parametrize("size", WORLDS)
+def test_the_groups_collectives(peers: Gpus, size: int) -> None:
+    assert min(peers(size).run(_others_body, tp=size, timeout_s=600)) > 0
 
 
 def _ways_body(way: str) -> str:
     """Each way of sharing memory by itself."""
     group = twin_of(ps.get_tp_group())
-    device = PeerDevice(group.device)
-    device.ways = (SymmetricWay(),) if way == "symmetric" else (IpcWay(),)
+    gpu = PeerDevice(group.device)
+    gpu.ways = (SymmetricWay(),) if way == "symmetric" else (IpcWay(),)
 
     class Here(Row):
         def load(self) -> Any:
-            return lambda context: PeerMemoryCommunicator(context, device)
+            return lambda context: PeerMemoryCommunicator(context, gpu)
 
     group.route = build_route(group.context, (Here("peer_memory", "", ""),))
     register_route(group.route)
     text = group.explain()
     if group.route.communicators:
         for number in range(20):
-            x = torch.full((1000,), float(number), device="cuda")
+            x = torch.full((1000,), float(number), device=device())
             assert bool((group.all_reduce(x) == number * group.world_size).all())
     group.route.close()
-    torch.cuda.synchronize()
+    synchronize()
     return text
 
 
 @pytest.mark.parametrize("way", ["symmetric", "ipc"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_both_ways_of_sharing_memory(peers: Gpus, world: int, way: str) -> None:
-    for text in peers(world).run(_ways_body, way, tp=world, timeout_s=300):
+@pytest.mark.parametrize("size", WORLDS)
+def test_both_ways_of_sharing_memory(peers: Gpus, size: int, way: str) -> None:
+    needs_a_gpu("CUDA shares the memory")
+    for text in peers(size).run(_ways_body, way, tp=size, timeout_s=300):
         assert ("by torch symmetric memory" if way == "symmetric" else "by CUDA IPC") in text
 
 
@@ -167,21 +210,22 @@ def _graph_body(replays: int) -> None:
     """Our kernels and NCCL's in one graph, replayed with fresh inputs, each rank with delays of its own."""
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
-    x = torch.zeros(1000, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros(1000, device=device(), dtype=torch.bfloat16)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        total = group.all_reduce(x)
+        return total, group.all_reduce(x, "max"), group.all_gather(x[:8], 0), group.all_reduce(total * 2)
+
     with ps.graph_capture() as capture:
-        group.all_reduce(x), group.all_reduce(x, "max")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=capture.stream):
-            total = group.all_reduce(x)
-            most = group.all_reduce(x, "max")
-            rows = group.all_gather(x[:8], 0)
-            again = group.all_reduce(total * 2)
+        step()
+        synchronize()
+        graph = captured(step, capture.stream)
     own = random.Random(rank)
     for number in range(replays):
         x.fill_(number % 17 + rank)
         if own.random() < 0.05:
             time.sleep(own.random() * 0.002)
-        graph.replay()
+        total, most, rows, again = graph.replay()
         if number % 50 == 0 or number == replays - 1:
             expected = sum(number % 17 + each for each in range(size))
             assert total.unique().tolist() == [expected]
@@ -189,14 +233,12 @@ def _graph_body(replays: int) -> None:
             assert rows.view(size, 8)[:, 0].tolist() == [number % 17 + each for each in range(size)]
             assert torch.equal(again, (total * 2 * size))
     group.all_reduce(x)
-    torch.cuda.synchronize()
-    del graph
+    synchronize()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_graph_of_ours_and_nccls_is_replayed_a_thousand_times(peers: Gpus, world: int) -> None:
-    replays = 1000 if torch.cuda.device_count() >= world else 100
-    peers(world).run(_graph_body, replays, tp=world, timeout_s=900)
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_graph_of_ours_and_nccls_is_replayed_a_thousand_times(peers: Gpus, size: int) -> None:
+    peers(size).run(_graph_body, few(1000, size), tp=size, timeout_s=900)
 
 
 def _compiled_body() -> None:
@@ -205,14 +247,14 @@ def _compiled_body() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return group.all_reduce(x * 2) + 1
 
-    compiled = torch.compile(layer, fullgraph=True)
-    x = torch.full((64, 8), group.rank_in_group + 1.0, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if on_gpu() else "aot_eager")
+    x = torch.full((64, 8), group.rank_in_group + 1.0, device=device())
     assert torch.equal(compiled(x), layer(x))
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_compiled(peers: Gpus, world: int) -> None:
-    peers(world).run(_compiled_body, tp=world, timeout_s=600)
+@pytest.mark.parametrize("size", WORLDS)
+def test_compiled(peers: Gpus, size: int) -> None:
+    peers(size).run(_compiled_body, tp=size, timeout_s=600)
 
 
 def _random_body(calls: int) -> int:
@@ -220,48 +262,46 @@ def _random_body(calls: int) -> int:
     group = ps.get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     alike, own = random.Random(3), random.Random(rank)
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    streams: list[Any] = [torch.cuda.Stream(), torch.cuda.Stream()] if on_gpu() else [None, None]
     wrong = 0
     for number in range(calls):
         count, dtype, stream = alike.choice(COUNTS), alike.choice(DTYPES), alike.choice(streams)
         if own.random() < 0.02:
             time.sleep(own.random() * 0.002)
-        with torch.cuda.stream(stream):
-            x = (torch.arange(count, device="cuda") % 5 + number % 7 + rank).to(dtype)
-            expected = (torch.arange(count, device="cuda") % 5 + number % 7) * size + sum(range(size))
+        with torch.cuda.stream(stream) if on_gpu() else contextlib.nullcontext():
+            counts = torch.arange(count, device=device()) % 5 + number % 7
+            x, expected = (counts + rank).to(dtype), counts * size + sum(range(size))
             wrong += int(not torch.equal(group.all_reduce(x), expected.to(dtype)))
     return wrong
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_thousand_calls_on_two_streams(peers: Gpus, world: int) -> None:
-    calls = 1000 if torch.cuda.device_count() >= world else 100
-    assert peers(world).run(_random_body, calls, tp=world, timeout_s=900) == [0] * world
+@pytest.mark.parametrize("size", WORLDS)
+def test_a_thousand_calls_on_two_streams(peers: Gpus, size: int) -> None:
+    assert peers(size).run(_random_body, few(1000, size), tp=size, timeout_s=900) == [0] * size
 
 
 def _dying_body() -> tuple[str, tuple[int, ...], float]:
-    ps.init_distributed_environment(backend="nccl")
-    ps.initialize_model_parallel(4)
-    group = ps.get_tp_group()
-    x = torch.ones(64, device="cuda")
-    group.all_reduce(x)
-    torch.cuda.synchronize()
-    group.barrier()
-    if group.rank_in_group == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        while time.monotonic() < started + 30:
-            group.all_reduce(x)
-            torch.cuda.synchronize()
-    except PeerDiedError as error:
-        torch.cuda.synchronize()  # the device goes on: the kernels ended without a trap
-        return type(error).__name__, error.suspect_ranks, time.monotonic() - started
-    return "nothing", (), time.monotonic() - started
+    with world(4):
+        group = ps.get_tp_group()
+        x = torch.ones(64, device=device())
+        group.all_reduce(x)
+        synchronize()
+        group.barrier()
+        if group.rank_in_group == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        try:
+            while time.monotonic() < started + 30:
+                group.all_reduce(x)
+                synchronize()
+        except PeerDiedError as error:
+            synchronize()  # the device goes on: the kernels ended without a trap
+            return type(error).__name__, error.suspect_ranks, time.monotonic() - started
+        return "nothing", (), time.monotonic() - started
 
 
-def test_a_rank_that_ends_is_named_and_frees_those_that_wait() -> None:
-    pool = PeerRanks(4)
+def test_a_rank_that_ends_is_named_and_frees_those_that_wait(new_peers: Callable[[int], GpuRanks]) -> None:
+    pool = new_peers(4)
     try:
         answers = pool.survivors(_dying_body, timeout_s=180)
     finally:
@@ -269,25 +309,24 @@ def test_a_rank_that_ends_is_named_and_frees_those_that_wait() -> None:
     assert sorted(answers) == [0, 1, 2]
     for name, suspects, elapsed_s in answers.values():
         assert (name, suspects) == ("PeerDiedError", (3,))
-        assert elapsed_s < 10
+        assert elapsed_s < 15
 
 
 def _late_body() -> tuple[str, tuple[int, ...], float]:
     """The kernel's deadline ends this process' CUDA, so nothing comes behind it."""
-    ps.init_distributed_environment(backend="nccl")
+    ps.init_distributed_environment(backend=os.environ["RANKS_BACKEND"])
     ps.initialize_model_parallel(2)
-    group = twin_of(ps.get_tp_group())
-    group.context = dataclasses.replace(group.context, timeout_s=3.0)
-    peers = PeerMemoryCommunicator(group.context)
+    first = ps.get_tp_group()
+    peers = type(_peers_of(first))(dataclasses.replace(first.context, timeout_s=3.0))
     assert peers.admit() is None
     started = time.monotonic()
-    if group.rank_in_group == 1:
+    if first.rank_in_group == 1:
         time.sleep(6)
         return "nothing", (), 0.0
     try:
         while time.monotonic() < started + 30:
-            peers.all_reduce(torch.ones(8, device="cuda"), "sum")
-            torch.cuda.synchronize()
+            peers.all_reduce(torch.ones(8, device=device()), "sum")
+            synchronize()
     except CollectiveTimeoutError as error:
         return type(error).__name__, error.suspect_ranks, time.monotonic() - started
     except RuntimeError:  # by the trap, in a call of torch's; the group's next call tells more
@@ -298,8 +337,8 @@ def _late_body() -> tuple[str, tuple[int, ...], float]:
     return "nothing", (), time.monotonic() - started
 
 
-def test_a_late_rank_is_named_at_the_deadline() -> None:
-    pool = PeerRanks(2)
+def test_a_late_rank_is_named_at_the_deadline(new_peers: Callable[[int], GpuRanks]) -> None:
+    pool = new_peers(2)
     try:
         answers = pool.survivors(_late_body, timeout_s=180)
     finally:
@@ -312,17 +351,16 @@ def _again_body() -> list[int]:
     """The memory that is used on the device behind each round of making and destroying groups."""
     used = []
     for _ in range(10):
-        ps.init_distributed_environment(backend="nccl")
-        ps.initialize_model_parallel(2)
-        assert ps.get_tp_group().all_reduce(torch.ones(1, device="cuda")).item() == 2
-        ps.destroy_distributed_environment()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        used.append(total - free)
+        with world(2):
+            assert ps.get_tp_group().all_reduce(torch.ones(1, device=device())).item() == 2
+        synchronize()
+        if on_gpu():
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            used.append(total - free)
     return used
 
 
 def test_destroyed_and_made_again_the_memory_stays_flat(peers: Gpus) -> None:
     for used in peers(2).run(_again_body, timeout_s=300):
-        assert max(used[5:]) <= used[4] + (64 << 20), used
+        assert DRY or max(used[5:]) <= used[4] + (64 << 20), used
