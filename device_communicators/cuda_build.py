@@ -97,17 +97,10 @@ def _write_whole(target: Path, content: bytes) -> None:
 
 
 def _packages() -> tuple[Any, Any]:
-    """cuda.core, under the name that its version gives it, and the binding of NVRTC."""
+    """cuda.core and the binding of NVRTC; the oldest tried is 0.7, as those before ask for a driver to compile."""
     try:
+        from cuda import core
         from cuda.bindings import nvrtc
-
-        try:
-            from cuda import core
-
-            if not hasattr(core, "Program"):
-                raise ImportError("cuda.core has no Program")
-        except ImportError:  # before 0.5
-            from cuda.core import experimental as core
     except ImportError as problem:
         raise KernelError(f"{_first_line(problem)}; {_INSTALL}") from problem
     return core, nvrtc

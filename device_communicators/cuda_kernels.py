@@ -50,8 +50,12 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_: ClassVar = [
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
+        ("blocks", c_uint),
+        ("blocks_y", c_uint),
+        ("blocks_z", c_uint),
+        ("threads", c_uint),
+        ("threads_y", c_uint),
+        ("threads_z", c_uint),
         ("shared_bytes", c_uint),
         ("stream", c_void_p),
         ("attributes", POINTER(LaunchAttribute)),
@@ -63,9 +67,9 @@ class _Prepared(threading.local):
     """What a launch fills in and passes on: a thread's own, as the call into the driver lets other threads run."""
 
     def __init__(self, start_early: bool) -> None:
-        self.config = LaunchConfig()
-        self.config.grid[:] = self.config.block[:] = (1, 1, 1)
+        self.config = LaunchConfig(1, 1, 1, 1, 1, 1)
         self.argument = (c_void_p * 1)()
+        self.pointers = (ctypes.addressof(self.config), ctypes.addressof(self.argument))
         if start_early:
             self.attribute = LaunchAttribute(_STREAM_SERIALIZATION)
             self.attribute.value[0] = 1
@@ -117,9 +121,10 @@ class PeerKernels:
         function, call.operation = self._functions[name]
         prepared = self._prepared
         config = prepared.config
-        config.grid[0], config.block[0], config.stream = blocks, threads, stream
+        config.blocks, config.threads, config.stream = blocks, threads, stream
         prepared.argument[0] = ctypes.addressof(call)
-        error = self._driver.cuLaunchKernelEx(byref(config), function, prepared.argument, None)
+        where, arguments = prepared.pointers
+        error = self._driver.cuLaunchKernelEx(where, function, arguments, None)
         if error:
             raise KernelError(f"{name} can't be launched: {self._driver.name_of(error)}")
 
