@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from device_communicators.norms import FP8, FP8_MAX
 
@@ -317,6 +316,8 @@ def _alike(one: Node, other: Node) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     """Of shapes and strides, symbolic ones too: without a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy, which a compiler has loaded
+
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 

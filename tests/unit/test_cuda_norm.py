@@ -254,6 +254,18 @@ def test_a_rank_that_does_not_come(kernels: CpuKernels) -> None:
     assert report.peer in (0, 1)
 
 
+def test_an_abort_ends_it_before_anything_is_made_of_garbage(kernels: CpuKernels) -> None:
+    """No trap; the epoch stays behind, and nothing is written."""
+    ranks = Ranks(2, kernels)
+    ranks.words[0, 1] = 1
+    (xs, residual, weight) = _tensors(2, 2, 40, torch.float32)
+    ((out, _, scales),) = _launch(ranks, TOKEN, xs[:1], residual, weight, 2)
+    assert (out == 7).all() and (scales == 7).all()
+    assert not ranks.control(0, 0, 2).any()
+    report = read_report(int(ranks.words[0, 0].item()))
+    assert report is not None and report.reason == "abort" and report.peer == 1
+
+
 def test_a_grid_that_holds_no_row_is_refused(kernels: CpuKernels) -> None:
     ranks = Ranks(2, kernels)
     with pytest.raises(KernelTrappedError):
