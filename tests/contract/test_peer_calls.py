@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, peer_thresholds, register_route
+from device_communicators import CATALOG, Row, build_route, peer_group, peer_thresholds, register_route
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -494,8 +494,6 @@ def _stuck_body(env: Env) -> tuple[list[str], int]:
     group, device = _group(env)
     group.all_reduce(torch.ones(8))
     device.streams.stuck = True
-    from device_communicators import peer_group
-
     peer_group._GOODBYE_S = 0.1
     group.route.close()
     group.route.close()
@@ -520,7 +518,9 @@ def _closed_body(env: Env) -> None:
     assert isinstance(communicator, StandInPeerMemory)
     assert "cited" not in str(communicator) and "measured" in str(communicator)
     listeners = len(group.context.watcher.on_death) if group.context.watcher else 0
+    left = len(peer_group._left)
     group.route.close()
+    assert len(peer_group._left) == left
     if group.context.watcher is not None:
         assert len(group.context.watcher.on_death) == listeners - 1
     with pytest.raises(UnsupportedError, match="has no peer memory"):

@@ -198,12 +198,12 @@ def _ways_body(way: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("way", ["symmetric", "ipc"])
-@pytest.mark.parametrize("size", WORLDS)
-def test_both_ways_of_sharing_memory(peers: Gpus, size: int, way: str) -> None:
+def test_both_ways_of_sharing_memory(peers: Gpus) -> None:
     needs_a_gpu("CUDA shares the memory")
-    for text in peers(size).run(_ways_body, way, tp=size, timeout_s=300):
-        assert ("by torch symmetric memory" if way == "symmetric" else "by CUDA IPC") in text
+    for size in WORLDS:
+        for way, name in (("symmetric", "torch symmetric memory"), ("ipc", "CUDA IPC")):
+            for text in peers(size).run(_ways_body, way, tp=size, timeout_s=300):
+                assert f"by {name}" in text
 
 
 def _graph_body(replays: int) -> None:
