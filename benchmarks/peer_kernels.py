@@ -1,0 +1,319 @@
+"""The kernels in peer memory by themselves, on one GPU: all ranks are regions and tensors of this one process.
+
+    python benchmarks/peer_kernels.py --json k.json --svg k.svg       --ranks 2 4 8, --sizes, --norm-sizes, --hidden, --dtype
+    python benchmarks/peer_kernels.py --check                         answers alone, eagerly, nothing timed: for
+                                                                      compute-sanitizer
+    python benchmarks/peer_kernels.py --emulate                       without a GPU, to try this script: times mean nothing
+
+*Alone* (`push, graph` and so on) is rank 0's kernel with all that the other ranks send already there: it does all that
+it does in a group, into N regions that are all local, but waits for nobody. So these times are **lower bounds** of the
+real thing, which has links between the regions, and ranks that come late. A call takes one epoch here, which limits its
+size; how it is set up: `peer_kernels_regions.py`. Several calls are made at one go, each in regions of its own, after
+one or two small fills that set them all back, whose time is included. A two-shot's peers don't finish its second half
+here: it does all its work, and only its own shards are sums.
+
+*Of all ranks at once* are the N kernels on N streams, a real exchange, in which each has an N-th of the GPU: also for
+sizes that take more epochs. Their time is held against the bytes of all N. Eager, from 1 MiB on: for small ones it
+would be the time of N launches.
+
+`share` is the bytes that a kernel must move, read and written once each as its algorithm has it (`moved_bytes`), over
+its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than 1.
+`fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's add,
+torch's rms_norm. `host` is what a launch costs the host; the op and the group above it: `collectives.py` under torchrun.
+NCCL and torch's symmetric memory: `peer_kernels_others.py`. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import options as shared
+from measure.devices import Clock, describe
+from measure.picture import draw
+from measure.report import figure, p50, print_rows, print_table, size_name, write_json
+from measure.rounds import Row, measure_all
+from peer_kernels_regions import EmulatedMachine, GpuMachine, Machine
+from peer_kernels_team import APART, FUSED, TOGETHER, KernelTeam
+
+from device_communicators.cuda_call import KernelError
+from device_communicators.peer_group import DTYPES
+from device_communicators.peer_thresholds import ALGORITHMS
+
+SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+NORM_SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)
+EMULATED = {"ranks": [2], "sizes": [1024, 8192], "norm_sizes": [3072], "hidden": 1536, "together_from": 8192}
+CHECKED = {"ranks": [2, 4, 8], "sizes": [1024, 65536], "norm_sizes": [8192, 65536], "hidden": 4096}
+COPY_BYTES = 1 << 30
+SMALL_BYTES, SMALL_US = 8 << 10, 3.0
+LARGE_BYTES, LARGE_SHARE = 1 << 20, 0.8
+FUSED_RANGE, FUSED_RATIO = (8 << 10, 256 << 10), 1.5
+
+
+@dataclass
+class KernelRow(Row):
+    """A case's samples, and what follows from them."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    host_us: dict[str, float] = field(default_factory=dict)
+    share: dict[str, float] = field(default_factory=dict)
+    """Of the copy's bandwidth; see the head of this file."""
+
+    def least_us(self, *names: str) -> float | None:
+        found = [p50(self.us[name]) for name in names if self.us.get(name)]
+        return min(found) if found else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is wanted, and what was found."""
+
+    what: str
+    ranks: int
+    bytes: int
+    wanted: str
+    found: float | None
+    reached: bool | None
+    """None: not measured."""
+
+
+def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
+    """What a kernel reads and writes for a rank's tensor of `nbytes`; None for candidates that aren't one kernel."""
+    kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
+    if name.split(", ")[1:-1]:
+        return None
+    push = 2 + 4 * (size - 1)  # in, out; each packet is half data: written to and read from each peer
+    found = {
+        "push": push,
+        FUSED: push + 2,  # the residual, in and out
+        "pull": 3 + size,  # in, staged, read from all, out
+        "two_shot": 6,  # in, staged, a shard from all, a shard to all, read from the own region, out
+    }.get(kernel)
+    return None if found is None else found * nbytes * (size if TOGETHER in name else 1)
+
+
+def targets(rows: Sequence[KernelRow]) -> list[Target]:
+    """Those of the project, for each number of ranks."""
+    found = []
+    for size in dict.fromkeys(row.case["ranks"] for row in rows):
+        own = [row for row in rows if row.case["ranks"] == size]
+        sums = [row for row in own if row.case["part"] == "all_reduce"]
+        for row in sums:
+            if row.case["bytes"] == SMALL_BYTES:
+                us = row.least_us(*(f"{how}, graph" for how in ALGORITHMS))
+                wanted = f"a graph's kernel takes at most {SMALL_US} us"
+                found.append(_target("kernel", row, wanted, us, us is not None and us <= SMALL_US))
+        for what, is_together in (("bandwidth", False), (f"bandwidth {TOGETHER}", True)):
+            found += _bandwidth_target(what, sums, is_together)
+        for row in own:
+            if row.case["part"] == "norm" and FUSED_RANGE[0] <= row.case["bytes"] <= FUSED_RANGE[1]:
+                found += [_fused_target(row, mode) for mode in ("graph", "eager")]
+    return found
+
+
+def _bandwidth_target(what: str, rows: Sequence[KernelRow], is_together: bool) -> list[Target]:
+    """At the largest size that was measured so, if it is large; an empty list where none was."""
+    shares = [
+        (row.case["bytes"], max(found), row)
+        for row in rows
+        if (found := [share for name, share in row.share.items() if (TOGETHER in name) == is_together])
+        and row.case["bytes"] >= LARGE_BYTES
+    ]
+    if not shares:
+        return []
+    _, share, row = max(shares, key=lambda each: each[0])
+    wanted = f"at least {LARGE_SHARE} of the copy's bandwidth"
+    return [_target(what, row, wanted, share, share >= LARGE_SHARE)]
+
+
+def _fused_target(row: KernelRow, mode: str) -> Target:
+    fused = row.least_us(f"{FUSED}, {mode}")
+    apart = row.least_us(*(f"{how}, {APART}, {mode}" for how in ("push", "pull")))
+    ratio = apart / fused if apart and fused else None
+    wanted = f"three kernels take at least {FUSED_RATIO} times as long"
+    return _target(f"{FUSED}, {mode}", row, wanted, ratio, ratio is not None and ratio >= FUSED_RATIO)
+
+
+def _target(what: str, row: KernelRow, wanted: str, found: float | None, reached: bool) -> Target:
+    return Target(what, row.case["ranks"], row.case["bytes"], wanted, found, None if found is None else reached)
+
+
+# Measuring.
+
+
+def bandwidth(device: torch.device, nbytes: int, rounds: int) -> float:
+    """10⁹ B/s, read and written, of a plain copy on the device: the median."""
+    x = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    y, clock = torch.empty_like(x), Clock(device)
+    y.copy_(x)
+    clock.finish()
+    found = 2 * nbytes / p50([clock.seconds(lambda: y.copy_(x)) for _ in range(rounds)]) / 1e9
+    if not torch.equal(x, y):
+        raise RuntimeError("a plain copy on this device is wrong")
+    return found
+
+
+def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
+    common = {"ranks": size, "dtype": options.dtype}
+    row_bytes = options.hidden * getattr(torch, options.dtype).itemsize
+    sums = [{**common, "part": "all_reduce", "bytes": nbytes} for nbytes in options.sizes]
+    norms = [
+        {**common, "part": "norm", "bytes": nbytes, "hidden": options.hidden}
+        for nbytes in options.norm_sizes
+        if nbytes >= row_bytes and nbytes % row_bytes == 0
+    ]
+    return sums + norms
+
+
+def measured(machine: Machine, options: argparse.Namespace, size: int, copied: float) -> tuple[list[KernelRow], bool]:
+    """The rows of a number of ranks, and whether the device is still there."""
+    modes = ["eager"] if options.check else ["eager", "graph"]
+    # A sanitizer may let one kernel run at a time, and these would wait for each other.
+    together_from = sys.maxsize if options.check else options.together_from
+    team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
+    rows = []
+    for case in cases(options, size):
+        if options.check:
+            wrong = {name: problem for name in team.prepare(case) if (problem := team.check(name)) is not None}
+            rows.append(KernelRow(case, wrong=wrong))
+            print(f"{case}: {wrong or 'right'}", flush=True)
+            continue
+        teams = [team]
+        row = KernelRow(**vars(measure_all(teams, [case], shared.plan(options))[0]))  # type: ignore[arg-type]
+        row.refused = dict(team.refused)
+        if not teams:  # a kernel that has trapped has ended this process's CUDA
+            return [*rows, row], False
+        for name, us in row.us.items():
+            if found := team.host_us(name):
+                row.host_us[name] = p50(found)
+            moved = moved_bytes(name, case["bytes"], size)
+            if moved is not None:
+                row.share[name] = moved / p50(us) / 1e3 / copied
+        rows.append(row)
+    team.close()
+    machine.clock.release()
+    return rows, True
+
+
+# Telling.
+
+
+def report(rows: Sequence[KernelRow], found: Sequence[Target], copied: float) -> None:
+    print(f"a plain copy moves {figure(copied)} · 10⁹ B/s, read and written")
+    for size, part in dict.fromkeys((row.case["ranks"], row.case["part"]) for row in rows):
+        chosen = [row for row in rows if (row.case["ranks"], row.case["part"]) == (size, part)]
+        columns = [size_name(row.case["bytes"]) for row in chosen]
+        title = f"{part}, {size} ranks in one process, {chosen[0].case['dtype']}"
+        pairs = [
+            (f"{how}, {APART}, {mode}", f"{FUSED}, {mode}") for how in ("push", "pull") for mode in ("graph", "eager")
+        ]
+        print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), pairs if part == "norm" else ())
+        names = list(dict.fromkeys(name for row in chosen for name in row.us))
+        for what, of in (("share of the copy's bandwidth", "share"), ("host, us", "host_us")):
+            lines = [(name, [getattr(row, of).get(name) for row in chosen]) for name in names]
+            print_table(f"{title}: {what}", columns, [line for line in lines if any(line[1])])
+        for row in chosen:
+            for name, why in row.refused.items():
+                print(f"not measured: {name}, {size_name(row.case['bytes'])}: {why}")
+    print("\ntargets; these times are lower bounds")
+    for each in found:
+        end = {True: "reached", False: "missed", None: "not measured"}[each.reached]
+        name = f"{each.what}, {each.ranks} ranks, {size_name(each.bytes)}"
+        print(f"{end:13}{name:36}{figure(each.found):>9}   {each.wanted}")
+
+
+def picture(rows: Sequence[KernelRow]) -> str:
+    panels = []
+    for size, part in dict.fromkeys((row.case["ranks"], row.case["part"]) for row in rows):
+        for mode in ("graph", "eager"):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                if (row.case["ranks"], row.case["part"]) == (size, part):
+                    for name, us in row.us.items():
+                        if name.endswith(f", {mode}"):
+                            lines.setdefault(name.removesuffix(f", {mode}"), []).append((row.case["bytes"], p50(us)))
+            panels.append((f"{part}, {size} ranks in one process, {mode}", lines))
+    return draw(panels, [*ALGORITHMS, FUSED])
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = shared.parser(__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=range(2, 9), default=None)
+    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes that a rank all-reduces")
+    parser.add_argument("--norm-sizes", type=int, nargs="+", default=None, help="bytes of the rows that are normed")
+    parser.add_argument("--hidden", type=int, default=None, help="elements of a row")
+    parser.add_argument("--together-from", type=int, default=None, help="bytes from which all ranks run at once, too")
+    parser.add_argument("--dtype", choices=tuple(DTYPES.values()), default="bfloat16")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("--check", action="store_true", help="eager calls' answers, and no times")
+    parser.add_argument("--emulate", action="store_true", help="without a GPU, to try this script: times mean nothing")
+    options = parser.parse_args(arguments)
+    whole = {"ranks": [2, 4, 8], "sizes": SIZES, "norm_sizes": NORM_SIZES, "hidden": 4096, "together_from": 1 << 20}
+    for name, value in {**whole, **(CHECKED if options.check else {}), **(EMULATED if options.emulate else {})}.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if any(nbytes <= 0 or nbytes % 16 for nbytes in (*options.sizes, *options.norm_sizes)):
+        parser.error("sizes are multiples of 16 bytes, so that every rank's tensor begins at one")
+    return options
+
+
+def machine_for(options: argparse.Namespace) -> Machine | str:
+    """Or why there is none."""
+    if options.emulate:
+        return EmulatedMachine()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: a queue for each stream
+    if not torch.cuda.is_available():
+        what = "torch sees no CUDA device" if torch.version.cuda else "this torch was built without CUDA"
+        return f"{what}; --emulate tries this script without one"
+    try:
+        return GpuMachine()
+    except KernelError as problem:
+        return str(problem)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where an answer was wrong, 2 where nothing can be measured."""
+    options = parsed(arguments)
+    machine = machine_for(options)
+    if isinstance(machine, str):
+        print(f"the kernels can't run here: {machine}", file=sys.stderr)
+        return 2
+    with torch.inference_mode():
+        copied = 1.0 if options.check else bandwidth(machine.device, 1 << 20 if options.emulate else COPY_BYTES, 10)
+        rows: list[KernelRow] = []
+        for size in options.ranks:
+            more, there = measured(machine, options, size, copied)
+            rows += more
+            if not there:
+                break
+    if not options.check:
+        _tell(machine, options, rows, copied)
+    return 1 if any(row.wrong for row in rows) else 0
+
+
+def _tell(machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], copied: float) -> None:
+    found = targets(rows)
+    if options.emulate:  # what a CPU takes reaches nothing, and misses nothing
+        found = [replace(each, found=None, reached=None) for each in found]
+    report(rows, found, copied)
+    if options.emulate:
+        print("emulated on the CPU: no figure above means anything")
+    if options.json:
+        about = {
+            **describe(machine.device),
+            "copy_1e9_bytes_per_s": copied,
+            "targets": [asdict(each) for each in found],
+        }
+        write_json(options.json, rows, {**shared.recorded(options), **about})
+    if options.svg:
+        options.svg.write_text(picture(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
