@@ -1,9 +1,8 @@
 """The kernels in peer memory by themselves, on one GPU: all ranks are regions and tensors of this one process.
 
-    python benchmarks/peer_kernels.py --json k.json --svg k.svg       --ranks 2 4 8, --sizes, --norm-sizes, --hidden, --dtype
-    python benchmarks/peer_kernels.py --check                         answers alone, eagerly, nothing timed: for
-                                                                      compute-sanitizer
-    python benchmarks/peer_kernels.py --emulate                       without a GPU, to try this script: times mean nothing
+    python benchmarks/peer_kernels.py --json k.json --svg k.svg    --ranks, --sizes, --norm-sizes, --hidden, --dtype
+    python benchmarks/peer_kernels.py --check                      answers, nothing timed: for compute-sanitizer
+    python benchmarks/peer_kernels.py --emulate                    without a GPU, to try this script
 
 *Alone* (`push, graph` and so on) is rank 0's kernel with all that the other ranks send already there: it does all that
 it does in a group, into N regions that are all local, but waits for nobody. So these times are **lower bounds** of the
@@ -17,10 +16,10 @@ sizes that take more epochs. Their time is held against the bytes of all N. Eage
 would be the time of N launches.
 
 `share` is the bytes that a kernel must move, read and written once each as its algorithm has it (`moved_bytes`), over
-its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than 1.
-`fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's add,
-torch's rms_norm. `host` is what a launch costs the host; the op and the group above it: `collectives.py` under torchrun.
-NCCL and torch's symmetric memory: `peer_kernels_others.py`. Not run on a GPU.
+its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than
+1. `fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's
+add, torch's rms_norm. `host` is what a launch costs the host; with the op and the group above it: `collectives.py`
+under torchrun. NCCL and torch's symmetric memory: `peer_kernels_others.py`. Not run on a GPU.
 """
 
 from __future__ import annotations

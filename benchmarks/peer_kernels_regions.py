@@ -10,6 +10,7 @@ What is timed and compared is `peer_kernels_team`. Not run on a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -170,4 +171,5 @@ class Regions:
 def takes_one_epoch(how: str, nbytes: int, blocks: int) -> bool:
     """Whether a kernel that moves so many bytes with so many blocks does it at one go."""
     unit, most = (8, PART_PACKETS) if how == "push" else (16, STAGE_BYTES // 16)
-    return -(-(-(-nbytes // unit)) // blocks) <= most
+    things = math.ceil(nbytes / unit)
+    return math.ceil(things / blocks) <= most

@@ -1,11 +1,12 @@
 """For `peer_kernels`: the candidates of a case, each checked and timed in this process.
 
-`KernelTeam` is asked as `measure.teams.Team` is, so that `measure.rounds` gives all candidates their turns. Who else can
-be measured on one GPU is `peer_kernels_others`. Not run on a GPU.
+`KernelTeam` is asked as `measure.teams.Team` is, so that `measure.rounds` gives all candidates their turns. Who else
+can be measured on one GPU is `peer_kernels_others`. Not run on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,8 +134,7 @@ class KernelTeam:
             self._arrive(candidate)
             candidate.begin()
             self.machine.clock.finish()
-            calls = iter(candidate.each)
-            found += self.machine.clock.host_seconds(lambda calls=calls: next(calls)(), len(candidate.each))
+            found += self.machine.clock.host_seconds(_one_after_the_other(candidate.each), len(candidate.each))
         return [each * 1e6 for each in found]
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class KernelTeam:
         for how in ALGORITHMS:
             kernel = self._all_reduce(how, nbytes)
             if takes_one_epoch(how, nbytes, kernel.blocks):
-                self._alone(how, kernel, {}, lambda k: self.outs[k], lambda found, how=how: self._check_sum(how, found))
+                self._alone(how, kernel, {}, lambda k: self.outs[k], functools.partial(self._check_sum, how))
             else:
                 self.refused[how] = "alone: this size takes more than one epoch, so the others must run meanwhile"
             if nbytes >= self._together_bytes:
@@ -193,7 +193,7 @@ class KernelTeam:
         ]
 
         def several() -> list[Tensor]:
-            self.machine.together([lambda stream, call=call: self._launch(kernel, call, stream) for call in calls])
+            self.machine.together([functools.partial(self._launch, kernel, call) for call in calls])
             return list(self.scratch)
 
         def check(found: list[Tensor]) -> str | None:
@@ -297,7 +297,7 @@ class KernelTeam:
             begin()
             return [one(k) for k in range(self.sets)]
 
-        each = [lambda k=k: one(k) for k in range(self.sets)]
+        each = [functools.partial(one, k) for k in range(self.sets)]
         for mode in self.modes:
             label = f"{name}, {mode}"
             if mode == "eager":
@@ -328,6 +328,11 @@ class KernelTeam:
 
     def _launch(self, kernel: Kernel, call: Call, stream: int) -> None:
         self.machine.kernels.launch(kernel.name, kernel.blocks, kernel.threads, call, stream)
+
+
+def _one_after_the_other(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    left = iter(calls)
+    return lambda: next(left)()
 
 
 def sum_in_rank_order(inputs: Tensor) -> Tensor:

@@ -1,0 +1,152 @@
+"""benchmarks/peer_kernels.py over the kernels on the CPU: its answers, checks and targets; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peer_kernels
+import peer_kernels_regions
+import pytest
+import torch
+from peer_kernels import KernelRow
+from peer_kernels_regions import EmulatedMachine, Regions
+
+from device_communicators.cuda_call import OPERATIONS, Call
+from tests.cuda_on_cpu import CpuKernels, build
+
+FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    build()  # skips where there is no compiler
+
+
+def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "k.json", tmp_path / "k.svg"
+    assert peer_kernels.main([*FEW, "--ranks", "3", "--json", str(file), "--svg", str(picture)]) == 0
+    content = json.loads(file.read_text())
+    small, large, norm = content["rows"]
+    modes, hows = ("eager", "graph"), ("push", "pull", "two_shot")
+    assert set(small["us"]) == {f"{how}, {mode}" for how in hows for mode in modes}
+    alone = {f"{how}, {mode}" for how in hows[1:] for mode in modes}
+    assert set(large["us"]) == alone | {f"{how} of all ranks at once, eager" for how in hows}
+    assert "more than one epoch" in large["refused"]["push"]
+    names = ("fused", "push, add, rms_norm", "pull, add, rms_norm")
+    assert set(norm["us"]) == {f"{name}, {mode}" for name in names for mode in modes}
+    assert set(norm["host_us"]) == {f"{name}, eager" for name in names}
+    assert set(norm["share"]) == {f"fused, {mode}" for mode in modes}
+    for row in content["rows"]:
+        assert row["wrong"] == {}
+        assert all(len(us) >= 3 and min(us) > 0 for us in row["us"].values())
+        for name in ("NCCL, 1 rank", "symm_mem.one_shot_all_reduce, 1 rank"):
+            assert (row["refused"].get(name) == "there is no GPU") == (row["case"]["part"] == "all_reduce")
+    targets = content["settings"]["targets"]
+    assert {each["ranks"] for each in targets} == {3}
+    assert all(each["reached"] is None and each["found"] is None for each in targets)
+    assert content["settings"]["copy_1e9_bytes_per_s"] > 0
+    assert picture.read_text().count("<polyline") == 15
+    told = capsys.readouterr().out
+    assert "no figure above means anything" in told
+    assert "reached" not in told and "missed" not in told
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a sanitizer is to run: no kernel waits for another one."""
+    assert peer_kernels.main(["--emulate", "--check", "--ranks", "2", "8", "--dtype", dtype, "--hidden", "768"]) == 0
+    assert capsys.readouterr().out.count(": right\n") == 6
+
+
+class Faulty(CpuKernels):
+    """Does nothing where rank 0 is to run `kernel`."""
+
+    kernel = ""
+
+    def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int = 0) -> None:
+        if not name.startswith(self.kernel) or call.rank != 0:
+            super().launch(name, blocks, threads, call, stream)
+
+
+@pytest.mark.parametrize("how", ["push", "pull", "two_shot", "add_rms_norm"])
+def test_a_kernel_that_does_nothing_is_never_timed(
+    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine = EmulatedMachine()
+    faulty = Faulty()
+    faulty.kernel = f"all_reduce_{how}"
+    assert any(name.startswith(faulty.kernel) for name in OPERATIONS)
+    machine.kernels = faulty
+    monkeypatch.setattr(peer_kernels, "machine_for", lambda options: machine)
+    file = tmp_path / "k.json"
+    sizes = ("--sizes", "1024", "--together-from", "999999")
+    assert peer_kernels.main([*FEW, *sizes, "--json", str(file)]) == 1
+    rows = json.loads(file.read_text())["rows"]
+    wrong = {name for row in rows for name in row["wrong"]}
+    mine = "fused" if how == "add_rms_norm" else how
+    assert wrong == {name for row in rows for name in (*row["us"], *row["wrong"]) if name.startswith(mine)} != set()
+    assert not wrong & {name for row in rows for name in row["us"]}
+
+
+def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not set back, rank 0 is an epoch ahead of what is there: it gives up, and on a GPU CUDA would be gone."""
+    monkeypatch.setattr(peer_kernels_regions, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(Regions, "rewind", lambda self, blocks, members: None)
+    assert peer_kernels.main([*FEW, "--sizes", "1024"]) == 1
+    assert "peer kernels: run failed: all_reduce_" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert peer_kernels.main([]) == 2
+    assert "--emulate" in capsys.readouterr().err
+
+
+def _row(part: str, nbytes: int, share: dict[str, float] | None = None, **us: float) -> KernelRow:
+    case: dict[str, Any] = {"part": part, "ranks": 2, "bytes": nbytes}
+    names = {name.replace("__", ", "): [value] for name, value in us.items()}
+    return KernelRow(case, us=names, share=share or {})
+
+
+def test_targets() -> None:
+    rows = [
+        _row("all_reduce", 8192, push__graph=2.9, pull__graph=5.0, push__eager=1.0),
+        _row("all_reduce", 1 << 20, {"pull, graph": 0.9}),
+        _row(
+            "all_reduce",
+            4 << 20,
+            {"pull, graph": 0.7, "two_shot, graph": 0.79, "pull of all ranks at once, eager": 0.8},
+        ),
+        KernelRow(
+            {"part": "norm", "ranks": 2, "bytes": 8192},
+            us={"fused, graph": [4.0], "push, add, rms_norm, graph": [6.0], "pull, add, rms_norm, graph": [9.0]},
+        ),
+        KernelRow({"part": "norm", "ranks": 2, "bytes": 1 << 20}, us={"fused, graph": [1.0]}),
+    ]
+    found = {each.what: (each.bytes, each.found, each.reached) for each in peer_kernels.targets(rows)}
+    assert found == {
+        "kernel": (8192, 2.9, True),
+        "bandwidth": (4 << 20, 0.79, False),
+        "bandwidth of all ranks at once": (4 << 20, 0.8, True),
+        "fused, graph": (8192, 1.5, True),
+        "fused, eager": (8192, None, None),
+    }
+    slow = peer_kernels.targets([_row("all_reduce", 8192, push__graph=3.1)])
+    assert [each.reached for each in slow] == [False]
+
+
+def test_bytes_that_must_be_moved() -> None:
+    """By hand, of 1,000 bytes and 4 ranks."""
+    moved = {
+        "push, graph": 1000 + 3 * 2000 + 3 * 2000 + 1000,
+        "pull, eager": 1000 + 1000 + 4 * 1000 + 1000,
+        "two_shot, graph": 1000 + 1000 + 4 * 250 + 4 * 250 + 1000 + 1000,
+        "two_shot of all ranks at once, eager": 4 * 6000,
+        "fused, graph": 14_000 + 2000,
+        "push, add, rms_norm, graph": None,
+        "NCCL, 1 rank, graph": None,
+    }
+    assert {name: peer_kernels.moved_bytes(name, 1000, 4) for name in moved} == moved
