@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,16 @@ import pytest
 import torch
 from peer_kernels import KernelRow
 from peer_kernels_regions import EmulatedMachine, Regions
+from peer_kernels_team import KernelTeam
 
-from device_communicators.cuda_call import OPERATIONS, Call
+from device_communicators.cuda_call import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    OPERATIONS,
+    PACKETS_OFFSET,
+    STAGES_OFFSET,
+    Call,
+)  # fmt: skip
 from tests.cuda_on_cpu import CpuKernels, build
 
 FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
@@ -61,22 +70,25 @@ def test_its_check_alone(dtype: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 class Faulty(CpuKernels):
-    """Does nothing where rank 0 is to run `kernel`."""
+    """Does nothing where rank 0 is to run `kernel`, or copies its input."""
 
-    kernel = ""
+    kernel, copies = "", False
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int = 0) -> None:
         if not name.startswith(self.kernel) or call.rank != 0:
             super().launch(name, blocks, threads, call, stream)
+        elif self.copies:
+            ctypes.memmove(call.output, call.input, 2 * call.numel)
 
 
+@pytest.mark.parametrize("copies", [False, True], ids=["nothing", "copies"])
 @pytest.mark.parametrize("how", ["push", "pull", "two_shot", "add_rms_norm"])
-def test_a_kernel_that_does_nothing_is_never_timed(
-    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_kernel_that_does_too_little_is_never_timed(
+    how: str, copies: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine = EmulatedMachine()
     faulty = Faulty()
-    faulty.kernel = f"all_reduce_{how}"
+    faulty.kernel, faulty.copies = f"all_reduce_{how}", copies
     assert any(name.startswith(faulty.kernel) for name in OPERATIONS)
     machine.kernels = faulty
     monkeypatch.setattr(peer_kernels, "machine_for", lambda options: machine)
@@ -96,6 +108,21 @@ def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(Regions, "rewind", lambda self, blocks, members: None)
     assert peer_kernels.main([*FEW, "--sizes", "1024"]) == 1
     assert "peer kernels: run failed: all_reduce_" in capsys.readouterr().err
+
+
+def test_blocks_that_share_a_row_tell_each_other_anew() -> None:
+    """Set back, nothing is left of what they said; what the other ranks have sent is."""
+    team = KernelTeam(EmulatedMachine(), 2, ["eager"], 1 << 40, few=True)
+    case = {"part": "norm", "ranks": 2, "dtype": "bfloat16", "bytes": 3072, "hidden": 1536}
+    assert "fused, eager" in team.prepare(case)
+    assert team.check("fused, eager") is None
+    (regions,) = team._regions.values()
+    packets = regions._memory[:, 0, PACKETS_OFFSET:STAGES_OFFSET].view(regions.sets, 2, MAX_BLOCKS, MAX_RANKS, -1)
+    own, others = packets[:, 1, :2, 0], packets[:, 1, :2, 1].clone()
+    assert own.any(-1).all() and others.any(-1).all()
+    regions.rewind(2, 2)
+    assert not own.any()
+    assert torch.equal(packets[:, 1, :2, 1], others)
 
 
 def test_without_a_gpu_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
