@@ -38,6 +38,7 @@ from measure.devices import Clock, describe
 from measure.picture import draw
 from measure.report import figure, p50, print_rows, print_table, size_name, write_json
 from measure.rounds import Row, measure_all
+from peer_kernels_others import Others
 from peer_kernels_regions import EmulatedMachine, GpuMachine, Machine
 from peer_kernels_team import APART, FUSED, TOGETHER, KernelTeam
 
@@ -170,18 +171,22 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
     return sums + norms
 
 
-def measured(machine: Machine, options: argparse.Namespace, size: int, copied: float) -> tuple[list[KernelRow], bool]:
+def measured(
+    machine: Machine, others: Others | None, options: argparse.Namespace, size: int, copied: float
+) -> tuple[list[KernelRow], bool]:
     """The rows of a number of ranks, and whether the device is still there."""
     modes = ["eager"] if options.check else ["eager", "graph"]
     # A sanitizer may let one kernel run at a time, and these would wait for each other.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
+    team.others = others
     rows = []
     for case in cases(options, size):
         if options.check:
-            wrong = {name: problem for name in team.prepare(case) if (problem := team.check(name)) is not None}
+            names = team.prepare(case)
+            wrong = {name: problem for name in names if (problem := team.check(name)) is not None}
             rows.append(KernelRow(case, wrong=wrong))
-            print(f"{case}: {wrong or 'right'}", flush=True)
+            print(f"{case}: {wrong or 'right'} ({'; '.join(names)})", flush=True)
             continue
         teams = [team]
         row = KernelRow(**vars(measure_all(teams, [case], shared.plan(options))[0]))  # type: ignore[arg-type]
@@ -286,11 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         copied = 1.0 if options.check else bandwidth(machine.device, 1 << 20 if options.emulate else COPY_BYTES, 10)
         rows: list[KernelRow] = []
+        others = None if options.check else Others(machine.device)
+        there = True
         for size in options.ranks:
-            more, there = measured(machine, options, size, copied)
-            rows += more
-            if not there:
-                break
+            if there:
+                more, there = measured(machine, others, options, size, copied)
+                rows += more
+        if others is not None and there:
+            others.close()
     if not options.check:
         _tell(machine, options, rows, copied)
     return 1 if any(row.wrong for row in rows) else 0

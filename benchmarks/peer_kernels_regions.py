@@ -35,7 +35,8 @@ from device_communicators.peer_device import HostWords
 
 EPOCH = 8
 """What has gone before: not the first epochs, in which a block clears the next slot."""
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
+"""Nobody waits long here, but for a sanitizer."""
 _REPORT, _ABORT, _IGNORED_REPORT, _ALWAYS_ABORT, _WORDS = 0, 16, 32, 48, 64
 _PACKET_BYTES = 16
 

@@ -69,12 +69,13 @@ class KernelTeam:
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
         """`together_bytes`: from which size on all ranks' kernels are run at once as well. `few`: calls at one go."""
         self.machine, self.size, self.modes = machine, size, modes
+        self.others: Others | None = None
+        """To be measured beside, where there are some; whose they are ends them."""
         self.pids: list[int] = []
         self.refused: dict[str, str] = {}
         """Candidates of the case that can't be had, and why."""
         self._together_bytes, self._few = together_bytes, few
         self._regions: dict[int, Regions] = {}
-        self._others = Others(machine.device)
         self._candidates: dict[str, Candidate] = {}
         self._there = ""
 
@@ -140,7 +141,6 @@ class KernelTeam:
     def close(self) -> None:
         self._candidates.clear()
         self._regions.clear()
-        self._others.close()
 
     def _arrive(self, candidate: Candidate, again: bool = False) -> None:
         if candidate.arrive is not None and (again or self._there != candidate.key):
@@ -166,7 +166,8 @@ class KernelTeam:
                 self.refused[how] = "alone: this size takes more than one epoch, so the others must run meanwhile"
             if nbytes >= self._together_bytes:
                 self._together(how, nbytes)
-        for name, call in self._others.of(self.own[0], self.refused).items():
+        others = self.others.of(self.own[0], self.refused) if self.others is not None else {}
+        for name, call in others.items():
             self._repeated(name, call)
 
     def _all_reduce(self, how: str, nbytes: int, ranks_at_once: int = 1) -> Kernel:
