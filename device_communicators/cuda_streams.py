@@ -55,6 +55,11 @@ class SideStream:
         return StreamWork(event, self._device)
 
 
+def stream_of(handle: int, device: torch.device) -> Any:
+    """torch's object for a stream by CUDA's handle. `ExternalStream(0)` is not the default one: it is any of a pool."""
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
+
+
 class Marker:
     """How far the device has come: an event, recorded again behind each call on a stream."""
 
@@ -62,10 +67,11 @@ class Marker:
         self._device = device
         self._event = torch.cuda.Event()
         self._stream: Any = None
+        self._handle = -1
 
     def record(self, stream: int) -> None:
-        if self._stream is None or self._stream.cuda_stream != stream:
-            self._stream = torch.cuda.ExternalStream(stream, self._device)
+        if self._handle != stream:
+            self._handle, self._stream = stream, stream_of(stream, self._device)
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
@@ -90,8 +96,8 @@ class CudaStreams:
     def wait_for(self, stream: int, earlier: int) -> None:
         """What comes on `stream` waits for what is on `earlier` so far; both as CUDA's handles."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(earlier, self._device))
-        torch.cuda.ExternalStream(stream, self._device).wait_event(event)
+        event.record(stream_of(earlier, self._device))
+        stream_of(stream, self._device).wait_event(event)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
