@@ -299,5 +299,7 @@ def test_suspend_and_windows_work_or_say_why_not(gpus: Gpus, record_property: Ca
             record_property("suspend", suspended)
             record_property("window", windowed)
             assert suspended.startswith("gave back") or "ncclCommSuspend" in suspended
+            # Ranks that share a GPU seem to be on different hosts, which have no memory together.
+            assert windowed.startswith("registered") or torch.cuda.device_count() < 2, windowed
     finally:
         pool.kill()  # a failed registration ends the group
