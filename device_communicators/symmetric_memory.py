@@ -92,7 +92,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         self._memory = share(context, limit, self._ways)
         multicasts = together(context, "multicast", lambda: bool(self._sharing().handle.multicast_ptr))
         self._multimem = admission.thresholds.multimem and all(multicasts)
-        self._watch = Watch(context, list, self._device.streams.marker, self._device.streams.allow_queries)
+        self._watch = Watch(context, list, self._device.streams.marker, self._device.streams.enter_relaxed)
         self._limit = limit
         together(context, "prove symmetric memory", self._prove)
 

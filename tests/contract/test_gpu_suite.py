@@ -16,6 +16,7 @@ from tests import nccl_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY_S = 550
+LONG = os.environ.get("FAILURE_TESTS") == "long"
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -29,12 +30,14 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
 def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
     if nccl_stand_in.compiler() is None:
         pytest.skip("there is no C compiler for the stand-in of NCCL")
-    done = run(tmp_path, GPU_TESTS="dry")
+    # Those of four ranks, which take most of the time, in long runs.
+    chosen = [] if LONG else ["-k", "not 4-"]
+    done = run(tmp_path, *chosen, GPU_TESTS="dry")
     assert done.returncode == 0, done.stdout[-6000:]
     (file,) = tmp_path.glob("dry-run-*.json")
     content = json.loads(file.read_text())
     assert content["complete"]
-    assert content["outcomes"]["passed"] > 65
+    assert content["outcomes"]["passed"] > (65 if LONG else 40)
     assert set(content["outcomes"]) == {"passed", "skipped"}
     skipped = [check for check in content["checks"] if check["outcome"] == "skipped"]
     assert all(check["reason"].startswith("a dry run: ") for check in skipped)

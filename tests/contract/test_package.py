@@ -75,7 +75,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
         str(path.relative_to(ROOT))
         for package in ("parallel_state", "device_communicators")
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh") or path.name == "py.typed"
+        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh", ".json") or path.name == "py.typed"
     }
     assert {"parallel_state/py.typed", "device_communicators/py.typed", "parallel_state/state.py"} <= expected
     information = [name for name in names if ".dist-info/" in name]
