@@ -2,7 +2,7 @@
 
     python benchmarks/peer_kernels.py --json k.json --svg k.svg    --ranks, --sizes, --norm-sizes, --hidden, --dtype
     python benchmarks/peer_kernels.py --check                      answers, nothing timed: for compute-sanitizer
-    python benchmarks/peer_kernels.py --emulate                    without a GPU, to try this script
+    python benchmarks/peer_kernels.py --emulate                    without a GPU, to try this script (PYTHONPATH=.)
 
 *Alone* (`push, graph` and so on) is rank 0's kernel with all that the other ranks send already there: it does all that
 it does in a group, into N regions that are all local, but waits for nobody. So these times are **lower bounds** of the
