@@ -11,7 +11,9 @@ import peer_kernels
 import peer_kernels_regions
 import pytest
 import torch
+import torch.distributed as dist
 from peer_kernels import KernelRow
+from peer_kernels_others import Others
 from peer_kernels_regions import EmulatedMachine, Regions
 from peer_kernels_team import KernelTeam
 
@@ -177,3 +179,30 @@ def test_bytes_that_must_be_moved() -> None:
         "NCCL, 1 rank, graph": None,
     }
     assert {name: peer_kernels.moved_bytes(name, 1000, 4) for name in moved} == moved
+
+
+def test_others_in_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gloo in NCCL's place, what is measured beside runs and is checked; symm_mem has no CPU and says so."""
+    start = dist.init_process_group
+
+    def over_gloo(backend: str, store: Any, rank: int, world_size: int, device_id: Any) -> None:
+        start("gloo", store=store, rank=rank, world_size=world_size)
+
+    monkeypatch.setattr(dist, "init_process_group", over_gloo)
+    others = Others(torch.device("cpu"))
+    others._problem = others._start()
+    try:
+        assert others._problem is None
+        team = KernelTeam(EmulatedMachine(), 2, ["eager", "graph"], 1 << 40, few=True)
+        team.others = others
+        names = team.prepare({"part": "all_reduce", "ranks": 2, "dtype": "bfloat16", "bytes": 1024})
+        beside = [name for name in names if name.startswith("NCCL")]
+        assert beside == ["NCCL, 1 rank, eager", "NCCL, 1 rank, graph"]
+        assert all(team.check(name) is None and team.run(name, 2).elapsed_s > 0 for name in beside)
+        assert team.host_us(beside[0])
+        assert team.refused["symm_mem.one_shot_all_reduce, 1 rank"]
+        monkeypatch.setattr(dist, "all_reduce", lambda x: x.zero_())
+        assert team.check(beside[0]) == "its answer isn't the input"
+    finally:
+        others.close()
+    assert not dist.is_initialized()
