@@ -43,7 +43,10 @@ Pools = Callable[[int], WorkerPool]
 Env = dict[str, str]
 ALGORITHM = "PARALLEL_STATE_PEER_MEMORY_ALGORITHM"
 TABLE = "PARALLEL_STATE_PEER_MEMORY_TABLE"
-BOUNDS = {"push": 256, "pull": 1024, "two_shot": 4096, "all_gather": 512, "reduce_scatter": 512, "fused": 1024}
+BOUNDS = {
+    "push": 256, "pull": 1024, "two_shot": 4096, "fused": 1024,
+    "all_gather": 512, "all_gather_push": 128, "reduce_scatter": 512, "reduce_scatter_push": 260,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +116,11 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
         "float64": lambda: group.all_reduce(x(4, torch.float64)),
         "started": lambda: group.all_reduce_async(x(4)).wait(),
         "all_gather of 512": lambda: group.all_gather(x(512, torch.int8)),
-        "all_gather of 256": lambda: group.all_gather(x(256, torch.int8)),
+        "all_gather of 128": lambda: group.all_gather(x(128, torch.int8)),
+        "all_gather of 129": lambda: group.all_gather(x(129, torch.int8)),
         "all_gather of 513": lambda: group.all_gather(x(513, torch.int8)),
-        "reduce_scatter of 256": lambda: group.reduce_scatter(x(64 * size)),
         "reduce_scatter of 260": lambda: group.reduce_scatter(x(65 * size)),
+        "reduce_scatter of 264": lambda: group.reduce_scatter(x(66 * size)),
         "reduce_scatter of 516": lambda: group.reduce_scatter(x(129 * size)),
         "broadcast": lambda: group.broadcast(x(4)),
         "fused": lambda: group.all_reduce_add_rms_norm(x(64).view(4, 16), x(64).view(4, 16), x(16), 1e-6),
@@ -157,17 +161,18 @@ def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, e
             "float64": [],
             "started": [],
             "all_gather of 512": ["all_gather_pull"],
-            "all_gather of 256": ["all_gather_push"],
+            "all_gather of 128": ["all_gather_push"],
+            "all_gather of 129": ["all_gather_pull"],
             "all_gather of 513": [],
-            "reduce_scatter of 256": ["reduce_scatter_push_float32"],
-            "reduce_scatter of 260": ["reduce_scatter_pull_float32"],
+            "reduce_scatter of 260": ["reduce_scatter_push_float32"],
+            "reduce_scatter of 264": ["reduce_scatter_pull_float32"],
             "reduce_scatter of 516": [],
             "broadcast": [],
             "fused": ["all_reduce_add_rms_norm_float32"],
             "fused, float8": ["all_reduce_add_rms_norm_static_fp8_bfloat16"],
             "fused, float8 by token": ["all_reduce_add_rms_norm_token_fp8_float16"],
             "fused, a long row": ["all_reduce_pull_float32"] * 2,
-            "fused, large": [],
+            "fused, large": ["all_reduce_two_shot_float32"],
         }
 
 
@@ -247,6 +252,24 @@ def test_norms_have_the_numerics_of_all_communicators(pools: Pools, env: Env) ->
             for dtype in ("float32", "float16", "bfloat16")
         }
         assert wanted <= launched
+
+
+def _pinned_norm_body(env: Env) -> bool:
+    """The norm of the same row, alone and in the midst of a batch that is larger than the threshold."""
+    group, device = _group(env)
+    rows = real_numbers(Form((99, 64)), torch.bfloat16, group.rank_in_group)
+    weight, found = torch.full((64,), 0.7, dtype=torch.bfloat16), []
+    launched = _launched(
+        device,
+        lambda: found.extend(group.all_reduce_add_rms_norm(x, x, weight)[0] for x in (rows, rows[5:6].clone())),
+    )
+    group.route.close()
+    assert launched == ["all_reduce_add_rms_norm_bfloat16"] * 2
+    return torch.equal(found[0][5], found[1][0])
+
+
+def test_a_pinned_algorithm_has_one_norm_for_every_size(pools: Pools, env: Env) -> None:
+    assert all(pools(2).run(_pinned_norm_body, {**env, ALGORITHM: "two_shot"}, tp=2))
 
 
 # Many calls.

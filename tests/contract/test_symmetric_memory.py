@@ -26,7 +26,7 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 BYTES = "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES"
-ROW = Thresholds("9.0", 4, 0, 0, 0, 0, 0, 0, symmetric=1000, multimem=True, measured=False, source="a test")
+ROW = Thresholds("9.0", 4, *[0] * 8, symmetric=1000, multimem=True, measured=False, source="a test")
 
 
 class TensorWay(FileWay):
@@ -68,7 +68,8 @@ class OverGloo(SymmetricMemoryCommunicator):
 
 
 def _group(folder: str, size_bytes: int, **changes: Any) -> tuple[GroupCoordinator, OverGloo | None]:
-    os.environ.update({peer_stand_in.FOLDER: folder, BYTES: str(size_bytes)})
+    own = {peer_stand_in.FOLDER: folder, BYTES: str(size_bytes), "PARALLEL_STATE_PEER_MEMORY_ALGORITHM": "auto"}
+    os.environ.update(own)
     group = twin_of(ps.get_tp_group())
 
     class Here(Row):
