@@ -16,7 +16,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, Request
 from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.partial import PartialCommunicator
-from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_device import PeerDevice, start
 from device_communicators.peer_group import DTYPES, PeerGroup
 from device_communicators.peer_memory import NotSharedError, together
 from device_communicators.peer_norms import PeerNorms
@@ -52,7 +52,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def admit(self) -> str | None:
         try:
-            device = self._device or PeerDevice(self.context.device)
+            device = start(self.context, self._device)
             made = PeerGroup.set_up(self.context, device, self._thresholds)
             self._norms = PeerNorms(made)
             try:

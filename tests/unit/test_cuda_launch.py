@@ -57,8 +57,8 @@ def test_all_is_loaded_at_set_up_and_what_fits_is_known(driver: Any) -> None:
     kernels = PeerKernels.load(0)
     assert driver.stand_in_last()[7] == before + len(KERNELS)
     assert kernels.arch == "sm_90"
-    assert kernels.resident_blocks(KERNELS[0], MAX_THREADS) == 2 * 132
-    assert kernels.resident_blocks(KERNELS[0], 256) == 4 * 132
+    assert kernels.resident_blocks(KERNELS[0], MAX_THREADS) == 132 // 2, "other kernels that wait have no room"
+    assert kernels.resident_blocks(KERNELS[0], 256) == 132 // 2
     assert PeerKernels.load(0) is kernels
 
 
@@ -88,7 +88,8 @@ def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> No
         PeerKernels.load(1)
     PeerKernels.load.cache_clear()
     driver.stand_in_is(12080, 90)
-    with pytest.raises(KernelError, match=r"for CUDA 12\.8, which can't load what NVRTC 13\.0 makes; .* version 12"):
+    text = r"for CUDA 12\.8, which can't load what NVRTC 13\.0 makes; .*'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"
+    with pytest.raises(KernelError, match=text):
         PeerKernels.load(0)
     driver.stand_in_is(13000, 90)
     monkeypatch.setattr(cuda_build, "cubin", lambda arch: b"nothing")
