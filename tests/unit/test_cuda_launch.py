@@ -103,6 +103,18 @@ def test_without_a_driver_there_is_a_reason() -> None:
         cuda_kernels._load_driver("/nowhere/libcuda.so.1")
 
 
+def test_structures_and_numbers_are_those_of_cuda() -> None:
+    """Of CUDA 12.9 and 13.0, as cuda.h has them; below they are compared with a toolkit's, where there is one."""
+    offsets = [
+        getattr(LaunchConfig, name).offset for name in ("shared_bytes", "stream", "attributes", "attribute_count")
+    ]
+    assert offsets == [24, 32, 40, 48]
+    assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute), LaunchAttribute.value.offset) == (56, 72, 8)
+    assert (cuda_kernels._STREAM_SERIALIZATION, cuda_kernels._REGISTERS) == (6, 4)
+    attributes = cuda_kernels._MULTIPROCESSORS, cuda_kernels._CAPABILITY_MAJOR, cuda_kernels._CAPABILITY_MINOR
+    assert attributes == (16, 75, 76)
+
+
 def test_structures_and_numbers_are_those_of_cuda_h(tmp_path: Path) -> None:
     compiler, include = shutil.which("g++"), Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "include"
     if compiler is None or not (include / "cuda.h").exists():
