@@ -40,19 +40,31 @@ class SideStream:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)
 
-    def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
-        """Has `enqueue(stream)` behind what the current stream does so far. `tensors` may be freed before it has run.
+    def begin(self, tensors: Sequence[Tensor]) -> SideStream:
+        """What comes next is behind what the current stream does so far. `tensors` may be freed before it has run.
 
         Works within a capture, too: what the side stream does is captured, and joined by the work's `wait`.
         """
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        enqueue(stream.cuda_stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for x in tensors:
-            x.record_stream(stream)
+            x.record_stream(self._stream)
+        return self
+
+    def finish(self, enqueue: Callable[[int], None]) -> Work:
+        """Has `enqueue(stream)`; from any thread."""
+        enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
-        event.record(stream)
+        event.record(self._stream)
         return StreamWork(event, self._device)
+
+    def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
+        """Both."""
+        return self.begin(tensors).finish(enqueue)
+
+
+def stream_of(handle: int, device: torch.device) -> Any:
+    """torch's object for a stream by CUDA's handle. `ExternalStream(0)` is not the default one: it is any of a pool."""
+    return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 class Marker:
@@ -62,10 +74,11 @@ class Marker:
         self._device = device
         self._event = torch.cuda.Event()
         self._stream: Any = None
+        self._handle = -1
 
     def record(self, stream: int) -> None:
-        if self._stream is None or self._stream.cuda_stream != stream:
-            self._stream = torch.cuda.ExternalStream(stream, self._device)
+        if self._handle != stream:
+            self._handle, self._stream = stream, stream_of(stream, self._device)
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
@@ -90,8 +103,8 @@ class CudaStreams:
     def wait_for(self, stream: int, earlier: int) -> None:
         """What comes on `stream` waits for what is on `earlier` so far; both as CUDA's handles."""
         event = torch.cuda.Event()
-        event.record(torch.cuda.ExternalStream(earlier, self._device))
-        torch.cuda.ExternalStream(stream, self._device).wait_event(event)
+        event.record(stream_of(earlier, self._device))
+        stream_of(stream, self._device).wait_event(event)
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
@@ -112,10 +125,11 @@ class CudaStreams:
         """Whether the device is the current one of this thread."""
         return torch._C._cuda_getDevice() == self._index
 
-    def allow_queries(self) -> bool:
-        """Lets the calling thread query events while another one captures a graph; False where that can't be had.
+    def enter_relaxed(self) -> bool:
+        """Makes the device the calling thread's, and lets the thread query events, allocate and so on while another one
+        captures a graph; False where that can't be had.
 
-        In a capture of the mode `global`, which is torch's default, a query by any other thread makes the capture
+        In a capture of the mode `global`, which is torch's default, such a call by any other thread makes the capture
         fail, unless that thread has said that it is none of its business.
         """
         enter(self._device)

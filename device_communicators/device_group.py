@@ -40,11 +40,15 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """torch makes a group's communicator at its first call, for which a capture is no place."""
+        """torch makes a group's communicator at its first call, and NCCL connects ranks at the first one of a kind, for
+        which a capture is no place."""
         if self.context.device.type == "cuda" and not self._is_warm and not torch.cuda.is_current_stream_capturing():
             x = torch.zeros(self.context.size, device=self.context.device)
+            out, parts = torch.empty_like(x), [1] * self.context.size
             self.flat_all_reduce_(x, "sum")
-            self.flat_all_gather(torch.empty_like(x), x[:1])
-            self.flat_reduce_scatter(torch.empty_like(x[:1]), x, "sum")
+            self.flat_all_gather(out, x[:1])
+            self.flat_reduce_scatter(out[:1], x, "sum")
+            self.flat_broadcast_(x, 0)
+            self.flat_all_to_all(out, x, parts, parts)
             self._is_warm = True
         yield

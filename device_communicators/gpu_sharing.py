@@ -4,12 +4,13 @@ NCCL refuses two ranks on one GPU. From 2.30.3 on it takes them with a variable 
 be on different hosts pass, and their traffic goes over sockets of the loopback interface: slow, but right. Either way a
 kernel that waits for another rank holds the GPU until its time slice ends, so nothing here is for measuring.
 
-What two ranks of a group on one GPU are told is `nccl_meeting`'s. Not run on a GPU.
+What two ranks of a world on one GPU are told is `shared_gpus`'. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, MutableMapping
 
 from device_communicators import nccl_library
@@ -25,7 +26,7 @@ def nccl_variables(rank: int, version: int) -> dict[str, str]:
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
     return {
-        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_HOSTID": f"{socket.gethostname()}-rank-{rank}",  # ranks of other hosts have the same numbers
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",

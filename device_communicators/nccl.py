@@ -4,7 +4,8 @@ torch's NCCL group has streams of its own, between which and the caller's each c
 is a kernel among the caller's. What is started to be waited for later (`iall_reduce_`, `isend`, …) runs on a stream
 beside. Transfers between two ranks have communicators of those two, one for each direction, so that no transfer waits
 for one that it has nothing to do with; they are made at the first transfer between the two, which both must come to.
-What only moves, moves as bytes; what is reduced is widened as `reductions` says, where NCCL would round at each hop.
+What only moves, moves as bytes; what is reduced is widened as `reductions` says: 8-bit floats, which NCCL would round
+at each hop, as it does with 16-bit ones.
 
 Set-up, failures and the end are in `nccl_group` and below. Not run on a GPU.
 """
@@ -22,7 +23,7 @@ from device_communicators.cuda_streams import CudaStreams
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.nccl_group import NcclGroup
 from device_communicators.nccl_library import BYTE, DTYPES, REDUCE_OPS, NcclLibrary, load
-from device_communicators.reductions import REDUCING, as_bytes, is_native, reducible, reduction_refusal
+from device_communicators.reductions import REDUCING, UNSIGNED, as_bytes, is_native, reducible, reduction_refusal
 from device_communicators.waiting import Watched
 
 _Transfers = Sequence[tuple[Tensor, int]]
@@ -48,6 +49,8 @@ class NcclCommunicator(Communicator):
         if request.device_type != self.context.device.type:
             return f"a tensor on {request.device_type}"
         if request.operation in REDUCING and request.dtype is not None:
+            if request.dtype in UNSIGNED and request.reduce_op != "avg":
+                return None
             return reduction_refusal(request.dtype, request.reduce_op)
         return None
 
@@ -70,6 +73,7 @@ class NcclCommunicator(Communicator):
     def capture(self) -> Iterator[None]:
         if not self._group.streams.is_capturing():  # else it is too late, which the first call will say
             self._warm_up()
+            self._group.settle()
         yield
 
     def _warm_up(self) -> None:
@@ -279,8 +283,7 @@ class NcclCommunicator(Communicator):
         if x.numel() == 0:
             return DONE
         self._check(x)
-        side = self._group.link(peer).side_of(operation)
-        return side.run(lambda stream: self._group.transfer(operation, x, peer, stream), (x,))
+        return self._group.start(operation, x, peer)
 
     def barrier(self) -> None:
         """Over gloo: it is the hosts that wait."""

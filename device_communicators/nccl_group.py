@@ -19,7 +19,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, Work
 from device_communicators.cuda_streams import CudaStreams
 from device_communicators.errors import CommunicationError, GroupNotInitializedError, UnsupportedError
-from device_communicators.nccl_handle import Handle, Patience
+from device_communicators.nccl_handle import Handle, Patience, end_all
 from device_communicators.nccl_library import DTYPES, REDUCE_OPS, SUSPEND_MEMORY, WINDOW_SYMMETRIC, NcclLibrary
 from device_communicators.nccl_links import Link, Links
 from device_communicators.nccl_meeting import expect_sum, gather, tell
@@ -39,7 +39,7 @@ class NcclGroup:
         self._meeting: Handle | None = None
         """The non-blocking one that it was split from, where others will be."""
         self._watch: Watch | None = None
-        self._links = Links(library, context, streams)
+        self._links = Links(library, context, streams, self._put)
         self._side: Any = None
         self._making = threading.RLock()
         self._suspended = False
@@ -111,7 +111,7 @@ class NcclGroup:
 
     def _watched(self) -> Watch:
         if self._watch is None:
-            self._watch = Watch(self.context, self._handles, self.streams.marker, self.streams.allow_queries)
+            self._watch = Watch(self.context, self._handles, self.streams.marker, self.streams.enter_relaxed)
         return self._watch
 
     def _must_not_capture(self, why: str) -> None:
@@ -123,30 +123,30 @@ class NcclGroup:
 
     def link(self, peer: int) -> Link:
         """The communicators for transfers with a rank; where they aren't made yet, that rank has to call as well."""
-        link = self._links.get(peer)
-        if link is None:
-            self._must_not_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
-            with self._making:
-                link = self._links.get(peer) or self._connect(peer)
+        link = self._begin_link(peer)
+        if not link.is_made:
+            link.wait(self.check_usable)
         return link
 
-    def _connect(self, peer: int) -> Link:
-        """With a byte each way: NCCL connects two ranks at their first transfer, for which the sender's host waits."""
-        self._watched()
-        link = self._links.make(peer)
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
-        for operation in link.order:
-            with self.streams.guard(), self._watching(operation, stream := self.streams.current()):
-                link.transfer(operation, byte, stream)
+    def _begin_link(self, peer: int) -> Link:
+        link = self._links.get(peer)
+        if link is None or not link.is_made:
+            self._must_not_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
+            self._watched()
+            link = self._links.begin(peer)
         return link
+
+    def settle(self) -> None:
+        """Waits for the communicators that are being made."""
+        for link in self._links.all():
+            link.wait(self.check_usable)
 
     def _handles(self) -> list[Handle]:
         own = [handle for handle in (self._handle, self._meeting) if handle is not None]
         return [*own, *self._links.handles()]
 
     def _abort(self) -> None:
-        for handle in self._handles():
-            handle.abort()
+        end_all(self._handles(), in_order=False)
 
     def close(self) -> None:
         """Ends all communicators: in order where the device is done, else by an abort. Twice is fine."""
@@ -156,11 +156,7 @@ class NcclGroup:
         in_order = self._watch is None or (self._watch.failure is None and self._watch.device_is_done())
         if self._watch is not None:
             self._watch.close()
-        for handle in self._handles():
-            if in_order:
-                handle.close()
-            else:
-                handle.abort()
+        end_all(self._handles(), in_order=in_order)
 
     # A call.
 
@@ -168,14 +164,19 @@ class NcclGroup:
         """Raises what the watch has found."""
         if self._watch is not None and self._watch.failure is not None:
             raise self._watch.failure
+        if self._links.failure is not None:
+            raise self._links.failure
 
     def _ready(self) -> Handle:
         self.check_usable()
         if self._handle is None:
             self.set_up()
+        self._must_be_awake()
+        return self._handle  # type: ignore[return-value]  # set_up has made it, or raised
+
+    def _must_be_awake(self) -> None:
         if self._suspended:
             raise UnsupportedError(f"{self.context} is suspended; call resume() on every rank first")
-        return self._handle  # type: ignore[return-value]  # set_up has made it, or raised
 
     def call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
         """`function(*args, comm, stream)` of NCCL; on the current stream unless another is given."""
@@ -206,13 +207,21 @@ class NcclGroup:
         with self._watching(operation, stream), handle.lock, handle.group(operation):
             yield add
 
-    def transfer(self, operation: str, x: Tensor, peer: int, stream: int | None = None) -> None:
-        """`send` or `recv` of contiguous `x`, on the current stream unless another is given."""
+    def transfer(self, operation: str, x: Tensor, peer: int) -> None:
+        """`send` or `recv` of contiguous `x`, on the current stream."""
         self.check_usable()
-        link = self.link(peer)
-        stream = self.streams.current() if stream is None else stream
+        self._must_be_awake()
+        self._put(self.link(peer), operation, x, self.streams.current())
+
+    def start(self, operation: str, x: Tensor, peer: int) -> Work:
+        """As `transfer`, on a stream beside the current one; doesn't wait for the peer."""
+        self.check_usable()
+        self._must_be_awake()
+        return self._begin_link(peer).start(operation, x)
+
+    def _put(self, link: Link, operation: str, x: Tensor, stream: int) -> None:
         with self._watching(operation, stream):
-            link.transfer(operation, x, stream)
+            link.put(operation, x, stream)
 
     def beside(self, enqueue: Callable[[int], None], *tensors: Tensor) -> Work:
         """Starts what `enqueue(stream)` puts on a stream beside the current one."""
@@ -248,19 +257,22 @@ class NcclGroup:
 
     def suspend(self) -> None:
         """As NcclCommunicator's."""
-        function, handle = self._function("ncclCommSuspend"), self._ready()
-        with handle.lock:
-            handle.check("ncclCommSuspend", function(handle.comm, SUSPEND_MEMORY))
+        function = self._function("ncclCommSuspend")
+        self._ready()
+        for handle in self._handles():
+            with handle.lock:
+                handle.check("ncclCommSuspend", function(handle.comm, SUSPEND_MEMORY))
         self._suspended = True
 
     def resume(self) -> None:
         """As NcclCommunicator's."""
         function = self._function("ncclCommResume")
         if self._suspended:
+            self.check_usable()
+            for handle in self._handles():
+                with handle.lock:
+                    handle.check("ncclCommResume", function(handle.comm))
             self._suspended = False
-            handle = self._ready()
-            with handle.lock:
-                handle.check("ncclCommResume", function(handle.comm))
 
     def register_window(self, x: Tensor) -> Callable[[], None]:
         """As NcclCommunicator's."""

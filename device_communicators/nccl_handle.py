@@ -13,7 +13,7 @@ import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from device_communicators.base import GroupContext
@@ -227,24 +227,38 @@ class Handle:
         )
         return attributed(self.context, operation, started, failure)
 
-    def abort(self, wait_s: float = 1.0) -> None:
-        """Ends it and whatever runs in it, on the device too, whose results are then worthless. Twice is fine.
-
-        From any thread. A thread that is inside of a call after `wait_s` is aborted there: NCCL's calls then return.
-        """
-        has_lock = self.lock.acquire(timeout=wait_s)
-        comm, self.comm = self.comm, None
-        if has_lock:
-            self.lock.release()
-        if comm is not None:
-            self._apart("abort", lambda: self.library.ncclCommAbort(comm))
+    def abort(self) -> None:
+        """Ends it and whatever runs in it, on the device too, whose results are then worthless. Twice is fine."""
+        end_all([self], in_order=False)
 
     def close(self) -> None:
         """Ends it in order, once the device has done with it. Twice is fine."""
-        with self.lock:
+        end_all([self], in_order=True)
+
+    def begin_end(self, in_order: bool, wait_s: float = 1.0) -> threading.Thread | None:
+        """A thread that ends it; None where there is nothing to end. From any thread.
+
+        A thread that is inside of a call after `wait_s` is aborted there: NCCL's calls then return.
+        """
+        if self.comm is None:
+            return None
+
+        def run() -> None:
+            has_lock = self.lock.acquire(timeout=wait_s)
             comm, self.comm = self.comm, None
-        if comm is not None:
-            self._apart("end", lambda: self._finish(comm))
+            if has_lock:
+                self.lock.release()
+            if comm is None:
+                return
+            enter(self.context.device)
+            if in_order and has_lock:
+                self._finish(comm)
+            else:
+                self.library.ncclCommAbort(comm)
+
+        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
+        thread.start()
+        return thread
 
     def _finish(self, comm: int) -> None:
         try:
@@ -254,18 +268,16 @@ class Handle:
         else:
             self.library.ncclCommDestroy(comm)
 
-    def _apart(self, what: str, call: Callable[[], object]) -> None:
-        """`call` with an end to the wait for it: NCCL doesn't let go of a communicator that a CUDA graph still uses."""
 
-        def run() -> None:
-            enter(self.context.device)
-            call()
-
-        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
-        thread.start()
-        thread.join(_GOODBYE_S)
+def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
+    """Ends communicators, all at once, with an end to the wait for them: NCCL doesn't let go of one that a CUDA graph
+    still uses, and the kernels of another one may be what everyone waits for."""
+    threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
+    deadline = time.monotonic() + _GOODBYE_S
+    for handle, thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             logger.warning(
                 "NCCL didn't %s its communicator of %s within %g s and is left to it; CUDA graphs that use a group "
-                "must be gone before it is destroyed", what, self.context, _GOODBYE_S,
+                "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, _GOODBYE_S,
             )  # fmt: skip

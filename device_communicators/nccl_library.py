@@ -22,7 +22,7 @@ OLDEST = 22700
 MULTI_RANK_GPU = 23003
 """From here on NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 
-SUCCESS, UNHANDLED_CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE = range(6)
+SUCCESS, UNHANDLED_CUDA_ERROR, INTERNAL_ERROR, INVALID_USAGE = 0, 1, 3, 5
 REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 6, 7, 8
 RESULTS = (
     "ncclSuccess", "ncclUnhandledCudaError", "ncclSystemError", "ncclInternalError", "ncclInvalidArgument",
@@ -183,11 +183,11 @@ class NcclLibrary:
             setattr(config, name, value)
         return config
 
-    def text_of(self, result: int, comm: int | None = None) -> str:
+    def text_of(self, result: int) -> str:
         """What a result means, and what NCCL says about the last one that was none of success."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         meaning = (self.ncclGetErrorString(result) or b"").decode(errors="replace")
-        last = (self.ncclGetLastError(comm) or b"").decode(errors="replace").strip()
+        last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()
         return f"{name}, {meaning}" + (f": {' '.join(last.split())}" if last else "")
 
 

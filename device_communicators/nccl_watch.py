@@ -17,13 +17,17 @@ from typing import Protocol
 
 from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError
-from device_communicators.nccl_handle import Handle
+from device_communicators.nccl_handle import Handle, end_all
 from device_communicators.nccl_library import IN_PROGRESS, SUCCESS
 from device_communicators.waiting import died
 
 logger = logging.getLogger("parallel_state")
 
 _LOOK_S = 0.2
+
+
+Began = tuple[str, float]
+"""An operation, and when."""
 
 
 class Progress(Protocol):
@@ -35,6 +39,36 @@ class Progress(Protocol):
     def is_reached(self) -> bool: ...
 
 
+class _Line:
+    """What was put on one stream: the oldest call that isn't known to be done, and the last one."""
+
+    def __init__(self, make_marker: Callable[[], Progress]) -> None:
+        self._markers = (make_marker(), make_marker())
+        self._began: list[Began | None] = [None, None]
+        """Of each marker; None: nothing is behind it. The first one stays until it is reached: a host that goes on
+        putting work on a device that is stuck doesn't move its deadline."""
+        self._oldest = 0
+        self._lock = threading.Lock()
+
+    def note(self, stream: int, began: Began) -> None:
+        with self._lock:
+            at = self._oldest if self._began[self._oldest] is None else 1 - self._oldest
+            self._markers[at].record(stream)
+            self._began[at] = began
+
+    def oldest(self) -> Began | None:
+        """Since when the device is at it; None: it is done."""
+        with self._lock:
+            for _ in self._markers:
+                began = self._began[self._oldest]
+                if began is not None and not self._markers[self._oldest].is_reached():
+                    return began
+                self._began[self._oldest] = None
+                if self._began[1 - self._oldest] is not None:
+                    self._oldest = 1 - self._oldest
+            return None
+
+
 class Watch:
     """The thread, from its making until `close`."""
 
@@ -43,17 +77,17 @@ class Watch:
         context: GroupContext,
         handles: Callable[[], Sequence[Handle]],
         make_marker: Callable[[], Progress],
-        allow_queries: Callable[[], bool],
+        enter_relaxed: Callable[[], bool],
     ) -> None:
         self.failure: CommunicationError | None = None
         """What was found; the communicators are aborted then."""
         self._context = context
         self._handles = handles
         self._make_marker = make_marker
-        self._markers: dict[int, Progress] = {}
-        self._inside: tuple[str, float] | None = None
-        self._noted: dict[int, tuple[str, float]] = {}
-        self._allow_queries = allow_queries
+        self._lines: dict[int, _Line] = {}
+        self._inside: dict[int, Began] = {}
+        """By thread."""
+        self._enter_relaxed = enter_relaxed
         self._news = threading.Event()
         self._closed = False
         self._started = time.monotonic()
@@ -64,21 +98,23 @@ class Watch:
 
     def begin(self, operation: str) -> None:
         """A call goes into NCCL: its deadline begins."""
-        self._inside = operation, time.monotonic()
+        self._inside[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
         """It has come back, and has put an operation on `stream`, for which the deadline goes on; None: on none."""
-        began, self._inside = self._inside, None
+        began = self._inside.pop(threading.get_ident(), None)
         if stream is not None and began is not None:
-            marker = self._markers.get(stream)
-            if marker is None:
-                marker = self._markers[stream] = self._make_marker()
-            marker.record(stream)
-            self._noted[stream] = began
+            line = self._lines.get(stream)
+            if line is None:
+                line = self._lines.setdefault(stream, _Line(self._make_marker))
+            line.note(stream, began)
 
     def device_is_done(self) -> bool:
-        """Whether all that was put on streams has run."""
-        return all(marker.is_reached() for marker in list(self._markers.values()))
+        """Whether all that was put on streams has run. False where the device can't be asked any more."""
+        try:
+            return all(line.oldest() is None for line in list(self._lines.values()))
+        except RuntimeError:
+            return False
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
@@ -91,7 +127,7 @@ class Watch:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        may_query = self._allow_queries()
+        may_query = self._enter_relaxed()
         if not may_query:
             logger.warning(
                 "%s has no deadline on the device: the CUDA runtime has no cudaThreadExchangeStreamCaptureMode",
@@ -102,13 +138,25 @@ class Watch:
             self._news.clear()
             if self._closed:
                 return
-            failure = self._look(may_query)
+            try:
+                failure = self._look(may_query)
+            except Exception as error:  # of CUDA, whose context is lost
+                failure = self._lost(error)
             if failure is not None:
                 self.failure = failure
                 logger.error("%s", failure)
-                for handle in self._handles():
-                    handle.abort()
+                end_all(self._handles(), in_order=False)
                 return
+
+    def _lost(self, error: Exception) -> CommunicationError:
+        context = self._context
+        return CommunicationError(
+            f"the device of {context} can't be asked how far it is: {str(error).splitlines()[0]}. The group can't be "
+            "used further; a kernel before it may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+            group=context.name,
+            operation="nccl",
+            rank=context.rank,
+        )
 
     def _look(self, may_query: bool) -> CommunicationError | None:
         context = self._context
@@ -133,10 +181,9 @@ class Watch:
             timeout_s=context.timeout_s,
         )
 
-    def _oldest(self, may_query: bool) -> tuple[str, float] | None:
+    def _oldest(self, may_query: bool) -> Began | None:
         """The operation that is under way for longest, in NCCL or on the device, and since when."""
-        under_way = [] if self._inside is None else [self._inside]
+        under_way: list[Began | None] = list(self._inside.values())
         if may_query:
-            noted = list(self._noted.items())
-            under_way += [began for stream, began in noted if not self._markers[stream].is_reached()]
-        return min(under_way, key=lambda began: began[1], default=None)
+            under_way += [line.oldest() for line in list(self._lines.values())]
+        return min((began for began in under_way if began), key=lambda began: began[1], default=None)

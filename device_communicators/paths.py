@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from device_communicators.base import GroupContext, Request
+from device_communicators.base import GroupContext
 from device_communicators.errors import UnsupportedError
 
 STATES = ("eager", "compiled", "captured")
@@ -46,10 +46,10 @@ def is_capturing(context: GroupContext) -> bool:
     return context.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def check_recordable(context: GroupContext, request: Request) -> None:
-    """`request` is done by the host: once, while a graph is recorded, and by no replay. UnsupportedError then."""
+def check_recordable(context: GroupContext, operation: str) -> None:
+    """`operation` is done by the host: once, while a graph is recorded, and by no replay. UnsupportedError then."""
     if is_capturing(context):
         raise UnsupportedError(
-            f"{request} on {context} is done by the host and can't be recorded in a CUDA graph: a replay would not do "
-            "it. Call it before or after the capture"
+            f"{operation} on {context} is done by the host and can't be recorded in a CUDA graph: a replay would not "
+            "do it. Call it before or after the capture"
         )

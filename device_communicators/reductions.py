@@ -10,6 +10,8 @@ from torch import Tensor
 _NATIVE = frozenset(
     [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64]
 )
+UNSIGNED = frozenset([torch.uint32, torch.uint64])
+"""NCCL alone reduces these, which torch has few operations for; averages aren't defined."""
 _WIDENED = {
     torch.int16: torch.int32,
     torch.float8_e4m3fn: torch.float32,
@@ -64,7 +66,7 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
     """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
         return x.float(), reduce_op, x
-    if x.dtype in _NATIVE:
+    if x.dtype in _NATIVE or x.dtype in UNSIGNED:
         return x, reduce_op, None
     if x.dtype == torch.bool:
         return x.view(torch.uint8), _BOOL_OPS[reduce_op], None

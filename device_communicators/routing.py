@@ -180,8 +180,8 @@ class Route:
         numel = 0
         if tensor is not None:
             kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
-        if self._on_cuda and kind[2] == "cpu":
-            check_recordable(self.context, Request(*kind[:3], numel, kind[3]))
+        if kind[2] == "cpu":
+            self.check_recordable(operation)
         key = (kind, numel) if self._picks_by_size else kind
         communicator = self._chosen.get(key)
         if communicator is None:
@@ -194,6 +194,11 @@ class Route:
             check_alike(self.context, self.sequence, operation, tensor, args, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
         return communicator, record
+
+    def check_recordable(self, operation: str) -> None:
+        """`operation` is done by the host: UnsupportedError while a CUDA graph is recorded."""
+        if self._on_cuda:
+            check_recordable(self.context, operation)
 
     def note(self, operation: str, tensor: Tensor | None) -> Operation:
         """Numbers and records an operation that begins."""

@@ -138,6 +138,11 @@ NCCL: Setting[bool] = Setting(
     "Whether CUDA tensors go over NCCL communicators of our own, on the current stream; off, until that has run on a "
     "GPU: over torch's.",
 )  # fmt: skip
+NCCL_ENVIRONMENT: Setting[bool] = Setting(
+    "PARALLEL_STATE_NCCL_ENVIRONMENT", True, _on_off, "on or off",
+    "Whether NCCL and gloo are told, on several nodes, which interface to take and how InfiniBand is used, where "
+    "nobody has said so.",
+)  # fmt: skip
 NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
     "The NCCL to use, 2.27 or newer; else the one that torch uses.",
@@ -194,7 +199,7 @@ LOG_LEVEL: Setting[str] = Setting(
 
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
-    SHARED_MEMORY, NCCL, NCCL_LIBRARY, PEER_MEMORY, PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE,
+    SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, PEER_MEMORY, PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE,
     SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 

@@ -106,7 +106,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
 
     def _look(self) -> bool:
         """Begins to watch the device; whether this rank has multicast."""
-        self._watch = Watch(self.context, list, self._streams.marker, self._streams.allow_queries)
+        self._watch = Watch(self.context, list, self._streams.marker, self._streams.enter_relaxed)
         return bool(self._sharing().handle.multicast_ptr)
 
     def _prove(self) -> None:

@@ -177,17 +177,21 @@ class _Division:
         everyone = world.world_size == pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        if everyone and not self._is_lazy(name):
+        if everyone and not self._is_lazy(name, world):
             self._divide(name, groups)
         if not ranks and everyone:  # strategies that need all ranks need this one
             for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
                 acquired = pool.acquire([], options, division=lambda: self.layout.groups(name))
                 groups.held.append(functools.partial(pool.release, acquired))
 
-    def _is_lazy(self, name: str) -> bool:
-        """Whether the gloo groups beside the device groups of a kind are made later; only their members would call
-        then, which is not enough for every strategy."""
-        return not BY_NAME[name].always_made and settings.GROUP_CREATION.get() != "global"
+    def _is_lazy(self, name: str, world: GroupCoordinator) -> bool:
+        """Whether the gloo groups beside the device groups of a kind are made at their first use.
+
+        Not those by which GPUs meet at start; nor where all ranks have to call, as later only the members would.
+        """
+        if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
+            return False
+        return world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
         """Communicators of our own that the world has made are divided as its process group is. All ranks call it."""
@@ -211,7 +215,7 @@ class _Division:
             options=self.options[name],
             allow_pickle=self.allow_pickle,
             custom_all_reduce=self.custom_all_reduce and name == "tp",
-            lazy_cpu_group=self._is_lazy(name),
+            lazy_cpu_group=self._is_lazy(name, world),
         )
         borrowed = [pool.adopt(ranks, traits.options, self.adopted[name])] if name in self.adopted else []
         try:

@@ -189,6 +189,7 @@ class QueueTransport:
 
     def _begin(self, name: str, outgoing: Outgoing) -> Operation:
         self.route.check_usable()
+        self.route.check_recordable(name)
         record = self.route.note(name, None)
         size_bytes = sum([tensor.nbytes for tensor in outgoing.tensors if tensor.is_cpu]) if outgoing.tensors else 0
         self.route.count(name, 1, max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + size_bytes)
@@ -196,10 +197,12 @@ class QueueTransport:
 
     def incoming(self, src: int) -> Incoming:
         self.route.check_usable()
+        self.route.check_recordable(_RECEIVED)
         return _Queued(self, src, self.channels.receiver(src, MESSAGES))
 
     def broadcast_of(self, src: int) -> Incoming:
         self.route.check_usable()
+        self.route.check_recordable(_BROADCAST)
         self.channels.broadcasts += 1
         return _QueuedBroadcast(self, src, self.channels.receiver(src, MESSAGES, broadcast=True))
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import NamedTuple
 
+from device_communicators import settings
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.interfaces import VARIABLE as GLOO_INTERFACE
 from parallel_state.interfaces import first_infiniband
@@ -29,7 +30,11 @@ class Choice(NamedTuple):
 
 def choices(place: ProcessEnvironment, find_interface: Callable[[], str | None] = first_infiniband) -> list[Choice]:
     """What NCCL should be told about this world."""
-    if place.local_world_size is None or place.local_world_size >= place.world_size:
+    if (
+        not settings.NCCL_ENVIRONMENT.get()
+        or place.local_world_size is None
+        or place.local_world_size >= place.world_size
+    ):
         return []
     interface = find_interface()
     if interface is None:

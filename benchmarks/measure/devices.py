@@ -19,7 +19,10 @@ from parallel_state import environment
 def share_gpus() -> str:
     """Before CUDA starts in this rank: what lets it share a GPU, where there are fewer than ranks; in words."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
-    ranks, version = place.local_world_size or place.world_size, nccl_library.load().version
+    ranks = place.local_world_size or place.world_size
+    if gpus == 0 or ranks <= gpus:
+        return ""
+    version = nccl_library.load().version
     if not gpu_sharing.share_gpus(place.local_rank, ranks, gpus, version):
         return ""
     return f"{gpus} GPU{'' if gpus == 1 else 's'}, shared by {gpu_sharing.means(version)}: slow"

@@ -40,7 +40,7 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
 
     `call` takes its inputs from tensors that stay where they are, and must have been made once on this stream before:
     what starts at a first use (cuBLAS, a communicator) can't be captured. Its results may be in dicts, lists and
-    tuples. An exception of the call is raised as it is.
+    tuples. An exception of the call is raised as it is, or from what torch makes of the capture that it has broken.
     """
     if stream is None:
         Captured.standing_in = True
@@ -49,8 +49,18 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
         finally:
             Captured.standing_in = False
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        outputs = call()
+    failure: BaseException | None = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            try:
+                outputs = call()
+            except BaseException as error:
+                failure = error
+                raise
+    except BaseException as error:
+        if failure is None or failure is error:
+            raise
+        raise failure from error  # else the end of the broken capture would hide what broke it
     return Captured(call, outputs, graph)
 
 

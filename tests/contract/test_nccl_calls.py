@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import Route, Row, build_route, register_route
+from device_communicators import CATALOG, Route, Row, build_route, register_route
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -28,6 +28,7 @@ from device_communicators.errors import (
 from device_communicators.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
 from parallel_state.groups import ProcessGroupPool
 from tests import nccl_stand_in
+from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of
 from tests.nccl_stand_in import StandInNccl
 from tests.workers import WorkerPool
@@ -100,6 +101,8 @@ def _calls_body(library: str) -> dict[str, list[str]]:
         "bool": lambda: nccl.all_reduce(ones(4, dtype=torch.bool), "sum"),
         "complex": lambda: nccl.all_reduce(ones(4, dtype=torch.complex64), "sum"),
         "int16": lambda: nccl.all_reduce(ones(4, dtype=torch.int16), "min"),
+        "uint32": lambda: nccl.all_reduce_(torch.zeros(4, dtype=torch.uint32), "max"),
+        "uint64": lambda: nccl.flat_reduce_scatter(*(torch.zeros(n, dtype=torch.uint64) for n in (2, 4)), "sum"),
         "average": lambda: nccl.all_reduce(ones(4), "avg"),
         "average of halves": lambda: nccl.all_reduce(ones(4, dtype=torch.float16), "avg"),
         "product": lambda: nccl.all_reduce(ones(4, dtype=torch.int64), "product"),
@@ -133,6 +136,8 @@ def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
         "bool": ["AllReduce count=4 dtype=1 op=2 inplace=1 stream=7"],
         "complex": ["AllReduce count=8 dtype=7 op=0 inplace=1 stream=7"],
         "int16": ["AllReduce count=4 dtype=2 op=3 inplace=1 stream=7"],
+        "uint32": ["AllReduce count=4 dtype=3 op=2 inplace=1 stream=7"],
+        "uint64": ["ReduceScatter count=2 dtype=5 op=0 stream=7"],
         "average": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=7"],
         "average of halves": ["AllReduce count=4 dtype=7 op=0 inplace=1 stream=7"],
         "product": ["AllReduce count=4 dtype=4 op=1 inplace=0 stream=7"],
@@ -164,9 +169,11 @@ def _pairs_body(library: str) -> tuple[list[float], list[str], int]:
     nccl: Any = _communicator(library)
     rank, size = nccl.context.rank, nccl.context.size
     following, previous = (rank + 1) % size, (rank - 1) % size
-    for first, second in ((following, previous), (previous, following)):
-        for peer in (first, second) if rank % 2 else (second, first):
-            nccl.connect(peer)
+    for peer in (following, previous):
+        nccl.isend(torch.ones(1), peer, 0)
+    for peer in (following, previous):
+        nccl.recv(torch.ones(1), peer)
+    nccl._group.settle()
     nccl.library.clear()
     got = [torch.empty(1000), torch.empty(3), torch.empty(2)]
     works = [nccl.isend(torch.full((1000,), float(rank)), following, 0), nccl.irecv_(got[0], previous, 0)]
@@ -187,10 +194,63 @@ def test_transfers_between_two_ranks_have_communicators_of_their_own(pools: Pool
     for rank, (got, told, live) in enumerate(pools(4).run(_pairs_body, stand_in, tp=4)):
         assert got == [(rank - 1) % 4, (rank - 1) % 4 + 0.5, (rank + 1) % 4 + 0.25]
         assert [line.split()[0] for line in told] == ["Send", "Recv", "Send", "Recv", "Send", "Recv"]
-        assert [line.rpartition("=")[2] for line in told] == ["100", "101", "7", "7", "7", "7"]
+        streams = [int(line.rpartition("=")[2]) for line in told]
+        assert streams[0] != streams[1] and min(streams[:2]) >= 100, "each direction has a stream beside"
+        assert streams[2:] == [7] * 4
         following, previous = int(rank == 3), int(rank != 0)  # a rank's place among the two, by rank in the group
         assert [int(line.split("peer=")[1].split()[0]) for line in told[:2]] == [1 - following, 1 - previous]
         assert live == 0
+
+
+def _ring_body(library: str, ahead: bool) -> list[float]:
+    """All ranks send first, to ranks they have had nothing to do with; with `ahead` a barrier comes before the rest."""
+    os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
+    group = twin_of(ps.get_tp_group())
+    group.route = build_route(dataclasses.replace(group.context, timeout_s=20.0), (_ROW, CATALOG[-1]))
+    register_route(group.route)
+    rank, size = group.rank_in_group, group.world_size
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    sending = [group.isend(torch.full((4,), rank + 10.0 * number), following) for number in range(3)]
+    if ahead:
+        group.barrier()
+    receiving = [group.irecv([4], torch.float32, previous) for _ in range(2)]
+    got = [float(each.wait()[0]) for each in receiving]
+    got.append(float(group.recv([4], torch.float32, previous)[0]))
+    for each in sending:
+        each.wait()
+    assert all(each.is_completed() for each in sending)
+    group.route.close()
+    return [value - previous for value in got]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_ring_in_which_all_send_first_goes_on(pools: Pools, stand_in: str, ahead: bool) -> None:
+    assert pools(3).run(_ring_body, stand_in, ahead, tp=3) == [[0.0, 10.0, 20.0]] * 3
+
+
+def _unmet_peer_body(library: str) -> list[str]:
+    os.environ.update({nccl_stand_in.LIBRARY: library, nccl_stand_in.FOLDER: str(Path(library).parent)})
+    group = twin_of(ps.get_tp_group())
+    group.route = build_route(dataclasses.replace(group.context, timeout_s=2.0, host_memory=None), (_ROW,))
+    register_route(group.route)
+    kinds = []
+    if group.rank_in_group == 0:
+        sending = group.isend(torch.ones(2), 1)
+        assert not sending.is_completed()
+        kinds = [attempt(sending.wait).kind, attempt(group.all_reduce, torch.ones(1)).kind]
+    else:
+        time.sleep(4)
+    group.route.close()
+    return kinds
+
+
+def test_a_peer_that_never_comes_is_told_at_the_wait(stand_in: str) -> None:
+    pool = WorkerPool(2)
+    try:
+        first, _ = pool.run(_unmet_peer_body, stand_in, tp=2)
+    finally:
+        pool.kill()
+    assert first == ["CollectiveTimeoutError", "GroupFailedError"]
 
 
 def _late_body(library: str, what: str) -> tuple[str, str, float, list[str], int]:
@@ -358,9 +418,9 @@ def _capture_body(library: str) -> list[str]:
     nccl.streams.capturing = False
     with nccl.capture():
         nccl.streams.capturing = True
-        noted = dict(nccl._group._watch._noted)
+        recorded = nccl.streams.recorded
         assert nccl.all_reduce(torch.ones(1), "sum").item() == 2
-        assert nccl._group._watch._noted == noted  # no event of ours in the graph
+        assert nccl.streams.recorded == recorded  # no event of ours in the graph
     nccl.close()
     return said
 

@@ -14,6 +14,7 @@ import parallel_state as ps
 from device_communicators import CATALOG, Communicator, GroupContext, Request, Route, Row, build_route, register_route
 from device_communicators.errors import GroupDestroyedError, UnsupportedError
 from device_communicators.process_group import ProcessGroupCommunicator
+from parallel_state.messages import Messenger
 from tests.contract.carriers import NEEDS_A_DEVICE, PARTIAL, twin_of
 from tests.workers import WorkerPool
 
@@ -187,6 +188,13 @@ def _capturing_body(capturing: bool) -> list[str]:
                 raised.append("nothing")
             except UnsupportedError as error:
                 raised.append(str(error))
+        messenger = Messenger(route, False)
+        try:
+            messenger.broadcast(3, 0)
+            raised.append("nothing")
+        except UnsupportedError as error:
+            raised.append(str(error))
+        messenger.close()
     finally:
         torch.cuda.is_current_stream_capturing = before
     return raised
@@ -196,10 +204,11 @@ def _capturing_body(capturing: bool) -> list[str]:
 def test_what_the_host_does_is_refused_while_a_graph_is_recorded(pools: Pools, capturing: bool) -> None:
     for raised in pools(2).run(_capturing_body, capturing, tp=2):
         if not capturing:
-            assert raised == ["nothing", "nothing"]
+            assert raised == ["nothing"] * 3
             continue
-        assert raised[0].startswith("all_reduce of 2 × torch.float32 on cpu on group 'contract:")
+        assert raised[0].startswith("all_reduce on group 'contract:")
         assert raised[1].startswith("barrier on group 'contract:")
+        assert raised[2].startswith("broadcast_message on group 'contract:")
         assert all("a replay would not do it" in text for text in raised)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import environment
-from tests.gpu.ranks import CARRIERS, GpuRanks, device, needs_a_gpu, on_gpu, synchronize, world
+from tests.gpu.ranks import CARRIERS, GpuRanks, device, nccl_of, needs_a_gpu, on_gpu, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]
 
@@ -71,6 +71,11 @@ def _options_body(nccl: str) -> None:
         backend = ps.get_tp_group().device_group._get_backend(device())
         assert backend.options.is_high_priority_stream
         assert backend.options.config.max_ctas == 2
+        own = nccl_of(ps.get_tp_group())
+        assert (own is not None) == (nccl == "on")
+        if own is not None:
+            assert own.context.nccl_config == {"minCTAs": 1, "maxCTAs": 2}
+            assert own._group.streams.side()._stream.priority < 0
 
 
 @pytest.mark.parametrize("nccl", ["on", "off"])

@@ -162,8 +162,6 @@ def _ring_body() -> None:
     following, previous = (rank + 1) % size, (rank - 1) % size
     nccl = nccl_of(group)
     assert nccl is not None
-    for peer in (following, previous) if rank % 2 else (previous, following):
-        nccl.connect(peer)
     for numel in (1, 1000, 1 << (16 if DRY else 20)):  # the stand-in's buffers are smaller than NCCL's are, and fixed
         sent = torch.full((numel,), float(rank), device=device())
         sending, receiving = group.isend(sent, following), group.irecv([numel], torch.float32, previous)
@@ -301,5 +299,7 @@ def test_suspend_and_windows_work_or_say_why_not(gpus: Gpus, record_property: Ca
             record_property("suspend", suspended)
             record_property("window", windowed)
             assert suspended.startswith("gave back") or "ncclCommSuspend" in suspended
+            # Ranks that share a GPU seem to be on different hosts, which have no memory together.
+            assert windowed.startswith("registered") or torch.cuda.device_count() < 2, windowed
     finally:
         pool.kill()  # a failed registration ends the group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,5 +128,5 @@ def test_what_was_set_for_nccl_stays() -> None:
     written = gpu_sharing.share_gpus(1, 2, 1, 22809, environ)
     assert environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert "NCCL_SOCKET_IFNAME" not in written
-    assert environ["NCCL_HOSTID"] == "rank-1"
+    assert environ["NCCL_HOSTID"] == f"{socket.gethostname()}-rank-1"
     assert environ["CUDA_VISIBLE_DEVICES"] == "3"

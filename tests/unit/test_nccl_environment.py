@@ -44,6 +44,11 @@ def test_on_one_node_and_where_that_is_unknown_nothing_is_set(place: ProcessEnvi
     assert settle(place, {}, lambda: "ib0") == {}
 
 
+def test_switched_off_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLEL_STATE_NCCL_ENVIRONMENT", "off")
+    assert settle(TWO_NODES, {}, lambda: "ib0") == {}
+
+
 def test_without_infiniband_nothing_is_set() -> None:
     assert settle(TWO_NODES, {}, lambda: None) == {}
 
