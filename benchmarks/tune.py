@@ -31,10 +31,12 @@ from device_communicators.peer_thresholds import ALGORITHMS, PACKAGED, Threshold
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER = "other"
 """Who carries what isn't carried here: NCCL on GPUs."""
+FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, "symmetric", OTHER),
-    "all_gather": ("peer memory", OTHER),
-    "reduce_scatter": ("peer memory", OTHER),
+    "all_gather": ("push", "pull", OTHER),
+    "reduce_scatter": ("push", "pull", OTHER),
+    FUSED: ("fused", *ALGORITHMS, OTHER),
 }
 EMULATED = "tests: kernels on a CPU"
 
@@ -45,20 +47,25 @@ def cases(options: argparse.Namespace, ranks: int) -> list[dict[str, Any]]:
 
 
 def choose(rows: Sequence[Row], arch: str, ranks: int, source: str) -> Thresholds:
-    """The thresholds for a number of ranks, from the rows of all operations."""
+    """The thresholds for a number of ranks, from the rows of all operations; each must have been measured."""
+    for operation in ORDERS:
+        if not any(row.us for row in rows if row.case["operation"] == operation):
+            raise SystemExit(f"no table is written: nothing was measured of {operation} on {ranks} ranks")
     bounds = {
         operation: boundaries(_times([row for row in rows if row.case["operation"] == operation]), order)
         for operation, order in ORDERS.items()
     }
-    sums = bounds["all_reduce"]
+    sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     return Thresholds(
         arch=arch,
         world_size=ranks,
         **{name: sums[name] for name in ALGORITHMS},
-        all_gather=bounds["all_gather"]["peer memory"],
+        all_gather=max(gather.values()),
+        all_gather_push=gather["push"],
         # Measured by a rank's input, bounded by its output.
-        reduce_scatter=bounds["reduce_scatter"]["peer memory"] // ranks,
-        fused=max(sums["push"], sums["pull"]),
+        reduce_scatter=max(scatter.values()) // ranks,
+        reduce_scatter_push=scatter["push"] // ranks,
+        fused=bounds[FUSED]["fused"],
         symmetric=sums["symmetric"],
         multimem=sums["symmetric"] > 0,  # what was measured, where the switches have it
         measured=True,

@@ -6,10 +6,12 @@ so that all make the same choices. Not run on a GPU.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -19,9 +21,10 @@ from measure.teams import TeamError
 from measure.tensors import Exchange, TensorTeam
 from measure.worker import Timing
 from torch import Tensor
+from tune import FUSED, ORDERS, OTHER
 
 import parallel_state as ps
-from device_communicators import Communicator
+from device_communicators import Communicator, Request
 from device_communicators.peer_communicator import PeerMemoryCommunicator
 from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
@@ -30,10 +33,36 @@ from device_communicators.symmetric_memory import SymmetricMemoryCommunicator
 
 _EVERYTHING = 1 << 40
 UNBOUNDED = Thresholds(
-    "any", 8, *[_EVERYTHING] * 7, multimem=True, measured=False, source="for who measures them"
+    "any", 8, *[_EVERYTHING] * 9, multimem=True, measured=False, source="for who measures them"
 )  # fmt: skip
 CALLS_IN_A_GRAPH = 20
+HIDDEN = 4096
+"""The longest row of a norm."""
 _OURS = ("peer_memory", "symmetric_memory")
+
+
+def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
+    """What is checked is the sum: norms differ in their last bits, and were proven when the group was made."""
+    rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
+    residual = torch.zeros_like(rows)
+    return communicator.all_reduce_add_rms_norm(rows, residual, torch.ones_like(rows[0]), 1e-6)[1].view(x.shape)
+
+
+CALLS: dict[str, Callable[[Communicator, Tensor], Tensor]] = {
+    "all_reduce": lambda communicator, x: communicator.all_reduce(x, "sum"),
+    "all_gather": lambda communicator, x: communicator.all_gather(x, 1),
+    "reduce_scatter": lambda communicator, x: communicator.reduce_scatter(x, 0, "sum"),
+    FUSED: _add_norm,
+}
+
+
+def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
+    """Who carries the tensors of this device where none of ours does."""
+    request = Request("all_reduce", torch.bfloat16, device_type, 1, "sum")
+    for each in route:
+        if each.name not in _OURS and each.refusal(request) is None:
+            return each
+    raise RuntimeError(f"there is nothing to compare with: no communicator carries tensors on {device_type}")
 
 
 def make(name: str, settings: dict[str, Any]) -> TuneTeam:
@@ -69,8 +98,7 @@ class TuneTeam(TensorTeam):
             symmetric = SymmetricMemoryCommunicator(context, self._cuda, thresholds=UNBOUNDED)
             if symmetric.admit() is None:
                 self._symmetric = symmetric
-        route = self.group.route.communicators
-        self._other: Communicator = next(each for each in route if each.name not in _OURS)
+        self._other = other_of(self.group.route.communicators, self.device.type)
         self._graphs: dict[str, Any] = {}
 
     def about(self) -> dict[str, str]:
@@ -79,28 +107,31 @@ class TuneTeam(TensorTeam):
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         self._graphs.clear()
-        found: dict[str, Callable[[Tensor], Tensor]] = {}
-        other = self._other
-        if operation == "all_gather":
-            found = {"peer memory": lambda x: self._peers.all_gather(x, 1), "other": lambda x: other.all_gather(x, 1)}
-        elif operation == "reduce_scatter":
-            found["peer memory"] = lambda x: self._peers.reduce_scatter(x, 0, "sum")
-            found["other"] = lambda x: other.reduce_scatter(x, 0, "sum")
-        else:
-            found = {name: self._all_reduce(name) for name in ALGORITHMS}
-            if self._symmetric is not None and dtype in SYMMETRIC_DTYPES:
-                symmetric = self._symmetric
-                found["symmetric"] = lambda x: symmetric.all_reduce(x, "sum")
-            found["other"] = lambda x: other.all_reduce(x, "sum")
-        return {name: Exchange(call) for name, call in found.items()}
+        call = CALLS[operation]
+        found = {name: self._chosen(call, name) for name in ORDERS[operation] if name not in ("symmetric", OTHER)}
+        symmetric, other = self._symmetric, self._other
+        if operation == "all_reduce" and symmetric is not None and dtype in SYMMETRIC_DTYPES:
+            found["symmetric"] = lambda x: call(symmetric, x)
+        found[OTHER] = lambda x: call(other, x)
+        return {name: Exchange(each) for name, each in found.items()}
 
-    def _all_reduce(self, algorithm: str) -> Callable[[Tensor], Tensor]:
-        def call(x: Tensor) -> Tensor:
-            out = torch.empty_like(x)
-            self._peers.group.all_reduce(out, x, algorithm)
-            return out
+    def _chosen(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
+        """The call with thresholds by which it has this kernel at every size."""
+        kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
+        kinds.update({each: each for each in ALGORITHMS})
+        never = {bound: 0 for bound, kind in kinds.items() if kind != name}
+        admission = replace(self._peers.group.admission, pinned=None, thresholds=replace(UNBOUNDED, **never))
 
-        return call
+        def chosen(x: Tensor) -> Tensor:
+            self._peers.group.admission = admission
+            return call(self._peers, x)
+
+        return chosen
+
+    def _answer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._operation != FUSED:
+            return super()._answer(shape, dtype)
+        return sum(self._pattern(rank, shape, dtype).float() for rank in range(self.size)).to(dtype)
 
     def finish(self) -> None:
         if self.device.type == "cuda":
@@ -114,13 +145,14 @@ class TuneTeam(TensorTeam):
         graph = self._graphs.get(name)
         if graph is None:
             call, x = self._prepared[name]
-            x.copy_(self._source)
-            call(x)
-            self.finish()
-            graph = self._graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(CALLS_IN_A_GRAPH):
-                    call(x)
+            with torch.inference_mode():  # in which `prepare` has made the tensors
+                x.copy_(self._source)
+                call(x)
+                self.finish()
+                graph = self._graphs[name] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for _ in range(CALLS_IN_A_GRAPH):
+                        call(x)
         replays = -(-calls // CALLS_IN_A_GRAPH)
         graph.replay()
         self.finish()

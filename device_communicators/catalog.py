@@ -8,6 +8,7 @@ is left may still be turned down by the communicator itself (`admit`), on all ra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +20,8 @@ from device_communicators.base import Communicator, GroupContext
 from device_communicators.cuda_call import MAX_RANKS, KernelError
 from device_communicators.paths import OP, Paths
 from device_communicators.routing import Route
+
+logger = logging.getLogger("parallel_state")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Row:
     """For groups whose ranks are imagined; the other rows are for groups of processes."""
     custom_all_reduce: bool = False
     """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
+    asked_for: Callable[[], bool] = lambda: False
+    """Whether somebody switched it on: where it can be had for such groups, but not for this one, the log says why."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
@@ -121,11 +126,12 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
-        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True, asked_for=settings.PEER_MEMORY.get,
     ),
     Row(
         "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
         _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
+        asked_for=lambda: settings.SYMMETRIC_MEMORY_BYTES.get() > 0,
     ),
     Row("nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM, unfit=_no_nccl_group, probe=_no_nccl),
     Row(
@@ -146,6 +152,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
         return Route(context, (), {})
     rows = [row for row in rows if row.simulated == context.simulated]
     reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
+    possible = [reason is None for reason in reasons]
     reasons = _vote(context, rows, reasons)
     communicators, paths = [], {}
     for i, row in enumerate(rows):
@@ -155,6 +162,8 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
             if reasons[i] is None:
                 communicators.append(made)
                 paths[row.name] = row.paths
+        if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
+            logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, paths)
 

@@ -82,10 +82,11 @@ class Launcher(Protocol):
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """How many blocks of a kernel the device holds at once: a launch must not have more, as blocks wait for peers.
+        """How many blocks a launch of this kernel may have: they wait for peers, so the device must hold all at once.
 
-        Take the least over all ranks of a group; and divide it by the number of ranks on one GPU where the processes
-        share it at the same time (MPS). Where they take turns, each has the GPU for itself.
+        On a GPU as many as half of its multiprocessors: the other half is left to kernels that wait as well, NCCL's or
+        another group's, as two that each have half of their blocks on the device wait for ever. Take the least over all
+        ranks of a group, and divide it by the number of ranks on one GPU, which under MPS are on it at once.
         """
 
 
@@ -100,7 +101,7 @@ class KernelReport:
     reason: str
     """"deadline" or "abort"."""
     peer: int
-    """The rank in the group that it was waiting for."""
+    """The rank in the group that it was waiting for; 255: another of its own blocks, so this doesn't say."""
     kernel: str
     block: int
     epoch: int

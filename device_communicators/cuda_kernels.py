@@ -35,6 +35,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
 }
+_PACKAGES = "parallel-state[cuda12] for CUDA 12 (`pip install 'cuda-bindings<13' nvidia-cuda-nvrtc-cu12`)"
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 _REGISTERS = 4  # CUfunction_attribute
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -83,7 +84,8 @@ class PeerKernels:
     def __init__(self, driver: _Driver, device: int, start_early: bool = False) -> None:
         """`start_early`: a launch may begin while the kernel before it ends (programmatic dependent launch).
 
-        Raises KernelError.
+        `load` doesn't ask for it: it gains nothing before something ahead of a kernel lets it start, and what it does
+        within captures is to be seen on a GPU first. Raises KernelError.
         """
         self._driver, self._prepared = driver, _Prepared(start_early)
         self._functions: dict[str, tuple[c_void_p, int]] = {}
@@ -112,7 +114,7 @@ class PeerKernels:
         if nvrtc[0] > driver.version[0]:
             raise KernelError(
                 f"the driver is for CUDA {driver.version[0]}.{driver.version[1]}, which can't load what NVRTC "
-                f"{nvrtc[0]}.{nvrtc[1]} makes; install cuda-bindings and NVRTC of version {driver.version[0]}"
+                f"{nvrtc[0]}.{nvrtc[1]} makes; update the driver, or install what matches it: {_PACKAGES}"
             )
         return PeerKernels(driver, device)
 
@@ -136,7 +138,7 @@ class PeerKernels:
                 each = self._driver.get(
                     "cuOccupancyMaxActiveBlocksPerMultiprocessor", c_int, self._functions[name][0], threads, 0
                 )
-            known = self._resident[name, threads] = each.value * self._multiprocessors
+            known = self._resident[name, threads] = min(each.value * self._multiprocessors, self._multiprocessors // 2)
         return known
 
     @contextlib.contextmanager

@@ -108,7 +108,8 @@ class CudaStreams:
 
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
-        return torch.cuda.is_current_stream_capturing()
+        with self.guard():  # it asks about the current device's
+            return torch.cuda.is_current_stream_capturing()
 
     def side(self) -> SideStream:
         return SideStream(self._device, self._priority)

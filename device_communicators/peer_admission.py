@@ -14,7 +14,7 @@ from device_communicators.base import GroupContext
 from device_communicators.group_topology import GroupTopology
 from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_memory import NotSharedError, together
-from device_communicators.peer_thresholds import Thresholds, load
+from device_communicators.peer_thresholds import Table, Thresholds, load
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ def agree(context: GroupContext, device: PeerDevice, thresholds: Thresholds | No
 
     Raises NotSharedError with the same reason on all ranks; CommunicationError where they can't tell each other.
     """
-    told = together(context, "peer memory", lambda: _facts(device))
+    tables: list[Table] = []
+    told = together(context, "peer memory", lambda: _facts(device, tables))
     for rank, each in enumerate(told):
         for name, value in each.items():
             if value != told[0][name]:
                 raise NotSharedError(f"{name} is {told[0][name]} on rank 0, but {value} on rank {rank}")
-    thresholds = thresholds or load().find(told[0]["GPU architecture"], context.size)
+    thresholds = thresholds or tables[0].find(told[0]["GPU architecture"], context.size)
     if thresholds is None:
         raise NotSharedError(
             f"no thresholds are known for {context.size} ranks on GPUs of architecture {told[0]['GPU architecture']}: "
@@ -51,12 +52,13 @@ def agree(context: GroupContext, device: PeerDevice, thresholds: Thresholds | No
     return Admission(thresholds, None if algorithm == "auto" else algorithm, topology)
 
 
-def _facts(device: PeerDevice) -> dict[str, Any]:
-    """What has to be the same on every rank, by the name under which a difference is reported."""
+def _facts(device: PeerDevice, tables: list[Table]) -> dict[str, Any]:
+    """What has to be the same on every rank, by the name under which a difference is reported; and the table."""
+    tables.append(load())
     return {
         "GPU architecture": device.arch(),
         settings.PEER_MEMORY_ALGORITHM.name: settings.PEER_MEMORY_ALGORITHM.get(),
-        "the table of thresholds": load().digest,
+        "the table of thresholds": tables[0].digest,
     }
 
 

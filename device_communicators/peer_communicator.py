@@ -16,7 +16,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, Request
 from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.partial import PartialCommunicator
-from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_device import PeerDevice, start
 from device_communicators.peer_group import DTYPES, PeerGroup
 from device_communicators.peer_memory import NotSharedError, together
 from device_communicators.peer_norms import PeerNorms
@@ -26,9 +26,6 @@ from device_communicators.reductions import REDUCING
 ALIGNMENT = 16
 """Bytes at whose multiples the kernels' tensors begin."""
 
-MOST_FUSED_BYTES = 1 << 20
-"""For the kernel with a norm, which pushes twice the bytes: beyond it they outweigh a launch. A guess, not measured."""
-
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
@@ -36,8 +33,8 @@ _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 class PeerMemoryCommunicator(PartialCommunicator):
     """all_reduce, all_gather and reduce_scatter of up to 8 ranks, each on the current stream and in one launch.
 
-    So is all_reduce with an add and an RMS norm up to 1 MiB, where a row fits on the device; else it goes over the
-    all_reduce, as in the base class.
+    So is all_reduce with an add and an RMS norm up to a size of its own, where a row fits on the device; else it goes
+    over the all_reduce, as in the base class.
     """
 
     name = "peer_memory"
@@ -55,7 +52,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def admit(self) -> str | None:
         try:
-            device = self._device or PeerDevice(self.context.device)
+            device = start(self.context, self._device)
             made = PeerGroup.set_up(self.context, device, self._thresholds)
             self._norms = PeerNorms(made)
             try:
@@ -101,8 +98,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         thresholds = self.group.admission.thresholds
         if request.operation == "reduce_scatter":
             return self._too_large(request, thresholds.reduce_scatter * self.context.size)
-        limit = thresholds.fused if request.operation in _FUSED else thresholds.most()
-        return self._too_large(request, min(limit, thresholds.most()))
+        return self._too_large(request, thresholds.most())
 
     def _too_large(self, request: Request, limit: int) -> str | None:
         size_bytes = request.numel * (1 if request.dtype is None else request.dtype.itemsize)
@@ -114,10 +110,6 @@ class PeerMemoryCommunicator(PartialCommunicator):
         """The kernel that all-reduces a tensor of this size."""
         admission = self.group.admission
         return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
-
-    def _row_algorithm(self, row_bytes: int) -> str:
-        """For all_gather and reduce_scatter, which move such a row to or from each rank."""
-        return "push" if row_bytes <= self.group.admission.thresholds.push else "pull"
 
     def _placed(self, x: Tensor) -> Tensor:
         """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
@@ -155,8 +147,10 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self._norms.token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        limit = min(self.group.admission.thresholds.fused, MOST_FUSED_BYTES)
-        return x.nbytes <= limit and self._norms.takes(x, residual, weight)
+        """A pinned algorithm has the one kernel for every size: the composed norm has other bits."""
+        admission = self.group.admission
+        is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
+        return is_small and self._norms.takes(x, residual, weight)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         if x.numel():
@@ -167,8 +161,10 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel():
-            self.group.all_gather(out, self._placed(x), self._row_algorithm(x.nbytes))
+            limit = self.group.admission.thresholds.all_gather_push
+            self.group.all_gather(out, self._placed(x), "push" if x.nbytes <= limit else "pull")
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if x.numel():
-            self.group.reduce_scatter(out, self._placed(x), self._row_algorithm(out.nbytes))
+            limit = self.group.admission.thresholds.reduce_scatter_push
+            self.group.reduce_scatter(out, self._placed(x), "push" if out.nbytes <= limit else "pull")

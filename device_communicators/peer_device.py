@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from device_communicators.cuda_call import Launcher
 from device_communicators.cuda_kernels import PeerKernels
 from device_communicators.cuda_streams import CudaStreams
 from device_communicators.group_topology import GroupTopology, agree_on_topology, uuid_of
-from device_communicators.peer_memory import IpcWay, SymmetricWay, Way
+from device_communicators.peer_memory import IpcWay, SymmetricWay, Way, together
 from device_communicators.topology_reading import read_topology
 
 
@@ -49,7 +50,9 @@ class PeerDevice:
 
     def topology(self, context: GroupContext) -> GroupTopology:
         """What the ranks know together; every rank of the group calls it."""
-        return agree_on_topology(context, read_topology(), uuid_of(self._device))
+        read: list[Any] = []
+        together(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
+        return agree_on_topology(context, *read)
 
     def words(self, count: int) -> HostWords:
         return HostWords(count)
@@ -57,3 +60,10 @@ class PeerDevice:
     def kernels(self) -> Launcher:
         """Compiled for this device and loaded. Raises KernelError."""
         return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)
+
+
+def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
+    """This rank's device, or the given one; every rank of the group calls it. Raises NotSharedError on all alike."""
+    found: list[PeerDevice] = [] if device is None else [device]
+    together(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
+    return found[0]

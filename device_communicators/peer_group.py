@@ -6,8 +6,9 @@ so that a call does nothing but launch, and may be captured.
 
 A kernel waits for its peers on the device, where no exception can be raised. It writes a *report* into host memory and
 ends when its deadline passes; it ends, too, when the host writes the *abort* word, which a rank's death does at once.
-The next call raises what happened. What was launched before has undefined results then, and replays of a captured call
-are seen by no call: they end as well, and the log says why.
+The next call raises what happened. What was launched before has undefined results then. Where no call follows, or only
+replays of a captured one, a thread that looks at the report says in the log what happened: all that CUDA says then is
+that a launch failed.
 
 Two calls at once on one rank would mix. Calls on several streams wait for each other; calls and replays, or replays
 beside each other, are ordered by whoever replays. Not run on a GPU.
@@ -31,7 +32,7 @@ from device_communicators.cuda_streams import StreamOrder
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.peer_admission import Admission, agree
 from device_communicators.peer_device import HostWords, PeerDevice
-from device_communicators.peer_memory import NotSharedError, PeerMemory, share, together
+from device_communicators.peer_memory import NotSharedError, PeerMemory, hold, release, share, together
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
 from device_communicators.waiting import died
 
@@ -55,8 +56,7 @@ _REPORT, _ABORT, _WORDS = 0, 16, 32
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005
-_left: list[object] = []
-"""Host words of groups whose kernels may still run."""
+_LOOK_S = 0.2
 
 
 class PeerGroup:
@@ -71,17 +71,15 @@ class PeerGroup:
         self.memory = memory
         self.streams = device.streams
         self._kernels: Launcher | None = None
-        self._words: HostWords = device.words(_WORDS)
+        self._words: HostWords
         self._deadline_ns = int(1e9 * context.timeout_s)
         self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
         """How many blocks of any kernel are on the device at once, on every rank."""
         self._order = StreamOrder(device.streams)
         self._failure: CommunicationError | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
-        if context.watcher is not None:
-            context.watcher.on_death.append(self._hear)
 
     def __str__(self) -> str:
         algorithm = self.admission.pinned
@@ -98,7 +96,7 @@ class PeerGroup:
         memory = share(context, REGION_BYTES, device.ways)
         group = cls(context, device, admission, memory)
         try:
-            group.max_blocks = min(together(context, "load kernels", lambda: group._load(device.kernels())))
+            group.max_blocks = min(together(context, "load kernels", lambda: group._load(device)))
             together(context, "prove kernels", group.prove)
         except BaseException:
             group.close()
@@ -106,9 +104,17 @@ class PeerGroup:
         logger.info("%s: peer memory, %s, ready after %.2f s", context, group, time.monotonic() - started)
         return group
 
-    def _load(self, kernels: Launcher) -> int:
-        self._kernels = kernels
-        return min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS)
+    def _load(self, device: PeerDevice) -> int:
+        """How many blocks of a kernel this rank has room for."""
+        context = self.context
+        self._words = device.words(_WORDS)
+        hold(self._words)
+        if context.watcher is not None:
+            context.watcher.on_death.append(self._hear)
+        threading.Thread(target=self._look, daemon=True, name="parallel_state-peers").start()
+        self._kernels = kernels = device.kernels()
+        sharers = len(self.admission.topology.sharers(context.rank)) or 1  # under MPS they are on it at once
+        return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
         """Every kind of call once: nothing is first done within a capture, and what can't work shows here."""
@@ -171,22 +177,26 @@ class PeerGroup:
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
-        """Lets go of the regions once this rank's work with them is over, or leaves them. Twice is fine."""
-        if self._closed:
+        """Lets go of the regions once this rank's calls are over, or leaves them. Twice is fine.
+
+        Replays of captured calls aren't seen: they must have ended, and their graphs mustn't be replayed again.
+        """
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
         if self.context.watcher is not None:
             with contextlib.suppress(ValueError):
                 self.context.watcher.on_death.remove(self._hear)
         if self._is_done(_GOODBYE_S):
             self.memory.close()
+            if self._kernels is not None:
+                release(self._words)
             return
         logger.warning(
             "%s: what was put on the device was not done within %g s, or failed: its memory stays mapped",
             self.context, _GOODBYE_S,
         )  # fmt: skip
         self.memory.leave()
-        _left.append(self._words)
 
     def _is_done(self, timeout_s: float) -> bool:
         """Whether the calls so far have run; after `timeout_s` they are told to end."""
@@ -216,6 +226,13 @@ class PeerGroup:
                 "%s: a rank has ended, so its kernels in peer memory end; their results are void", self.context
             )
 
+    def _look(self) -> None:
+        """In a thread of its own, until the end: the words are the host's memory, so CUDA isn't asked."""
+        while not self._closed.wait(_LOOK_S):
+            if self._words[_REPORT] and not self._words[_ABORT]:
+                logger.error("%s", self._failed("peer memory"))
+                return
+
     def check_usable(self) -> None:
         """Raises what has happened on the device, or to a rank."""
         if self._words[_REPORT] or self._words[_ABORT]:
@@ -239,8 +256,9 @@ class PeerGroup:
                 group=context.name, operation=operation, rank=context.rank, timeout_s=context.timeout_s,
             )  # fmt: skip
         late = tuple(context.ranks[report.peer : report.peer + 1])
+        who = f"global rank {late[0]}" if late else "a rank that isn't known"
         return CollectiveTimeoutError(
-            f"{report.kernel} of {context} waited on the device for global rank {late[0] if late else '?'}, which did "
+            f"{report.kernel} of {context} waited on the device for {who}, which did "
             f"not come within {context.timeout_s:g} s (block {report.block}, epoch {report.epoch}). The group can't be "
             "used further, nor CUDA in this process; look at what that rank does instead (its log, `py-spy dump`), or "
             "raise the timeout",

@@ -6,23 +6,26 @@ together, in one order, and one rank for which it fails has all ranks go on to t
 kernels' business (`csrc/cuda`), who may use them `peer_admission`'s.
 
 Either way keeps a region's memory until its owner *and* all who have mapped it have let go, so ranks may close in any
-order: a peer that is behind reads memory that still is there. What must be over is only this rank's own work with the
+order: a peer that is behind reads memory that still is there. Over CUDA IPC that holds while the owner's process lives;
+what a mapping of a dead process's memory is, CUDA doesn't say. What must be over is only this rank's own work with the
 mappings, which is the caller's to see to. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any, Protocol
 
 import torch
 
 from device_communicators.base import GroupContext
 from device_communicators.cuda_streams import enter
-from device_communicators.errors import CommunicationError, UnsupportedError
-from device_communicators.group_topology import exchange_facts
+from device_communicators.errors import CommunicationError, SettingError, UnsupportedError
+from device_communicators.group_topology import exchange_facts, uuid_of
 from device_communicators.waiting import ByThread, until
 
 _RENDEZVOUS_S = 60.0
@@ -68,7 +71,7 @@ class SymmetricWay:
 
 
 class SymmetricSharing:
-    """torch's rendezvous exchanges by itself, over the CPU group's store, so nothing is offered."""
+    """torch's rendezvous exchanges by itself, over the CPU group's store; what is offered is compared only."""
 
     def __init__(self, context: GroupContext, size_bytes: int) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -80,9 +83,15 @@ class SymmetricSharing:
         _zero(self.tensor)
 
     def offer(self) -> Any:
-        return None
+        return [_index(self._context.device), uuid_of(self._context.device)]
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
+        for (one, (number, uuid)), (other, (number_there, uuid_there)) in combinations(enumerate(offers), 2):
+            if number == number_there and uuid != uuid_there:
+                raise NotSharedError(
+                    f"the GPUs of ranks {one} and {other} are both cuda:{number} to their processes, which torch takes "
+                    "for one GPU; let every rank see all GPUs, and choose by torch.cuda.set_device"
+                )
         rendezvous = _Rendezvous(self._context, self.tensor)
         rendezvous.wait()
         self.handle = rendezvous.handle
@@ -147,7 +156,7 @@ class _Ipc:
             raise NotSharedError("it is closed")
         addresses = []
         # A rank need not see its peers' devices: what is mapped is reached from its own.
-        own = torch.cuda.current_device() if self._context.device.index is None else self._context.device.index
+        own = _index(self._context.device)
         new_shared: Any = torch.UntypedStorage._new_shared_cuda
         for peer, offer in enumerate(offers):
             if peer == self._context.rank:
@@ -171,6 +180,10 @@ def _from_json(value: Any) -> Any:
     return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def _zero(tensor: torch.Tensor) -> None:
     """Done before anybody else has the memory."""
     tensor.zero_()
@@ -188,6 +201,7 @@ class PeerMemory:
         self.how = how
         self._context = context
         self._sharing: Sharing | None = sharing
+        hold(sharing)
 
     def __str__(self) -> str:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
@@ -206,6 +220,7 @@ class PeerMemory:
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
+            release(sharing)
 
     @property
     def sharing(self) -> Sharing | None:
@@ -214,12 +229,20 @@ class PeerMemory:
 
     def leave(self) -> None:
         """Instead of `close`, where work with the regions may not be over: they stay mapped until the process ends."""
-        if self._sharing is not None:
-            _left.append(self._sharing)
-            self._sharing = None
+        self._sharing = None
 
 
-_left: list[Sharing] = []
+def hold(what: object) -> None:
+    """Keeps an object that the device uses until `release`, or until the process ends.
+
+    Without it the interpreter frees it at its end, which waits for the device, or ends the process if CUDA has failed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+def release(what: object) -> None:
+    """The end of `hold`."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
 def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMemory:
@@ -272,7 +295,8 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
 def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
     """What `step()` gave on each rank, as JSON has it. Every rank of the group calls it.
 
-    Raises NotSharedError on all ranks where it raised on one of them, so that none goes on alone.
+    Raises NotSharedError on all ranks where it raised on one of them, so that none goes on alone; SettingError where
+    a variable can't be read.
     """
     told: dict[str, Any] = {}
     try:
@@ -280,11 +304,11 @@ def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[
     except CommunicationError:
         raise  # a rank has ended: the others find out for themselves
     except Exception as error:
-        told = {"problem": _one_line(error)}
+        told = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
     everyone = exchange_facts(context, told, what)
     for rank, each in enumerate(everyone):
         if "problem" in each:
-            raise NotSharedError(f"rank {rank}: {each['problem']}")
+            raise (SettingError if each["is_setting"] else NotSharedError)(f"rank {rank}: {each['problem']}")
     return [each["value"] for each in everyone]
 
 
@@ -293,5 +317,5 @@ def _one_line(error: Exception) -> str:
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     with contextlib.suppress(AttributeError):
         text = text or type(error).__qualname__
-    known = isinstance(error, (NotSharedError, RuntimeError))
+    known = isinstance(error, (NotSharedError, RuntimeError, SettingError))
     return (text if known else f"{type(error).__name__}: {text}")[:300]

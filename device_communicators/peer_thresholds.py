@@ -35,10 +35,13 @@ class Thresholds:
     two_shot: int
     all_gather: int
     """Of a rank's input."""
+    all_gather_push: int
+    """Up to here by push, then by pull; likewise below."""
     reduce_scatter: int
     """Of a rank's output."""
+    reduce_scatter_push: int
     fused: int
-    """all_reduce_add_rms_norm."""
+    """all_reduce_add_rms_norm in one kernel, which pushes; beyond it an all_reduce and a norm."""
     symmetric: int
     """torch's symmetric memory, behind two_shot."""
     multimem: bool

@@ -11,6 +11,7 @@ bits, but not those of the kernels in peer memory.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -24,7 +25,7 @@ from device_communicators.errors import UnsupportedError
 from device_communicators.nccl_watch import Watch
 from device_communicators.partial import PartialCommunicator
 from device_communicators.peer_admission import agree
-from device_communicators.peer_device import PeerDevice
+from device_communicators.peer_device import PeerDevice, start
 from device_communicators.peer_memory import (
     NotSharedError,
     PeerMemory,
@@ -35,10 +36,12 @@ from device_communicators.peer_memory import (
     together,
 )
 from device_communicators.peer_thresholds import Thresholds
+from device_communicators.reductions import REDUCING
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What torch's kernels reduce."""
 
+_SUMS = ("all_reduce", "all_reduce_", *(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm")))
 _ROUND = 16
 """Bytes to whose multiples a tensor's length is rounded in the staging buffer: what moves fastest."""
 _PROOF_S = 30.0
@@ -46,7 +49,7 @@ _STEP_S = 0.0005
 
 
 class SymmetricMemoryCommunicator(PartialCommunicator):
-    """all_reduce of float32 and bfloat16, on the current stream."""
+    """all_reduce of float32 and bfloat16, on the current stream; with a norm, by the base class over it."""
 
     name = "symmetric_memory"
     picks_by_size = True
@@ -61,11 +64,12 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         """`thresholds`: instead of the table's."""
         super().__init__(context)
         self._thresholds = thresholds
-        self._device = device or PeerDevice(context.device)
+        self._device = device
         self._ways = ways or (SymmetricWay(),)
         self._memory: PeerMemory | None = None
         self._watch: Watch | None = None
-        self._order = StreamOrder(self._device.streams)
+        self._lock = threading.Lock()
+        """Of the staging buffer."""
         self._limit = 0
         self._multimem = False
 
@@ -75,11 +79,16 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         except NotSharedError as error:
             self.close()
             return str(error)
+        except BaseException:
+            self.close()
+            raise
         return None
 
     def _set_up(self) -> None:
         context = self.context
-        admission = agree(context, self._device, self._thresholds)
+        device = start(context, self._device)
+        self._streams, self._order = device.streams, StreamOrder(device.streams)
+        admission = agree(context, device, self._thresholds)
         limit = min(admission.thresholds.symmetric, settings.SYMMETRIC_MEMORY_BYTES.get()) // _ROUND * _ROUND
         told = together(context, "symmetric memory", lambda: limit)
         limit = min(told)
@@ -90,15 +99,19 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
                 f"no size is preferred for {context.size} ranks of architecture {admission.thresholds.arch}"
             )
         self._memory = share(context, limit, self._ways)
-        multicasts = together(context, "multicast", lambda: bool(self._sharing().handle.multicast_ptr))
+        multicasts = together(context, "multicast", self._look)
         self._multimem = admission.thresholds.multimem and all(multicasts)
-        self._watch = Watch(context, list, self._device.streams.marker, self._device.streams.enter_relaxed)
         self._limit = limit
         together(context, "prove symmetric memory", self._prove)
 
+    def _look(self) -> bool:
+        """Begins to watch the device; whether this rank has multicast."""
+        self._watch = Watch(self.context, list, self._streams.marker, self._streams.enter_relaxed)
+        return bool(self._sharing().handle.multicast_ptr)
+
     def _prove(self) -> None:
         """Nothing is first done within a capture, and what can't work shows here."""
-        with self._device.streams.guard():
+        with self._streams.guard():
             count = min(1001, self._limit // torch.float32.itemsize)
             x = torch.full((count,), self.context.rank + 1.0, device=self.context.device)
             found = self.all_reduce(x, "sum")
@@ -123,9 +136,9 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
             return f"a tensor on {request.device_type}"
-        if request.operation not in ("all_reduce", "all_reduce_"):
+        if request.operation not in _SUMS:
             return f"it has no {request.operation}"
-        if request.reduce_op != "sum" or request.dtype not in DTYPES:
+        if request.reduce_op not in (None, "sum") or request.dtype not in DTYPES:
             return f"its kernels sum float32 and bfloat16, and know no {request.reduce_op} of {request.dtype}"
         size_bytes = request.numel * request.dtype.itemsize
         return None if size_bytes <= self._limit else f"{size_bytes} bytes, and {self._limit} is the most"
@@ -155,14 +168,15 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
             memory.require(rounded * x.dtype.itemsize, what, settings.SYMMETRIC_MEMORY_BYTES.name)
         staged = sharing.tensor.view(x.dtype)[:rounded]
         mine = staged[: x.numel()].view(x.shape)
-        if watch is not None:
-            watch.begin("all_reduce")
-        stream = self._order.next()
-        mine.copy_(x)
-        self._run(staged)
-        out.copy_(mine)
-        if watch is not None:
-            watch.end(None if self._device.streams.is_capturing() else stream)
+        with self._lock:  # another thread's call would come between the copies
+            if watch is not None:
+                watch.begin("all_reduce")
+            stream = self._order.next()
+            mine.copy_(x)
+            self._run(staged)
+            out.copy_(mine)
+            if watch is not None:
+                watch.end(None if self._streams.is_capturing() else stream)
 
     def _run(self, staged: Tensor) -> None:
         """Sums a part of the staging buffer over all ranks, in place."""

@@ -119,6 +119,9 @@ class Device(PeerDevice):
         """How many blocks it holds at once."""
         self.fails_at: str | None = None
         """The kernel whose launch fails."""
+        self.shared: tuple[tuple[int, ...], ...] = ()
+        """Ranks that have one GPU."""
+        self.without_words = False
         self.connected = Vote(True, "says the stand-in")
         self.mesh = Vote(True, "says the stand-in")
         self.made: Kernels | None = None
@@ -129,9 +132,11 @@ class Device(PeerDevice):
     def topology(self, context: GroupContext) -> GroupTopology:
         gpu = RankGpu(None, None, None, None, None, None)
         gpus, no = (gpu,) * context.size, Vote(False, "says the stand-in")
-        return GroupTopology(gpus, (), ((None,) * context.size,) * context.size, self.mesh, no, self.connected)
+        return GroupTopology(gpus, self.shared, ((None,) * context.size,) * context.size, self.mesh, no, self.connected)
 
     def words(self, count: int) -> HostWords:
+        if self.without_words:
+            raise RuntimeError("no pinned memory, says the stand-in")
         return HostWords(count, pinned=False)
 
     def kernels(self) -> Launcher:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from measure.rounds import Plan, measure
 from measure.teams import Team, started
+from tune import ORDERS
 
 from device_communicators import peer_thresholds
 from tests import cuda_on_cpu, peer_stand_in
@@ -141,8 +142,7 @@ def test_tune(tmp_path: Path, launcher: str) -> None:
     assert "WRONG" not in process.stderr
     assert process.stdout.count("2 ranks, 9.0: ") == 1
     for row in json.loads(raw.read_text())["rows"]:
-        expected = {"push", "pull", "two_shot", "other"} if row["case"]["operation"] == "all_reduce" else None
-        assert set(row["us"]) == (expected or {"peer memory", "other"})
+        assert set(row["us"]) == set(ORDERS[row["case"]["operation"]]) - {"symmetric"}
     table = peer_thresholds.load(out)
     assert [(row.arch, row.world_size) for row in table.rows if row.measured] == [("9.0", 2)]
     assert len(table.rows) == len(peer_thresholds.load(peer_thresholds.PACKAGED).rows)

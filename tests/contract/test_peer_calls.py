@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, peer_group, peer_thresholds, register_route
+from device_communicators import CATALOG, Row, build_route, peer_device, peer_group, peer_thresholds, register_route
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -29,6 +30,7 @@ from device_communicators.errors import (
     UnsupportedError,
 )
 from device_communicators.group_topology import Vote
+from device_communicators.peer_communicator import PeerMemoryCommunicator
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing import Route
 from parallel_state.coordinator import GroupCoordinator
@@ -43,7 +45,10 @@ Pools = Callable[[int], WorkerPool]
 Env = dict[str, str]
 ALGORITHM = "PARALLEL_STATE_PEER_MEMORY_ALGORITHM"
 TABLE = "PARALLEL_STATE_PEER_MEMORY_TABLE"
-BOUNDS = {"push": 256, "pull": 1024, "two_shot": 4096, "all_gather": 512, "reduce_scatter": 512, "fused": 1024}
+BOUNDS = {
+    "push": 256, "pull": 1024, "two_shot": 4096, "fused": 1024,
+    "all_gather": 512, "all_gather_push": 128, "reduce_scatter": 512, "reduce_scatter_push": 260,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +118,11 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
         "float64": lambda: group.all_reduce(x(4, torch.float64)),
         "started": lambda: group.all_reduce_async(x(4)).wait(),
         "all_gather of 512": lambda: group.all_gather(x(512, torch.int8)),
-        "all_gather of 256": lambda: group.all_gather(x(256, torch.int8)),
+        "all_gather of 128": lambda: group.all_gather(x(128, torch.int8)),
+        "all_gather of 129": lambda: group.all_gather(x(129, torch.int8)),
         "all_gather of 513": lambda: group.all_gather(x(513, torch.int8)),
-        "reduce_scatter of 256": lambda: group.reduce_scatter(x(64 * size)),
         "reduce_scatter of 260": lambda: group.reduce_scatter(x(65 * size)),
+        "reduce_scatter of 264": lambda: group.reduce_scatter(x(66 * size)),
         "reduce_scatter of 516": lambda: group.reduce_scatter(x(129 * size)),
         "broadcast": lambda: group.broadcast(x(4)),
         "fused": lambda: group.all_reduce_add_rms_norm(x(64).view(4, 16), x(64).view(4, 16), x(16), 1e-6),
@@ -157,17 +163,18 @@ def test_sizes_choose_the_kernel_and_what_is_not_carried_goes_on(pools: Pools, e
             "float64": [],
             "started": [],
             "all_gather of 512": ["all_gather_pull"],
-            "all_gather of 256": ["all_gather_push"],
+            "all_gather of 128": ["all_gather_push"],
+            "all_gather of 129": ["all_gather_pull"],
             "all_gather of 513": [],
-            "reduce_scatter of 256": ["reduce_scatter_push_float32"],
-            "reduce_scatter of 260": ["reduce_scatter_pull_float32"],
+            "reduce_scatter of 260": ["reduce_scatter_push_float32"],
+            "reduce_scatter of 264": ["reduce_scatter_pull_float32"],
             "reduce_scatter of 516": [],
             "broadcast": [],
             "fused": ["all_reduce_add_rms_norm_float32"],
             "fused, float8": ["all_reduce_add_rms_norm_static_fp8_bfloat16"],
             "fused, float8 by token": ["all_reduce_add_rms_norm_token_fp8_float16"],
             "fused, a long row": ["all_reduce_pull_float32"] * 2,
-            "fused, large": [],
+            "fused, large": ["all_reduce_two_shot_float32"],
         }
 
 
@@ -249,6 +256,24 @@ def test_norms_have_the_numerics_of_all_communicators(pools: Pools, env: Env) ->
         assert wanted <= launched
 
 
+def _pinned_norm_body(env: Env) -> bool:
+    """The norm of the same row, alone and in the midst of a batch that is larger than the threshold."""
+    group, device = _group(env)
+    rows = real_numbers(Form((99, 64)), torch.bfloat16, group.rank_in_group)
+    weight, found = torch.full((64,), 0.7, dtype=torch.bfloat16), []
+    launched = _launched(
+        device,
+        lambda: found.extend(group.all_reduce_add_rms_norm(x, x, weight)[0] for x in (rows, rows[5:6].clone())),
+    )
+    group.route.close()
+    assert launched == ["all_reduce_add_rms_norm_bfloat16"] * 2
+    return torch.equal(found[0][5], found[1][0])
+
+
+def test_a_pinned_algorithm_has_one_norm_for_every_size(pools: Pools, env: Env) -> None:
+    assert all(pools(2).run(_pinned_norm_body, {**env, ALGORITHM: "two_shot"}, tp=2))
+
+
 # Many calls.
 
 
@@ -301,18 +326,34 @@ def test_the_smallest_device_sets_the_grid(pools: Pools, env: Env) -> None:
     assert pools(2).run(_blocks_body, {**env, ALGORITHM: "push"}, tp=2) == [2.0, 2.0]
 
 
+def _shared_gpu_body(env: Env) -> int:
+    def change(device: Device) -> None:
+        device.max_blocks, device.shared = 4, ((1, 2),)
+
+    group, _ = _group(env, change)
+    made = group.route.communicators[0].group  # type: ignore[attr-defined]
+    assert float(group.all_reduce(torch.ones(50_000))[-1]) == 3
+    group.route.close()
+    return made.max_blocks
+
+
+def test_ranks_on_one_gpu_divide_its_blocks(pools: Pools, env: Env) -> None:
+    assert pools(3).run(_shared_gpu_body, {**env, ALGORITHM: "push"}, tp=3) == [2, 2, 2]
+
+
 def _threads_body(env: Env) -> int:
-    """Two threads of a rank, each with tensors of its own; the calls' order is the same on all ranks by their size."""
+    """Two threads of a rank, each with tensors of its own; whose call meets whose on the other rank isn't said."""
     group, _ = _group(env)
     communicator = group.route.communicators[0]
-    wrong: list[int] = []
+    wrong: list[bool] = []
 
     def calls(value: float) -> None:
         for _ in range(50):
             x = torch.full((64,), value)
-            wrong.append(int(bool((communicator.all_reduce(x, "sum") % value).any())))
+            found = communicator.all_reduce(x, "sum").tolist()
+            wrong.append(found not in ([value + 1] * 64, [value + 1000] * 64))  # whichever the other rank's was
 
-    threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 1.0)]
+    threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 1000.0)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -361,6 +402,7 @@ def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
     def change(device: Device) -> None:
         if which == "kernels" and rank == 2:
             device.problem = "nothing compiles here"
+        device.without_words = which == "words" and rank == 1
         if which == "memory" and rank == 3:
             device.ways[0].fails = "map"  # type: ignore[attr-defined]
         if which == "peers":
@@ -383,6 +425,7 @@ def _refused_body(env: Env, which: str) -> tuple[list[str], str, float]:
 
 REFUSALS = {
     "kernels": "rank 2: nothing compiles here",
+    "words": "rank 1: no pinned memory, says the stand-in",
     "memory": "files: rank 3: can't be mapped",
     "wrong": "rank 0: the first all_reduce (push) gave a wrong result",
     "launch": "rank 0: the first all_reduce (pull) failed: all_reduce_pull_float32 of group",
@@ -407,6 +450,66 @@ def test_what_speaks_against_it_on_one_rank_has_all_do_without(
         assert text == answers[0][1]
         assert total == 4
     assert list(tmp_path.iterdir()) == [], "memory was left behind"
+
+
+def _start_body(env: Env) -> str | None:
+    """CUDA can't be started on one rank, which none of the others sees."""
+    os.environ.update(env)
+    group = ps.get_tp_group()
+
+    def make(device: torch.device) -> Device:
+        if group.rank_in_group == 1:
+            raise RuntimeError("CUDA says no")
+        return Device()
+
+    kept, peer_device.PeerDevice = peer_device.PeerDevice, make  # type: ignore[assignment, misc]
+    try:
+        return PeerMemoryCommunicator(group.context).admit()
+    finally:
+        peer_device.PeerDevice = kept  # type: ignore[misc]
+
+
+def test_a_rank_whose_cuda_does_not_start_keeps_nobody_waiting(pools: Pools, env: Env) -> None:
+    assert pools(2).run(_start_body, env, tp=2) == ["rank 1: CUDA says no"] * 2
+
+
+def _setting_body(env: Env) -> None:
+    rank = ps.get_tp_group().rank_in_group
+    try:
+        with pytest.raises(SettingError, match=f"rank 1: {TABLE} must name a table"):
+            _group({**env, TABLE: "/nowhere"} if rank == 1 else env)
+    finally:
+        os.environ.update(env)
+
+
+def test_a_setting_that_is_wrong_on_one_rank_is_an_error_on_all(pools: Pools, env: Env) -> None:
+    pools(2).run(_setting_body, env, tp=2)
+
+
+def _asked_body(env: Env, asked: bool) -> list[str]:
+    os.environ.update(env)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("parallel_state").addHandler(handler)
+    device = Device()
+    device.problem = "nothing compiles here"
+
+    class Here(Row):
+        def load(self) -> Any:
+            return lambda context: StandInPeerMemory(context, device)
+
+    row = Here("peer_memory", "", "", asked_for=lambda: asked)
+    build_route(twin_of(ps.get_tp_group()).context, (row, CATALOG[-1])).close()
+    logging.getLogger("parallel_state").removeHandler(handler)
+    return [each for each in said if "asked for" in each]
+
+
+def test_what_was_asked_for_and_is_not_had_is_said_once(pools: Pools, env: Env) -> None:
+    one, other = pools(2).run(_asked_body, env, True, tp=2)
+    assert other == []
+    assert len(one) == 1 and "goes without peer_memory, which was asked for: rank 0: nothing compiles here" in one[0]
+    assert pools(2).run(_asked_body, env, False, tp=2) == [[], []]
 
 
 def _two_without_links_body(env: Env) -> list[str]:
@@ -459,6 +562,31 @@ def test_a_late_rank_is_named_at_the_deadline(env: Env) -> None:
         assert "failed earlier" in again
 
 
+def _unseen_body(env: Env) -> tuple[str, str]:
+    """A replay gives up: no call sees it."""
+    group, _ = _group(env, timeout_s=2.0)
+    said: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("parallel_state").addHandler(handler)
+    made = group.route.communicators[0].group  # type: ignore[attr-defined]
+    made._words[peer_group._REPORT] = 1 << 56 | (1 - group.rank_in_group) << 48
+    deadline = time.monotonic() + 20
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(CollectiveTimeoutError) as error:
+        made.check_usable()
+    group.route.close()
+    logging.getLogger("parallel_state").removeHandler(handler)
+    return said[0], str(error.value)
+
+
+def test_a_deadline_that_no_call_sees_is_in_the_log(pools: Pools, env: Env) -> None:
+    for rank, (said, error) in enumerate(pools(2).run(_unseen_body, env, tp=2)):
+        assert said == error
+        assert f"waited on the device for global rank {1 - rank}" in said
+
+
 def _dying_body(env: Env) -> tuple[str, tuple[int, ...], float]:
     ps.init_distributed_environment(backend="gloo")
     ps.initialize_model_parallel(4)
@@ -489,7 +617,7 @@ def test_a_rank_that_ends_frees_those_that_wait_for_it(env: Env) -> None:
         assert elapsed_s < 10
 
 
-def _stuck_body(env: Env) -> tuple[list[str], int]:
+def _stuck_body(env: Env) -> int:
     """The device doesn't get done what it was given: what it may still write to is kept."""
     group, device = _group(env)
     group.all_reduce(torch.ones(8))
@@ -497,15 +625,15 @@ def _stuck_body(env: Env) -> tuple[list[str], int]:
     peer_group._GOODBYE_S = 0.1
     group.route.close()
     group.route.close()
-    left = len(peer_group._left)
     peer_group._GOODBYE_S = 10.0
-    return [type(each).__name__ for each in peer_group._left], left
+    way: Any = device.ways[0]
+    return way.closed
 
 
 def test_memory_that_the_device_may_still_use_stays_mapped(env: Env) -> None:
     pool = WorkerPool(2)
     try:
-        assert pool.run(_stuck_body, env, tp=2) == [(["HostWords"], 1)] * 2
+        assert pool.run(_stuck_body, env, tp=2) == [0, 0]
     finally:
         pool.kill()
     for left in Path(env[peer_stand_in.FOLDER]).iterdir():
@@ -518,9 +646,7 @@ def _closed_body(env: Env) -> None:
     assert isinstance(communicator, StandInPeerMemory)
     assert "cited" not in str(communicator) and "measured" in str(communicator)
     listeners = len(group.context.watcher.on_death) if group.context.watcher else 0
-    left = len(peer_group._left)
     group.route.close()
-    assert len(peer_group._left) == left
     if group.context.watcher is not None:
         assert len(group.context.watcher.on_death) == listeners - 1
     with pytest.raises(UnsupportedError, match="has no peer memory"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
 BYTES = "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES"
-ROW = Thresholds("9.0", 4, 0, 0, 0, 0, 0, 0, symmetric=1000, multimem=True, measured=False, source="a test")
+ROW = Thresholds("9.0", 4, *[0] * 8, symmetric=1000, multimem=True, measured=False, source="a test")
 
 
 class TensorWay(FileWay):
@@ -68,7 +70,8 @@ class OverGloo(SymmetricMemoryCommunicator):
 
 
 def _group(folder: str, size_bytes: int, **changes: Any) -> tuple[GroupCoordinator, OverGloo | None]:
-    os.environ.update({peer_stand_in.FOLDER: folder, BYTES: str(size_bytes)})
+    own = {peer_stand_in.FOLDER: folder, BYTES: str(size_bytes), "PARALLEL_STATE_PEER_MEMORY_ALGORITHM": "auto"}
+    os.environ.update(own)
     group = twin_of(ps.get_tp_group())
 
     class Here(Row):
@@ -101,6 +104,8 @@ def _carried_body(folder: str) -> tuple[list[int], str]:
     group.broadcast(torch.ones(4), 0)
     assert symmetric.staged == staged, "what it doesn't know was given to it"
     assert group.all_reduce(torch.ones(0)).numel() == 0
+    normed, y = group.all_reduce_add_rms_norm(*(torch.ones(4, 16),) * 2, torch.ones(16))
+    assert symmetric.staged[len(staged) :] == [64] and float(y[0, 0]) == size + 1 and normed.shape == (4, 16)
     with pytest.raises(UnsupportedError, match=f"set {BYTES}=1008 or more on all ranks"):
         symmetric.all_reduce(torch.ones(249), "sum")
     text = str(symmetric)
@@ -113,6 +118,53 @@ def test_what_is_carried_is_staged_in_whole_vectors(pools: Pools, tmp_path: Path
         assert staged == [4, 8, 4, 4, 8, 4, 100, 104, 100, 248, 248, 248]
         assert "multicast in the switches" in text and "no deadline on the device" in text
     assert list(tmp_path.iterdir()) == []
+
+
+def _threads_body(folder: str) -> bool:
+    """Two threads of a rank: the one's numbers aren't copied in before the other's are copied out."""
+    group, symmetric = _group(folder, 4096)
+    assert symmetric is not None
+    inside, most, found = 0, 0, []
+
+    def run(staged: Tensor) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    symmetric._run = run  # type: ignore[method-assign]
+
+    def calls(value: float) -> None:
+        for _ in range(5):
+            found.append(symmetric.all_reduce(torch.full((8,), value), "sum").tolist() == [value] * 8)
+
+    threads = [threading.Thread(target=calls, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.route.close()
+    return len(found) == 10 and all(found) and most == 1
+
+
+def test_threads_of_a_rank_take_turns_in_the_staging_buffer(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(_threads_body, str(tmp_path), tp=2) == [True, True]
+
+
+def test_torchs_ops_are_called_as_torch_declares_them() -> None:
+    """Nothing here runs them: no GPU."""
+    asked: list[Any] = []
+    made = object.__new__(SymmetricMemoryCommunicator)
+    made.context = SimpleNamespace(cpu_group=SimpleNamespace(group_name="a group"))  # type: ignore[assignment]
+    for made._multimem, name in ((True, "multimem_all_reduce_"), (False, "two_shot_all_reduce_")):
+        op = getattr(torch.ops.symm_mem, name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.ops.symm_mem, name, lambda *arguments: asked.append(arguments))
+            made._run(torch.ones(4))
+        names = [(each.name, str(each.type)) for each in op.default._schema.arguments]
+        assert names == [("input", "Tensor"), ("reduce_op", "str"), ("group_name", "str")]
+    assert [(len(staged), *rest) for staged, *rest in asked] == [(4, "sum", "a group")] * 2
 
 
 def _left_out_body(folder: str, what: str) -> tuple[str, str]:

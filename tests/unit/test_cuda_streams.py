@@ -67,3 +67,23 @@ def test_one_stream_waits_for_another(
     cuda_streams.CudaStreams(DEVICE).wait_for(stream, earlier)
     assert [each.cuda_stream for each in made] == [earlier, stream]
     assert made[1].log == [[earlier]]
+
+
+def test_a_capture_is_looked_for_on_the_groups_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks about the current device's stream, which may be another's."""
+    inside: list[int] = []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self._index = index
+
+        def __enter__(self) -> None:
+            inside.append(self._index)
+
+        def __exit__(self, *error: object) -> None:
+            inside.pop()
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: inside == [3])
+    assert cuda_streams.CudaStreams(torch.device("cuda", 3)).is_capturing()

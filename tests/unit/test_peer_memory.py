@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -81,8 +83,8 @@ def test_torchs_rendezvous_is_over_the_cpu_group_and_gives_all_addresses(monkeyp
         return SimpleNamespace(buffer_ptrs=[512, 1024, 2048])
 
     sharing = _symmetric(monkeypatch, rendezvous)
-    assert sharing.offer() is None
-    assert sharing.map([None] * 3) == [512, 1024, 2048]
+    assert sharing.offer() == [2, None]
+    assert sharing.map([[0, "a"], [1, "b"], [2, "c"]]) == [512, 1024, 2048]
     assert asked == [(256, 0, "the CPU group")]
     sharing.close()
     assert sharing.tensor is None and sharing.handle is None
@@ -93,13 +95,42 @@ def test_what_torch_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("detected allocations from overlapping devices")
 
     with pytest.raises(RuntimeError, match="overlapping devices"):
-        _symmetric(monkeypatch, rendezvous).map([None] * 3)
+        _symmetric(monkeypatch, rendezvous).map([[0, "a"]] * 3)
 
 
 def test_a_rendezvous_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing = _symmetric(monkeypatch, lambda tensor, group: time.sleep(3), timeout_s=0.4)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="rendezvous of symmetric memory was not done in time"):
-        sharing.map([None] * 3)
+        sharing.map([[0, "a"]] * 3)
     assert time.monotonic() - started < 2
     assert peer_memory._one_line(TimeoutError("a\nb")) == "TimeoutError: a"
+
+
+def test_gpus_that_have_one_number_in_their_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would say that they overlap."""
+    sharing = _symmetric(monkeypatch, lambda tensor, group: pytest.fail("not to be tried"))
+    with pytest.raises(NotSharedError, match=r"ranks 0 and 2 are both cuda:0 .*set_device"):
+        sharing.map([[0, "a"], [1, "b"], [0, "c"]])
+
+
+AT_THE_END = """
+import torch
+from device_communicators import GroupContext, peer_memory
+
+class Spy:
+    def close(self): pass
+    def __init__(self, name): self.name = name
+    def __del__(self): print("freed", self.name)
+
+context = GroupContext("g", (0,), 0, torch.device("cpu"), 1.0)
+kept = [peer_memory.PeerMemory(context, Spy(name), [256], 1, "a test") for name in ("left", "closed", "forgotten")]
+kept[0].leave()
+kept[1].close()
+"""
+
+
+def test_memory_that_is_left_outlives_the_interpreter() -> None:
+    """Its end must not wait for a device that may never get done, nor ask a CUDA context that is gone."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["freed closed", ""]), done.stderr

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from itertools import combinations_with_replacement
 from math import inf, log
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from measure.choice import boundaries
+from measure.rounds import Row
+from measure.tensors import Exchange
+from tune import FUSED, ORDERS, choose
+from tune_ranks import TuneTeam, other_of
+
+from device_communicators.device_group import DeviceGroupCommunicator
+from device_communicators.shared_memory import SharedMemoryCommunicator
 
 ORDER = ("push", "pull", "two_shot", "nccl")
 
@@ -66,3 +77,52 @@ def test_no_other_division_is_better(seed: int) -> None:
     ends = boundaries(times, ORDER)
     mine = tuple(next((at for at, name in enumerate(ORDER[:-1]) if size <= ends[name]), 3) for size in sizes)
     assert cost(mine) == pytest.approx(min(map(cost, combinations_with_replacement(range(4), len(sizes)))))
+
+
+def _row(operation: str, size: int, **us: float) -> Row:
+    return Row({"operation": operation, "bytes": size}, {name: [time] for name, time in us.items()})
+
+
+def test_each_operation_has_thresholds_of_its_own() -> None:
+    rows = [_row("all_reduce", 1 << 10, push=1, pull=2, two_shot=3, other=4)]
+    for operation in ("all_gather", "reduce_scatter"):
+        rows += [
+            _row(operation, 1 << 10, push=1, pull=2, other=4),
+            _row(operation, 1 << 12, push=3, pull=2, other=4),
+            _row(operation, 1 << 14, push=9, pull=8, other=4),
+        ]
+    rows += [_row(FUSED, 1 << 10, fused=1, push=2, other=3), _row(FUSED, 1 << 12, fused=5, push=2, other=3)]
+    found = choose(rows, "9.0", 4, "a test")
+    assert (found.push, found.pull, found.two_shot, found.fused) == (1 << 10, 0, 0, 1 << 10)
+    assert (found.all_gather, found.all_gather_push) == (1 << 12, 1 << 10)
+    assert (found.reduce_scatter, found.reduce_scatter_push) == (1 << 10, 1 << 8)
+
+
+def test_what_was_not_measured_gives_no_table() -> None:
+    rows = [_row(operation, 1 << 10, other=1) for operation in ORDERS if operation != FUSED]
+    with pytest.raises(SystemExit, match=f"nothing was measured of {FUSED} on 4 ranks"):
+        choose([*rows, _row(FUSED, 1 << 10)], "9.0", 4, "a test")
+
+
+def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() -> None:
+    context: Any = SimpleNamespace(device=torch.device("cuda", 0), size=2)
+    host, nccl = object.__new__(SharedMemoryCommunicator), object.__new__(DeviceGroupCommunicator)
+    host.context = nccl.context = context
+    assert other_of([host, nccl], "cuda") is nccl
+    with pytest.raises(RuntimeError, match="nothing to compare with: no communicator carries tensors on cuda"):
+        other_of([host], "cuda")
+
+
+def test_calls_are_captured_with_the_tensors_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(TuneTeam):
+        def __init__(self) -> None:
+            self.rank, self.size, self._graphs = 0, 1, {}
+
+        def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+            return {"copy": Exchange(lambda x: x.add_(1))}
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    team = OnGpu()
+    team.prepare({"operation": "all_reduce", "bytes": 64, "dtype": "bfloat16", "loop": "produced"})
+    assert team._replay("copy", 3).elapsed_s >= 0

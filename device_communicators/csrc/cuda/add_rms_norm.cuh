@@ -72,7 +72,7 @@ class Team {
       const Packet packet = load_packet(place(block.call, blockIdx.x, block.epoch(), phase, from));
       parts_[from] = static_cast<u32>(packet.halves[0]);
       if (packet.halves[0] >> 32 == block.epoch()) return true;
-      if (patience.is_over(block.call, block.call.rank, block.epoch())) return false;
+      if (patience.is_over(block.call, OWN_BLOCK, block.epoch())) return false;
     }
   }
 

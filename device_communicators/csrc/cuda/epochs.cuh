@@ -48,7 +48,7 @@ constexpr u32 CLEAR_EVERY = 1u << 30;
 __device__ __noinline__ void give_report(const Call& call, Report reason, u32 peer, u32 epoch) {
   const u64 word = u64{static_cast<u32>(reason)} << 56 | u64{peer & 0xff} << 48 | u64{call.operation & 0xff} << 40 |
                    u64{blockIdx.x & 0xff} << 32 | epoch;
-  store_word(call.report, word);
+  if (peer != OWN_BLOCK || load_word(call.report) == 0) store_word(call.report, word);
   fence_system();  // the trap that may follow doesn't wait for stores
 }
 
