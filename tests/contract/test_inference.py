@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -104,22 +106,24 @@ def test_wrong_arguments_are_told_in_one_line(demo_arguments: list[str]) -> None
     assert "Traceback" not in process.stderr
 
 
-def _ranks_with_graphs(options: argparse.Namespace) -> bool:
+def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
     """`run_rank` as on a GPU with --cuda-graph: here a replay is a call, so the buffers and the padding are tried."""
     import inference
 
-    return inference.run_rank(options)
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        return inference.run_rank(options), report.getvalue()
 
 
-def test_stages_in_graphs_give_the_same(demo_arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_stages_in_graphs_give_the_same(demo_arguments: list[str]) -> None:
     import inference
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["inference.py", *demo_arguments])
         options = inference.parse_options()
     options.cuda_graph = True
-    assert all(ps.launch(_ranks_with_graphs, 4, args=(options,), timeout=DEADLINE_S))
-    report = capfd.readouterr().out
+    answers = ps.launch(_ranks_with_graphs, 4, args=(options,), timeout=DEADLINE_S)
+    assert all(right for right, _ in answers)
+    report = "".join(text for _, text in answers)
     assert "stages in CUDA graphs" in report
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
 
