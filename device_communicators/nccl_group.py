@@ -19,7 +19,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, Work
 from device_communicators.cuda_streams import CudaStreams
 from device_communicators.errors import CommunicationError, GroupNotInitializedError, UnsupportedError
-from device_communicators.nccl_handle import Handle, Patience, end_all
+from device_communicators.nccl_handle import GOODBYE_S, Handle, Patience, end_all
 from device_communicators.nccl_library import DTYPES, REDUCE_OPS, SUSPEND_MEMORY, WINDOW_SYMMETRIC, NcclLibrary
 from device_communicators.nccl_links import Link, Links
 from device_communicators.nccl_meeting import expect_sum, gather, tell
@@ -149,11 +149,11 @@ class NcclGroup:
         end_all(self._handles(), in_order=False)
 
     def close(self) -> None:
-        """Ends all communicators: in order where the device is done, else by an abort. Twice is fine."""
+        """Ends all communicators: in order once the device is done, by an abort where it isn't in time. Twice is fine."""
         if self._closed:
             return
         self._closed = True
-        in_order = self._watch is None or (self._watch.failure is None and self._watch.device_is_done())
+        in_order = self._watch is None or self._watch.settle(GOODBYE_S)
         if self._watch is not None:
             self._watch.close()
         end_all(self._handles(), in_order=in_order)

@@ -40,8 +40,8 @@ _ADVICE = {
 logger = logging.getLogger("parallel_state")
 
 _STEP_S = 0.002
-_GOODBYE_S = 10.0
-"""How long an orderly end may take before it becomes an abort."""
+GOODBYE_S = 10.0
+"""How long an orderly end may take before it becomes an abort, and how long is waited for either."""
 
 
 class Patience:
@@ -273,11 +273,11 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
     """Ends communicators, all at once, with an end to the wait for them: NCCL doesn't let go of one that a CUDA graph
     still uses, and the kernels of another one may be what everyone waits for."""
     threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
-    deadline = time.monotonic() + _GOODBYE_S
+    deadline = time.monotonic() + GOODBYE_S
     for handle, thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             logger.warning(
                 "NCCL didn't %s its communicator of %s within %g s and is left to it; CUDA graphs that use a group "
-                "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, _GOODBYE_S,
+                "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, GOODBYE_S,
             )  # fmt: skip

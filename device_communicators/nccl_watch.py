@@ -24,6 +24,7 @@ from device_communicators.waiting import died
 logger = logging.getLogger("parallel_state")
 
 _LOOK_S = 0.2
+_PAUSE_S = 0.001
 
 
 Began = tuple[str, float]
@@ -115,6 +116,15 @@ class Watch:
             return all(line.oldest() is None for line in list(self._lines.values()))
         except RuntimeError:
             return False
+
+    def settle(self, limit_s: float) -> bool:
+        """Waits until all that was put on streams has run: before the end. False where it doesn't, or has failed."""
+        deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
+        while self.failure is None and not self.device_is_done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return self.failure is None
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""

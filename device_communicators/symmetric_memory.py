@@ -22,6 +22,7 @@ from device_communicators import settings
 from device_communicators.base import GroupContext, Request
 from device_communicators.cuda_streams import StreamOrder
 from device_communicators.errors import UnsupportedError
+from device_communicators.nccl_handle import GOODBYE_S
 from device_communicators.nccl_watch import Watch
 from device_communicators.partial import PartialCommunicator
 from device_communicators.peer_admission import agree
@@ -186,7 +187,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
     def close(self) -> None:
         watch, self._watch = self._watch, None
         memory, self._memory = self._memory, None
-        done = watch is None or (watch.failure is None and watch.device_is_done())
+        done = watch is None or watch.settle(GOODBYE_S)
         if watch is not None:
             watch.close()
         if memory is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,19 @@ def test_the_ranks_meet_in_the_background_and_work_in_a_blocking_communicator(po
         assert call == f"AllReduce count=3 dtype=7 op=0 inplace=0 stream={nccl_stand_in.CURRENT}"
         assert ended == ["CommFinalize", "CommDestroy"]
         assert live == 0
+
+
+def _busy_body(library: str) -> list[str]:
+    """The device is not done yet when the group is closed."""
+    nccl: Any = _communicator(library)
+    nccl.all_reduce(torch.ones(3), "sum")
+    nccl.streams.stuck = True
+    threading.Timer(0.7, setattr, (nccl.streams, "stuck", False)).start()
+    return _told(nccl, nccl.close)
+
+
+def test_the_end_waits_for_what_the_device_has_to_do(pools: Pools, stand_in: str) -> None:
+    assert pools(2).run(_busy_body, stand_in, tp=2) == [["CommFinalize", "CommDestroy"]] * 2
 
 
 def _calls_body(library: str) -> dict[str, list[str]]:
