@@ -152,7 +152,7 @@ class NcclGroup:
         """Ends all communicators: in order once the device is done, by an abort where it isn't in time. Twice is fine."""
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._links.closed = True
         in_order = self._watch is None or self._watch.settle(GOODBYE_S)
         if self._watch is not None:
             self._watch.close()

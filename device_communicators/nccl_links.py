@@ -20,7 +20,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, Work
 from device_communicators.cuda_streams import CudaStreams
 from device_communicators.errors import GroupNotInitializedError
-from device_communicators.nccl_handle import Handle
+from device_communicators.nccl_handle import Handle, end_all
 from device_communicators.nccl_library import BYTE, NcclLibrary
 from device_communicators.nccl_meeting import swap, tell
 
@@ -141,6 +141,8 @@ class Links:
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
         """Of the first link that could not be made."""
+        self.closed = False
+        """Whether the group has ended; a link that is still being made ends with its making."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -173,6 +175,8 @@ class Links:
         self._streams.enter_relaxed()  # a capture of another thread's is not disturbed by what NCCL does here
         link.make(lambda: self._meet(peer), self._context.device)
         self.failure = self.failure or link.failure
+        if self.closed:
+            end_all(list(link.handles.values()), in_order=False)
 
     def _meet(self, peer: int) -> dict[str, Handle]:
         context = self._context
