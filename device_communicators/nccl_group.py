@@ -149,7 +149,7 @@ class NcclGroup:
         end_all(self._handles(), in_order=False)
 
     def close(self) -> None:
-        """Ends all communicators: in order once the device is done, by an abort where that takes long. Twice is fine."""
+        """Ends all communicators: in order once the device is done, else, after a while, by an abort. Twice is fine."""
         if self._closed:
             return
         self._closed = self._links.closed = True
