@@ -39,7 +39,7 @@ class NcclGroup:
         self._meeting: Handle | None = None
         """The non-blocking one that it was split from, where others will be."""
         self._watch: Watch | None = None
-        self._links = Links(library, context, streams, self._put)
+        self._links = Links(library, context, streams)
         self._side: Any = None
         self._making = threading.RLock()
         self._suspended = False
@@ -133,7 +133,7 @@ class NcclGroup:
         if link is None or not link.is_made:
             self._must_not_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
             self._watched()
-            link = self._links.begin(peer)
+            link = self._links.begin(peer, self._put)
         return link
 
     def settle(self) -> None:
@@ -217,7 +217,7 @@ class NcclGroup:
         """As `transfer`, on a stream beside the current one; doesn't wait for the peer."""
         self.check_usable()
         self._must_be_awake()
-        return self._begin_link(peer).start(operation, x)
+        return self._begin_link(peer).start(operation, x, self._put)
 
     def _put(self, link: Link, operation: str, x: Tensor, stream: int) -> None:
         with self._watching(operation, stream):

@@ -35,13 +35,12 @@ Transfer = Callable[["Link", str, Tensor, int], None]
 class Link:
     """Two ranks: `send` goes to the peer, `recv` comes from it."""
 
-    def __init__(self, library: NcclLibrary, streams: CudaStreams, place: int, transfer: Transfer) -> None:
+    def __init__(self, library: NcclLibrary, streams: CudaStreams, place: int) -> None:
         """`place`: this rank's among the two."""
         self.handles: dict[str, Handle] = {}
         self.failure: BaseException | None = None
         self._functions = {"send": library.ncclSend, "recv": library.ncclRecv}
         self._peer = 1 - place
-        self._transfer = transfer
         self._sides = {operation: streams.side() for operation in self._functions}
         self._waiting: list[_Started] = []
         self._lock = threading.Lock()
@@ -60,10 +59,10 @@ class Link:
             if result:
                 handle.check(operation, result)
 
-    def start(self, operation: str, x: Tensor) -> Work:
+    def start(self, operation: str, x: Tensor, transfer: Transfer) -> Work:
         """Puts it on the stream beside for this direction, behind what the current stream does now."""
         begun = self._sides[operation].begin((x,))
-        started = _Started(self, lambda: begun.finish(lambda stream: self._transfer(self, operation, x, stream)))
+        started = _Started(self, lambda: begun.finish(functools.partial(transfer, self, operation, x)))
         with self._lock:
             if not self._done.is_set():
                 self._waiting.append(started)
@@ -81,13 +80,13 @@ class Link:
         if self.failure is not None:
             raise self.failure
 
-    def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device) -> None:
+    def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
         """With a byte each way: NCCL connects two ranks at their first transfer, for which the sender's host waits."""
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
             for operation in self.handles:  # in an order in which both ranks are in the same communicator at a time
-                put = functools.partial(self._transfer, self, operation, byte)
+                put = functools.partial(transfer, self, operation, byte)
                 self._sides[operation].begin((byte,)).finish(put)
             while not self._is_drained():
                 pass
@@ -132,11 +131,10 @@ class _Started:
 class Links:
     """Those of one rank of a group, by peer."""
 
-    def __init__(self, library: NcclLibrary, context: GroupContext, streams: CudaStreams, transfer: Transfer) -> None:
+    def __init__(self, library: NcclLibrary, context: GroupContext, streams: CudaStreams) -> None:
         self._library = library
         self._context = context
         self._streams = streams
-        self._transfer = transfer
         self._links: dict[int, Link] = {}
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
@@ -153,8 +151,8 @@ class Links:
     def handles(self) -> list[Handle]:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
-    def begin(self, peer: int) -> Link:
-        """The link to a peer, which is being made. The peer calls it as well."""
+    def begin(self, peer: int, transfer: Transfer) -> Link:
+        """The link to a peer, which is being made. The peer calls it as well. `transfer` isn't kept."""
         context = self._context
         if context.size > 2 and not context.cpu_group_is_made:
             raise GroupNotInitializedError(
@@ -165,15 +163,15 @@ class Links:
             link = self._links.get(peer)
             if link is None:
                 place = int(context.rank > peer)
-                link = self._links[peer] = Link(self._library, self._streams, place, self._transfer)
+                link = self._links[peer] = Link(self._library, self._streams, place)
                 threading.Thread(
-                    target=self._make, args=(link, peer), daemon=True, name="parallel_state-nccl-link"
+                    target=self._make, args=(link, peer, transfer), daemon=True, name="parallel_state-nccl-link"
                 ).start()
             return link
 
-    def _make(self, link: Link, peer: int) -> None:
+    def _make(self, link: Link, peer: int, transfer: Transfer) -> None:
         self._streams.enter_relaxed()  # a capture of another thread's is not disturbed by what NCCL does here
-        link.make(lambda: self._meet(peer), self._context.device)
+        link.make(lambda: self._meet(peer), self._context.device, transfer)
         self.failure = self.failure or link.failure
         if self.closed:
             end_all(list(link.handles.values()), in_order=False)

@@ -129,6 +129,7 @@ class Watch:
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
         self._closed = True
+        self._handles = list  # the group's method would keep it, and its process groups, until the collector comes
         self._news.set()
         if self._context.watcher is not None:
             with contextlib.suppress(ValueError):
