@@ -6,6 +6,7 @@ such hosts, too.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -145,9 +146,12 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, operation: str) -> N
     for flat in (False, True):
         with hosts.ranks(placement) as ranks:
             ranks.run(ps.get_tp_rank, tp=4)
-            before = hosts.sent_bytes(0)
-            ranks.run(_twice, operation, flat, tp=4)
-            sent.append((hosts.sent_bytes(0) - before) / 2 / (4 * COUNT))
+            least = math.inf  # of three: where the machine is busy TCP sends some of it again
+            for _ in range(3):
+                before = hosts.sent_bytes(0)
+                ranks.run(_twice, operation, flat, tp=4)
+                least = min(least, (hosts.sent_bytes(0) - before) / 2 / (4 * COUNT))
+            sent.append(least)
     ours, flat_sent = sent
     assert ours == pytest.approx(SENT[operation], rel=0.1)
     assert ours <= SPARED[operation] * flat_sent
