@@ -177,12 +177,13 @@ class _Division:
         everyone = world.world_size == pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        if everyone and not self._is_lazy(name, world):
-            self._divide(name, groups)
-        if not ranks and everyone:  # strategies that need all ranks need this one
+        elif everyone:  # strategies that need all ranks need this one
             for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
                 acquired = pool.acquire([], options, division=lambda: self.layout.groups(name))
                 groups.held.append(functools.partial(pool.release, acquired))
+        # Behind the process groups on every rank: both are made by all ranks together.
+        if everyone and not self._is_lazy(name, world):
+            self._divide(name, groups)
 
     def _is_lazy(self, name: str, world: GroupCoordinator) -> bool:
         """Whether the gloo groups beside the device groups of a kind are made at their first use.

@@ -27,6 +27,7 @@ from device_communicators.errors import (
     UnsupportedError,
 )
 from device_communicators.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
+from parallel_state.division import _Division
 from parallel_state.groups import ProcessGroupPool
 from tests import nccl_stand_in
 from tests.contract.attempts import attempt
@@ -631,3 +632,43 @@ def test_groups_that_are_made_at_start_are_divided_from_the_world(stand_in: str)
         assert asked["tp"] == (rank % 2, rank // 2)
         assert asked["pp"] == (rank // 2, rank % 2)
         assert asked["dp"] == (0, rank), "of one rank: its route has no communicators, so it stands aside"
+
+
+def _order_of_making_body() -> list[str]:
+    """What all ranks make together, in order: process groups, and divisions of the world's communicator."""
+    log: list[str] = []
+    acquire, is_lazy = ProcessGroupPool.acquire, _Division._is_lazy
+
+    def acquired(pool: Any, *args: Any, **options: Any) -> Any:
+        log.append("process group")
+        return acquire(pool, *args, **options)
+
+    class Asked(Route):
+        def divide(self, part: Route | None, color: int) -> None:
+            log.append("division")
+
+    ps.init_distributed_environment(backend="gloo")
+    try:
+        world = ps.get_world_group()
+        world.route = Asked(world.context, world.route.communicators, {})
+        ProcessGroupPool.divides = lambda self, options: True  # type: ignore[method-assign]
+        ProcessGroupPool.acquire = acquired  # type: ignore[method-assign]
+        _Division._is_lazy = lambda self, name, world: False  # type: ignore[method-assign]
+        ps.initialize_model_parallel(1, 3, eager=True)
+        return log
+    finally:
+        ProcessGroupPool.divides, ProcessGroupPool.acquire = _DIVIDES, acquire  # type: ignore[method-assign]
+        _Division._is_lazy = is_lazy  # type: ignore[method-assign]
+        ps.destroy_distributed_environment()
+
+
+def test_ranks_in_no_group_of_a_kind_make_things_in_the_others_order() -> None:
+    """The second of three stages is in no embedding group."""
+    pool = WorkerPool(3)
+    try:
+        logs = pool.run(_order_of_making_body)
+    finally:
+        pool.kill()
+    for log in logs:
+        assert log.count("division") > 3
+        assert all(log[at - 1] == "process group" for at, what in enumerate(log) if what == "division"), log
