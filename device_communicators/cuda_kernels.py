@@ -29,6 +29,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxSetCurrent": (c_void_p,),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
@@ -65,9 +67,16 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """What a launch fills in and passes on: a thread's own, as the call into the driver lets other threads run."""
+    """What a launch fills in and passes on: a thread's own, as the call into the driver lets other threads run.
 
-    def __init__(self, start_early: bool) -> None:
+    A thread that made no CUDA call yet has device 0 and no context, in which no kernel can be launched; neither
+    torch.cuda.device nor set_device makes one for the device that is the current one already (pytorch #152667, triton
+    #3729; autograd's threads are such). Made for each thread at its first launch, so a launch asks no more.
+    """
+
+    def __init__(self, driver: _Driver, context: c_void_p, start_early: bool) -> None:
+        if not driver.get("cuCtxGetCurrent", c_void_p).value:
+            driver.call("cuCtxSetCurrent", context)
         self.config = LaunchConfig(1, 1, 1, 1, 1, 1)
         self.argument = (c_void_p * 1)()
         self.pointers = (ctypes.addressof(self.config), ctypes.addressof(self.argument))
@@ -87,7 +96,7 @@ class PeerKernels:
         `load` doesn't ask for it: it gains nothing before something ahead of a kernel lets it start, and what it does
         within captures is to be seen on a GPU first. Raises KernelError.
         """
-        self._driver, self._prepared = driver, _Prepared(start_early)
+        self._driver = driver
         self._functions: dict[str, tuple[c_void_p, int]] = {}
         self._resident: dict[tuple[str, int], int] = {}
         major, minor = (driver.attribute(device, which) for which in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
@@ -97,6 +106,7 @@ class PeerKernels:
         self._multiprocessors = driver.attribute(device, _MULTIPROCESSORS)
         image = cuda_build.cubin(self.arch)
         self._context = driver.get("cuDevicePrimaryCtxRetain", c_void_p, device)
+        self._prepared = _Prepared(driver, self._context, start_early)
         with self._current():
             module = driver.get("cuModuleLoadData", c_void_p, image)
             for name in KERNELS:

@@ -3,15 +3,19 @@
 Tensors of the group's device go over its device group, CPU tensors over its gloo group, so that a CPU tensor never
 meets NCCL. What only moves (gather, broadcast, send, …) moves as bytes, so every dtype travels; what is reduced is
 widened where no backend knows the dtype. Whether all ranks are in the same call is not asked here.
+
+`asyncOp` is set as torch's own functions set it: its default, true, has NCCL run even a call that is waited for at once
+on a stream of torch's, with events to and from the current one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
@@ -34,6 +38,8 @@ _REDUCE_OPS: dict[str, Any] = {
     "product": ReduceOp.PRODUCT,
 }
 
+T = TypeVar("T")
+
 
 class PlainProcessGroup(Communicator):
     """The group's pair of torch process groups."""
@@ -47,7 +53,9 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """A device's work is waited for by its stream and not by the host."""
+        """A device's work is waited for by its stream, not by the host; there is none where it was synchronous."""
+        if work is None:
+            return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
 
     def check_pair_group(self, x: Tensor, operation: str) -> None:
@@ -59,26 +67,30 @@ class PlainProcessGroup(Communicator):
             )
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        self.iall_reduce_(x, reduce_op).wait()
+        self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions)).wait()
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
+        return self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions, is_async=True))
+
+    def _start_all_reduce_(self, x: Tensor, reduce_op: str, options: AllreduceOptions) -> Work:
         if x.numel() == 0:
             return DONE
         wide, wide_op, narrow = reducible(x, reduce_op)
-        options = AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
         return Then(work, lambda: self._finish(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        self.ireduce_scatter(out, x, reduce_op).wait()
+        self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions)).wait()
 
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
+        return self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions, is_async=True))
+
+    def _start_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str, options: ReduceScatterOptions) -> Work:
         if x.numel() == 0:
             return DONE
         wide_out, wide_op, narrow = reducible(out, reduce_op)
         wide_x, _, _ = reducible(x, reduce_op)
-        options = ReduceScatterOptions()
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
@@ -91,30 +103,33 @@ class PlainProcessGroup(Communicator):
             narrow.copy_(wide)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        self.iall_gather(out, x).wait()
+        self._start_all_gather(out, x, _options(AllgatherOptions)).wait()
 
     def iall_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._start_all_gather(out, x, _options(AllgatherOptions, is_async=True))
+
+    def _start_all_gather(self, out: Tensor, x: Tensor, options: AllgatherOptions) -> Work:
         if x.numel() == 0:
             return DONE
-        return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x)), x, "all_gather")
+        return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
         outs[self.context.rank].copy_(x)
-        works = [self.ibroadcast_(out, src) for src, out in enumerate(outs) if out.numel()]
+        works = [self._start_broadcast_(out, src, _options(BroadcastOptions)) for src, out in enumerate(outs)]
         for work in works:
             work.wait()
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         if x.numel() == 0:
             return
-        options = GatherOptions()
+        options = _options(GatherOptions)
         options.rootRank = dst
         outs = [] if out is None else [[as_bytes(block) for block in out.unbind(0)]]
         self._watched(self._group(x).gather(outs, [as_bytes(x)], options), x, "gather").wait()
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        options = ScatterOptions()
+        options = _options(ScatterOptions)
         options.rootRank = src
         blocks = [] if x is None else [[as_bytes(block) for block in x.unbind(0)]]
         self._watched(self._group(out).scatter([as_bytes(out)], blocks, options), out, "scatter").wait()
@@ -126,14 +141,19 @@ class PlainProcessGroup(Communicator):
             as_bytes(x),
             [rows * row_bytes for rows in output_splits],
             [rows * row_bytes for rows in input_splits],
-            AllToAllOptions(),
+            _options(AllToAllOptions),
         )
         self._watched(work, x, "all_to_all").wait()
 
+    def flat_broadcast_(self, x: Tensor, src: int) -> None:
+        self._start_broadcast_(x, src, _options(BroadcastOptions)).wait()
+
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        return self._start_broadcast_(x, src, _options(BroadcastOptions, is_async=True))
+
+    def _start_broadcast_(self, x: Tensor, src: int, options: BroadcastOptions) -> Work:
         if x.numel() == 0:
             return DONE
-        options = BroadcastOptions()
         options.rootRank = src
         return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
 
@@ -153,3 +173,10 @@ class PlainProcessGroup(Communicator):
 
     def barrier(self) -> None:
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
+
+
+def _options(kind: Callable[[], T], *, is_async: bool = False) -> T:
+    """Returns torch's options of a collective; `is_async`: its work is handed out, to be waited for later."""
+    options: Any = kind()
+    options.asyncOp = is_async
+    return options

@@ -22,8 +22,11 @@ import torch.distributed as dist
 
 GRACE_S = 3.0
 _ENDED = "the process ended"
+PRELOADED = ("torch", "torch.distributed", "parallel_state")
+"""Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
 _SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
-"""Of tests with torch's own parallelism: once in the fork server instead of once in each rank."""
+"""Of tests with torch's own parallelism: imported there as well where torch has no CUDA, which they may start: they
+import torch's symmetric memory, and with it what looks for Triton, and Triton for a GPU."""
 
 
 class WorkersFailedError(AssertionError):
@@ -95,7 +98,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "parallel_state", *_SLOW_IMPORTS])
+        context.set_forkserver_preload([*PRELOADED, *(_SLOW_IMPORTS if torch.version.cuda is None else ())])
         self._serve_store()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()

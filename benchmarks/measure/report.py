@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -124,9 +125,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """With a + where the working tree differs from it."""
+    """With a + where the working tree differs from it; of a copy without git what BENCHMARK_COMMIT says, or unknown."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip() or "unknown"
+    told = ""
+    with contextlib.suppress(OSError):  # there is no git
+        told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+    return told or os.environ.get("BENCHMARK_COMMIT") or "unknown"
 
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:

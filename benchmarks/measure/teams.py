@@ -27,6 +27,11 @@ START_S = 120.0
 END_S = 5.0
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH with these folders first: behind them may be what this machine's Python lacks."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class TeamError(RuntimeError):
     """A team that failed, or was not heard of in time."""
 
@@ -59,7 +64,7 @@ class Team:
         self._socket.bind(address)
         self._socket.listen(size)
         script = ["-u", str(WORKER), address, module, name]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(environment or {})}
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **(environment or {})}
         if launcher is not None:
             self._start([*launcher, *script], common)
         else:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from measure.teams import python_path
 
 from tests import nccl_stand_in
 
@@ -21,7 +23,13 @@ LONG = os.environ.get("FAILURE_TESTS") == "long"
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
-    environment = {**kept, "GPU_TESTS_REPORT": str(folder), "PYTHONPATH": str(ROOT), "COLUMNS": "500", **variables}
+    environment = {
+        **kept,
+        "GPU_TESTS_REPORT": str(folder),
+        "PYTHONPATH": python_path(ROOT),
+        "COLUMNS": "500",
+        **variables,
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DRY_S)
 
@@ -62,3 +70,57 @@ def test_a_borrowed_environment_has_what_the_package_needs() -> None:
     (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (named,) = re.findall(r"^NEEDED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r'"(.*?)"', needed)) <= set(re.findall(r'"(.*?)"', named))
+
+
+def make(*arguments: str, **variables: str) -> str:
+    """What `make` prints."""
+    environment = {**os.environ, **variables}
+    command = ["make", "--no-print-directory", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("variables", [{}, {"GPU_TESTS_REPORT": "/somewhere"}, {"GPU_TESTS": "dry"}], ids=str)
+def test_the_report_goes_where_the_caller_says(variables: dict[str, str]) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    for each in (
+        {"arguments": [], **variables},
+        {"arguments": [f"{name}={value}" for name, value in variables.items()]},
+    ):
+        arguments = each.pop("arguments")
+        said = make("-n", "-o", ".venv/.installed", "run-gpu-tests", *arguments, **each)  # type: ignore[arg-type]
+        assert ("GPU_TESTS_REPORT=benchmarks/results" in said) == (not variables)
+
+
+def test_a_borrowed_environment_needs_neither_ensurepip_nor_an_index(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    (tmp_path / "ensurepip.py").write_text("raise ImportError('Debian has it in a package of its own')")
+    lacking = {"PYTHONPATH": python_path(tmp_path), "PIP_NO_INDEX": "1"}
+    venv = tmp_path / "venv"
+    make(f"{venv}/.installed", "BORROW=1", f"VENV={venv}", f"PYTHON={sys.executable}", **lacking)
+    code = "import msgspec, parallel_state, sys; print(sys.prefix, parallel_state.__file__)"
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == [str(venv), str(ROOT / "parallel_state" / "__init__.py")], done.stderr
+
+
+def test_what_a_fork_server_imports_leaves_cuda_alone() -> None:
+    """A process that has asked CUDA for devices can't be forked to ranks that use them; looking for Triton asks."""
+    ours = "[*PRELOADED, 'torch.distributed.elastic.multiprocessing.api', 'parallel_state.launch_preload']"
+    code = f"""
+import importlib, sys
+from tests.workers import PRELOADED
+def asked(*_): raise SystemExit("CUDA was asked")
+import torch
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked
+for name in {ours}:
+    importlib.import_module(name)
+print([name for name in ("torch.distributed._symmetric_memory", "triton", "torch._inductor") if name in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

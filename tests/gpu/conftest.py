@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from device_communicators import nccl_library
+from device_communicators import native, nccl_library
 from tests import nccl_stand_in
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
+
+COMPILE = """
+import torch
+from device_communicators import cuda_build
+if torch.cuda.is_available():
+    cuda_build.cubin("sm_{}{}".format(*torch.cuda.get_device_capability()))
+"""
 
 
 def problem() -> str | None:
@@ -41,6 +51,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in ours:
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Builds what is compiled at its first use, before the deadlines of a test are running."""
+    with contextlib.suppress(native.NativeUnavailableError):  # the ranks go without, and say why
+        native.load()
+    if not DRY:  # in a process of its own: this one leaves CUDA alone
+        subprocess.run([sys.executable, "-c", COMPILE], check=False, timeout=300)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from measure.teams import python_path
 
 from tests.gpu.ranks import DRY, needs_a_gpu
 
@@ -28,7 +29,7 @@ TEXT = " ".join(f"The {adjective} {animal} sleeps near the river." for adjective
 def start(*command: object) -> subprocess.CompletedProcess[str]:
     """Runs Python on `command`, outside of any launcher's environment."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(BENCHMARKS)]), "PARALLEL_STATE_NCCL": "on"}
+    environment |= {"PYTHONPATH": python_path(ROOT, BENCHMARKS), "PARALLEL_STATE_NCCL": "on"}
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=DEADLINE_S,

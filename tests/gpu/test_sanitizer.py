@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from measure.teams import python_path
 
 from device_communicators import cuda_build
 from device_communicators.cuda_call import KernelError
@@ -76,7 +77,7 @@ def test_a_kernel_alone(check: str, ranks: int) -> None:
 
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     return subprocess.run(
         arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHECK_S
     )  # fmt: skip

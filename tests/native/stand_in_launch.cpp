@@ -21,6 +21,7 @@ constexpr int INVALID_VALUE = 1, INVALID_IMAGE = 200, INVALID_CONTEXT = 201, NOT
 int version = 13000, capability = 90, context, module, depth, launches, loaded;
 char names[256][64];
 std::int64_t last[9];
+thread_local void* current;  // a thread's context
 
 }  // namespace
 
@@ -37,6 +38,10 @@ EXPORTED const std::int64_t* stand_in_last() {
 }
 
 EXPORTED const char* stand_in_name(int kernel) { return names[kernel]; }
+
+// What a thread has as its context, and a thread that has one of its own.
+EXPORTED void* stand_in_context() { return current; }
+EXPORTED void stand_in_enters(void* own) { current = own; }
 
 EXPORTED int cuInit(unsigned) { return 0; }
 
@@ -65,6 +70,16 @@ EXPORTED int cuDeviceGetAttribute(int* to, int which, int) {
 EXPORTED int cuDevicePrimaryCtxRetain(void** to, int) {
   *to = &context;
   return 0;
+}
+
+EXPORTED int cuCtxGetCurrent(void** to) {
+  *to = current;
+  return 0;
+}
+
+EXPORTED int cuCtxSetCurrent(void* set) {
+  current = set;
+  return set == &context ? 0 : INVALID_CONTEXT;
 }
 
 EXPORTED int cuCtxPushCurrent_v2(void* pushed) {
@@ -111,6 +126,7 @@ EXPORTED int cuLaunchKernelEx(const Config* config, void* function, void** argum
   if (config->grid[0] == 0 || config->grid[1] * config->grid[2] * config->block[1] * config->block[2] != 1 || extra ||
       config->shared_bytes != 0)
     return INVALID_VALUE;
+  if (current == nullptr) return INVALID_CONTEXT;
   ++launches;
   last[1] = (static_cast<char*>(function) - names[0]) / 64;
   last[2] = config->grid[0];

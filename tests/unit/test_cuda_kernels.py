@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from device_communicators import native_build
 from device_communicators.cuda_call import (
     KERNELS,
     MAX_BLOCKS,
@@ -25,7 +28,7 @@ from device_communicators.cuda_call import (
     Call,
     grid,
 )
-from tests.cuda_on_cpu import CpuKernels, KernelTrappedError
+from tests.cuda_on_cpu import CUDA_SOURCES, DEADLINE_S, EMULATION, CpuKernels, KernelTrappedError
 from tests.cuda_ranks import CpuRanks, bits, sum_in_rank_order
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -241,6 +244,18 @@ def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
                 places[begin + step - 1 : begin + half : step] = [epoch] * (half // step)
     run_steps(ranks, steps, 5)
     assert ranks.epochs(1)[0] == coming[-1]
+
+
+def test_a_deadline_outlasts_the_count_of_looks(tmp_path: Path) -> None:
+    """2^32 looks are some minutes to an hour of waiting; the deadline may be longer."""
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    program = tmp_path / "patience"
+    includes = [f"-I{CUDA_SOURCES}", f"-I{EMULATION}"]
+    command = [compiler, "-std=c++17", "-O1", "-pthread", *includes, str(EMULATION / "cuda_patience.cpp")]
+    subprocess.run([*command, "-o", str(program)], check=True, timeout=DEADLINE_S)
+    assert subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout == "kept\n"
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -72,6 +72,27 @@ def test_threads_do_not_share_what_a_launch_fills_in(driver: Any) -> None:
     assert others[0] is not mine
 
 
+def test_a_thread_without_a_context_gets_one_and_one_that_has_keeps_it(driver: Any) -> None:
+    """Such a thread says that device 0 is its current one, as if it were ready; autograd's threads are such."""
+    kernels, found = PeerKernels.load(0), []
+
+    def launch(own: ctypes.c_void_p | None) -> None:
+        if own is not None:
+            driver.stand_in_enters(own)
+        kernels.launch(KERNELS[0], 1, 32, Call(), 0)
+        kernels.launch(KERNELS[0], 1, 32, Call(), 0)
+        found.append(driver.stand_in_context())
+
+    driver.stand_in_context.restype = ctypes.c_void_p
+    for own in (None, ctypes.c_void_p(4711)):
+        before = driver.stand_in_last()[0]
+        thread = threading.Thread(target=launch, args=(own,))
+        thread.start()
+        thread.join()
+        assert driver.stand_in_last()[0] == before + 2
+    assert found == [kernels._context.value, 4711]
+
+
 def test_an_early_start_is_asked_for_only_where_the_chip_has_it(driver: Any) -> None:
     library = cuda_kernels._load_driver()
     PeerKernels(library, 0, start_early=True).launch(KERNELS[0], 1, 32, Call(), 0)

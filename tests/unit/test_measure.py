@@ -12,7 +12,7 @@ from measure import report
 from measure.picture import draw
 from measure.rounds import Plan, Row, measure, samples_us
 from measure.strangers import Strangers
-from measure.teams import TeamError
+from measure.teams import TeamError, python_path
 from measure.worker import Timing
 
 PLAN = Plan(rounds=5, round_s=0.001)
@@ -120,6 +120,21 @@ def test_the_json_tells_machine_and_commit(tmp_path: Path) -> None:
     assert content["rows"][0]["us"] == {"one": [1.235]}
     assert content["machine"]["processor"]
     assert content["commit"]
+
+
+def test_a_machine_without_git_has_the_commit_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    assert report.commit() == "unknown"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc+")
+    assert report.commit() == "abc+"
+
+
+def test_folders_go_before_those_of_the_callers_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/wheels:/more")
+    assert python_path(Path("/ours")) == "/ours:/wheels:/more"
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path(Path("/ours"), Path("/own")) == "/ours:/own"
 
 
 def test_a_picture_has_a_line_for_each_candidate() -> None:

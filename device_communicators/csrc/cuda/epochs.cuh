@@ -71,7 +71,7 @@ class Patience {
   }
 
  private:
-  u32 looks_ = 0;
+  u64 looks_ = 0;  // 32 bits came round after some minutes, and the deadline began anew
   u64 start_ns_ = 0;
 };
 
