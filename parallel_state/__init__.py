@@ -83,6 +83,9 @@ from parallel_state.codec_types import (
 from parallel_state.coordinator import (
     GroupCoordinator,
 )
+from parallel_state.current import (
+    try_get_current_groups,
+)
 from parallel_state.division import (
     create_parallel_groups,
 )
@@ -116,7 +119,6 @@ from parallel_state.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
     current_groups,
-    try_get_current_groups,
 )
 from parallel_state.recovery import reinitialize
 from parallel_state.regions import (

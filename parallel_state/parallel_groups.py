@@ -1,11 +1,12 @@
 """The groups of one model as an explicit, frozen object: what the singletons of `state` are a view of.
 
-Two models, a draft model or a test can each have theirs in one process. `use()` makes one the current groups of a
-thread, so that model code with `get_tp_group()` runs on it.
+Two models, a draft model or a test can each have theirs in one process. `use()` makes one the current groups,
+so that model code with `get_tp_group()` runs on it (`current` has what that means for threads, tasks and backward).
 """
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from device_communicators.errors import (
 from parallel_state import startup
 from parallel_state.axes import AXES
 from parallel_state.coordinator import GroupCoordinator
+from parallel_state.current import try_get_current_groups, using
 from parallel_state.layout import Layout
 
 
@@ -172,13 +174,16 @@ class ParallelGroups:
 
     @contextmanager
     def use(self) -> Iterator[ParallelGroups]:
-        """Makes these the current groups of this thread: getters return them instead of the process-wide ones."""
-        before = try_get_current_groups()
-        _CURRENT.groups = self
-        try:
+        """Makes these the current groups: getters return them instead of the process-wide ones.
+
+        Current in this context: the body, the asyncio tasks and the threads that are started in it, and the backward
+        of what is computed in it, wherever that runs (of what an event loop's tasks compute: where it is inside).
+        A worker of a thread pool that is started in it raises UsageError instead: submit
+        `contextvars.copy_context().run, function`. Threads that ran before keep theirs. A backward is called in the
+        thread of its forward.
+        """
+        with using(self):
             yield self
-        finally:
-            _CURRENT.groups = before
 
     def close(self) -> None:
         """Destroys the groups, not the world. Every rank calls it; twice is fine."""
@@ -191,34 +196,27 @@ class ParallelGroups:
             self.held.pop()()
 
 
-_CURRENT = threading.local()
-# Read with getattr and a default: for a default in a subclass of threading.local, torch.compile guards on the class,
-# and code compiled outside of `use()` would keep its groups inside.
+_PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 
 
 @contextmanager
 def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinator) -> Iterator[None]:
-    """`groups` with another tp group are this thread's; doesn't nest."""
-    if getattr(_CURRENT, "patched", False):
+    """Makes `groups` with another tp group current, as `use()`; doesn't nest."""
+    if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
-    _CURRENT.patched = True
+    _PATCHED.set(True)
     try:
         patched = {**groups.groups, "tp": tp_group}
         view = replace(groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}, is_view=True)
         with view.use():
             yield
     finally:
-        _CURRENT.patched = False
-
-
-def try_get_current_groups() -> ParallelGroups | None:
-    """The groups that `use()` made this thread's; None outside of it."""
-    return getattr(_CURRENT, "groups", None)
+        _PATCHED.set(False)
 
 
 def current_groups() -> ParallelGroups:
     """As try_get_current_groups; raises GroupNotInitializedError outside of `use()`."""
     groups = try_get_current_groups()
     if groups is None:
-        raise GroupNotInitializedError("no groups are in use in this thread; enter `with groups.use():` first")
+        raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")
     return groups

@@ -34,11 +34,12 @@ from parallel_state import environment, mesh, nccl_environment, parallel_groups,
 from parallel_state.agreement import Request, digest
 from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.current import try_get_current_groups
 from parallel_state.division import create_parallel_groups
 from parallel_state.groups import ProcessGroupPool
 from parallel_state.layout import check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
-from parallel_state.parallel_groups import ParallelGroups, try_get_current_groups
+from parallel_state.parallel_groups import ParallelGroups
 from parallel_state.resolution import resolve_layout
 
 if TYPE_CHECKING:
@@ -347,7 +348,7 @@ def init_model_parallel_group(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether this thread has tp and pp groups."""
+    """Returns True if there are tp and pp groups here, process-wide ones or those of `use()`."""
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
@@ -362,7 +363,7 @@ def destroy_model_parallel() -> None:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Within it, `get_tp_group()` is `tp_group` in this thread: a draft model of another size. Doesn't nest."""
+    """Makes `tp_group` what `get_tp_group()` returns in the body: a draft model of another size. Doesn't nest."""
     with parallel_groups.patch_tensor_parallel_group(get_parallel_groups(), tp_group):
         yield
 
@@ -421,7 +422,7 @@ def try_get_dp_group() -> GroupCoordinator | None:
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """All groups of this thread as one object; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns all current groups as one object; GroupNotInitializedError before initialize_model_parallel."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")

@@ -9,6 +9,7 @@ the first one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,3 +109,42 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
 
     create.replaced = make  # type: ignore[attr-defined]
     _RENDEZVOUS._create_c10d_store = create
+
+
+# autograd. A node's number, and what it hands from the thread that calls backward to those that work for it.
+
+_KEY = "parallel_state"
+_ENGINE: Any = torch.autograd.graph._engine_run_backward
+
+
+def upcoming_node() -> int:
+    """Returns the number that autograd's next node of this thread will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_in_backward() -> int | None:
+    """Returns the number of the node whose backward runs in this thread; None outside of a backward pass."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def is_in_nested_backward() -> bool:
+    """Returns True in a thread of autograd's where a backward was called within another one."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _ENGINE.__code__:
+            return True
+    return False
+
+
+def stash_for_autograd(value: Any) -> None:
+    """Keeps `value` for this thread and for the threads in which autograd works for it."""
+    torch._C._stash_obj_in_tls(_KEY, value)
+
+
+def stashed_for_autograd() -> Any:
+    """Returns what the thread that called backward has stashed; None if nothing."""
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None

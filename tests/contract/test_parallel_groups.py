@@ -310,9 +310,9 @@ def test_groups_in_use_are_those_of_the_thread() -> None:
         seen["after"] = ps.try_get_tp_group()
 
     thread = threading.Thread(target=other)
+    thread.start()
     with first.use() as used:
         assert used is first
-        thread.start()
         assert inside.wait(SOON_S)
         assert ps.get_tp_group() is first.tp
         assert ps.current_groups() is ps.try_get_current_groups() is ps.get_parallel_groups() is first
