@@ -9,6 +9,7 @@ from pathlib import Path
 
 from device_communicators import forks, recorder, settings
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing import Route, on_failure
 
 logger = logging.getLogger("parallel_state")
@@ -18,6 +19,7 @@ _KNOWN_NAMES: set[str] = set()
 _NEXT_INDEX: dict[str, int] = {}
 
 
+@host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
     """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
 

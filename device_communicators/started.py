@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from device_communicators.host_calls import host_call
 from device_communicators.recorder import Operation
 from device_communicators.work import Work
 
 if TYPE_CHECKING:
     from device_communicators.routing import Route
+
+
+WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
 
 
 class Handle:
@@ -28,6 +32,7 @@ class Handle:
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
 
+    @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once.
 
@@ -51,6 +56,7 @@ class Handle:
         with contextlib.suppress(Exception):  # kept in self._error for wait()
             self.wait()
 
+    @host_call(WAITED_FOR)
     def wait(self) -> None:
         with self._lock:
             if self._error is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import (
     destroy_distributed_environment,
@@ -183,6 +184,7 @@ def _stage(vp_stage: int | None) -> int | None:
     return virtual.rank if vp_stage is None else vp_stage
 
 
+@host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank, or with `ignore_virtual=False` its stage `vp_stage`, shares the word embedding."""
     groups = get_parallel_groups()
@@ -196,6 +198,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
     return True
 
 
+@host_call(OUTSIDE)
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank has the position embedding."""
     groups = get_parallel_groups()
@@ -255,6 +258,7 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src) if model_parallel_is_initialized() else tensor_dict
 
 
+@host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Both destroys, then frees what memory nobody holds, as vLLM's tests call it. Ray, if it is loaded, on demand."""
     destroy_model_parallel()

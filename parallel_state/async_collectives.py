@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from device_communicators.base import merge_blocks
+from device_communicators.host_calls import host_call
 from parallel_state import checks
 from parallel_state.collectives import TensorCollectives
 from parallel_state.messages import TensorHandle
+
+_WAITING = "compiled code waits for its collectives; use the one without _async there"
 
 
 class AsyncTensorCollectives(TensorCollectives):
     """The part of `GroupCoordinator` that starts tensor collectives."""
 
+    @host_call(_WAITING)
     def all_reduce_async(self, x: Tensor, op: str = "sum") -> TensorHandle:
         """Starts `all_reduce(x, op)`."""
         checks.check_tensor(self.context, "all_reduce_async", x)
@@ -28,6 +32,7 @@ class AsyncTensorCollectives(TensorCollectives):
         out = x.detach().clone(memory_format=torch.contiguous_format)
         return TensorHandle(self.route.start("iall_reduce_", out, op, reduce_op=op), out)
 
+    @host_call(_WAITING)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
         """Starts `all_gather(x, dim)`."""
         checks.check_tensor(self.context, "all_gather_async", x)
@@ -40,6 +45,7 @@ class AsyncTensorCollectives(TensorCollectives):
         handle = self.route.start("iall_gather", out, flat)
         return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
 
+    @host_call(_WAITING)
     def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: str = "sum") -> TensorHandle:
         """Starts `reduce_scatter(x, dim, op)`."""
         checks.check_tensor(self.context, "reduce_scatter_async", x)
@@ -53,6 +59,7 @@ class AsyncTensorCollectives(TensorCollectives):
         handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op)
         return TensorHandle(handle, out, lambda: out.movedim(0, dim).contiguous(), keep=rows)
 
+    @host_call(_WAITING)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
         """Starts `broadcast(x, src)`."""
         checks.check_tensor(self.context, "broadcast_async", x)

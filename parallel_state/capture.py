@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.capture_stream import GraphCaptureContext, side_stream
 from parallel_state.state import get_pp_group, get_tp_group
 
@@ -14,6 +15,7 @@ __all__ = ["GraphCaptureContext", "graph_capture"]
 
 
 @contextmanager
+@host_call(OUTSIDE)
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
     """Capture CUDA graphs within it: a side stream that waits for the current one, tp and pp prepared, in this order.
 

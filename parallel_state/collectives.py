@@ -17,6 +17,7 @@ from torch import Tensor
 
 from device_communicators.base import REDUCE_OPS, GroupContext
 from device_communicators.errors import InvalidArgumentError, RemoteError
+from device_communicators.host_calls import host_call
 from device_communicators.routing import Route
 from parallel_state import checks, ops  # noqa: F401  (registers torch.ops.parallel_state)
 
@@ -167,6 +168,7 @@ class TensorCollectives:
                 return x
         return _OPS.scatter(x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self._key)
 
+    @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
     def _tell_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
         """Size and dtype of a slice, told by `src`; an `x` that can't be cut raises on every rank."""
         told: object = None

@@ -17,6 +17,7 @@ import torch
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.host_memory import HostMemory
 from device_communicators.native_group import Members
 from device_communicators.registry import register_route, unique_name
@@ -117,11 +118,13 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         return self.ranks[(self.rank_in_group - 1) % self.world_size]
 
     @property
+    @host_call(OUTSIDE)
     def device_group(self) -> Any:
         """The torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
         return self._process_group(lambda: self.context.device_group, self.traits.options)
 
     @property
+    @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
         """The gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
 
@@ -130,6 +133,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         """
         return self._process_group(lambda: self.context.cpu_group, self.traits.options.for_cpu)
 
+    @host_call(OUTSIDE)
     def as_process_group(self) -> Any:
         """fairseq2's name of `device_group`."""
         return self.device_group
@@ -144,6 +148,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
 
     # About the group.
 
+    @host_call(OUTSIDE)
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """A new group of these ranks *of this group*; None on ranks that aren't in it.
 
@@ -181,6 +186,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
         return inside
 
+    @host_call(OUTSIDE)
     def graph_capture(
         self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
     ) -> AbstractContextManager[GraphCaptureContext]:
@@ -194,15 +200,18 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
             checks.check_rank(self.context, "graph_capture", "peers", peer)
         return prepared(self.route, context, self.device, peers)
 
+    @host_call(OUTSIDE)
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
         text = self.route.explain()
         return text if self.pool is None else f"{text}\n  store: {store_in_words()}"
 
+    @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
         """Calls and bytes so far, by operation; bytes are those of the tensor that this rank passed or received."""
         return self.route.traffic()
 
+    @host_call(OUTSIDE)
     def destroy(self) -> None:
         """Ends the group on this rank; every rank of the group calls it. Twice is fine."""
         if self._destroyed:
@@ -223,6 +232,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
                 pool.release(acquired, failed=failed)
         self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
 
+    @host_call(OUTSIDE)
     def close(self) -> None:
         """fairseq2's name of `destroy`."""
         self.destroy()

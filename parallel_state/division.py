@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from device_communicators import settings
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import mesh
 from parallel_state.agreement import Request, digest
 from parallel_state.axes import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("parallel_state")
 
 
+@host_call(OUTSIDE)
 def create_parallel_groups(
     world: GroupCoordinator,
     sizes: Mapping[str, int | None],

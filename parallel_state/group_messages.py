@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.host_calls import host_call
 from device_communicators.started import Handle
 from parallel_state import checks
 from parallel_state import tensor_dict as by_spec
@@ -19,6 +20,11 @@ from parallel_state.async_collectives import AsyncTensorCollectives
 from parallel_state.messages import Messenger, ReceiveHandle, SendHandle, TensorHandle
 from parallel_state.tensor_dict import TensorDictSpec
 from parallel_state.wire import AllGatherGroup
+
+_SPEC = "pass spec=TensorDictSpec.of(…) of a first exchange on both sides, or call it outside the compiled function"
+_OBJECTS = "objects travel by the host; call it outside the compiled function, or send tensors or a dict with spec="
+_WAITING = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
+_WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and recv_tensor_dict with spec= there"
 
 
 class GroupMessages(AsyncTensorCollectives):
@@ -28,12 +34,14 @@ class GroupMessages(AsyncTensorCollectives):
 
     # Tensors, without waiting.
 
+    @host_call(_WAITING)
     def isend(self, x: Tensor, dst: int | None = None) -> Handle:
         """As send without waiting. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
         checks.check_tensor(self.context, "isend", x)
         dst = self._destination("isend", dst)
         return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
 
+    @host_call(_WAITING)
     def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
         """As recv without waiting: `wait()` gives the tensor. Not for compiled code."""
         checks.check_lengths(self.context, "irecv", "size", size)
@@ -44,6 +52,7 @@ class GroupMessages(AsyncTensorCollectives):
 
     # Objects.
 
+    @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
         """Rank `src`'s object on every rank. Tensors may be in it, at any depth.
 
@@ -52,6 +61,7 @@ class GroupMessages(AsyncTensorCollectives):
         checks.check_rank(self.context, "broadcast_object", "src", src)
         return obj if self._ends_here() else self._messenger.broadcast(obj, src)
 
+    @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
@@ -66,30 +76,37 @@ class GroupMessages(AsyncTensorCollectives):
             obj_list[:] = received
         return obj_list
 
+    @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
     def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
         """Rank `src`'s flag on every rank."""
         return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
 
+    @host_call(_OBJECTS)
     def all_sum(self, value: float) -> float:
         """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
         return sum(self.all_gather_object(value))
 
+    @host_call(_OBJECTS)
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order, on every rank."""
         return [obj] if self._ends_here() else self._messenger.all_gather(obj)
 
+    @host_call(_OBJECTS)
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
         self.isend_object(obj, dst).wait()
 
+    @host_call(_OBJECTS)
     def recv_object(self, src: int | None = None) -> Any:
         """The object that rank `src` (default: the previous) sends with send_object."""
         return self._messenger.recv(self._source("recv_object", src, message=True))
 
+    @host_call(_OBJECTS)
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
         """As send_object without waiting: the object is encoded now, its tensors must stay unchanged until `wait()`."""
         return self._messenger.isend(obj, self._destination("isend_object", dst, message=True))
 
+    @host_call(_OBJECTS)
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
         return self._messenger.irecv(self._source("irecv_object", src, message=True))
@@ -109,6 +126,10 @@ class GroupMessages(AsyncTensorCollectives):
             return by_spec.broadcast(self, tensor_dict, src, spec)
         if self._ends_here():
             return _own(tensor_dict)
+        return self._broadcast_dict(tensor_dict, src)
+
+    @host_call(_SPEC, "broadcast_tensor_dict")
+    def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int) -> dict[Any, Any]:
         return self._messenger.broadcast(tensor_dict, src, must_be=dict)
 
     def send_tensor_dict(
@@ -130,7 +151,11 @@ class GroupMessages(AsyncTensorCollectives):
         if spec is not None:
             dst = self._destination("send_tensor_dict", dst)
             return by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
-        return self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+        return self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+
+    @host_call(_SPEC, "send_tensor_dict")
+    def _send_dict(self, *args: Any) -> None:
+        self.isend_tensor_dict(*args).wait()
 
     def recv_tensor_dict(
         self,
@@ -145,8 +170,13 @@ class GroupMessages(AsyncTensorCollectives):
         src = self._source("recv_tensor_dict", src, message=spec is None)
         if spec is not None:
             return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
+        return self._recv_dict(src, all_gather_group)
+
+    @host_call(_SPEC, "recv_tensor_dict")
+    def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None) -> dict[Any, Any]:
         return self._messenger.recv(src, all_gather_group)
 
+    @host_call(_WAITING_DICT)
     def isend_tensor_dict(
         self,
         tensor_dict: dict[Any, Any],
@@ -158,6 +188,7 @@ class GroupMessages(AsyncTensorCollectives):
         dst = self._destination("isend_tensor_dict", dst, message=True)
         return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
 
+    @host_call(_WAITING_DICT)
     def irecv_tensor_dict(
         self,
         src: int | None = None,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from device_communicators.errors import InvalidArgumentError, LaunchError
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.axes import DEFAULT_ORDER
 from parallel_state.launch_store import AGENT_STORE, meeting_point
 from parallel_state.launch_worker import Call, Report, run_inline
@@ -80,6 +81,7 @@ class LaunchConfig:
         return self.init_method in (None, "env://")
 
 
+@host_call(OUTSIDE)
 def launch(
     fn: Callable[..., R],
     nproc: int | None = None,

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
+from device_communicators.host_calls import host_call
 from device_communicators.routing import Route
-from device_communicators.started import Handle
+from device_communicators.started import WAITED_FOR, Handle
 from parallel_state import codec, wire, wire_forms
 from parallel_state.message_transports import Incoming, transport_of
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
@@ -46,9 +47,11 @@ class TensorHandle:
         self._finish = finish
         self._keep = keep  # the transport reads it until the handle is done
 
+    @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
         return self._handle is None or self._handle.is_completed()
 
+    @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
         """The tensor, once it is here; raises what went wrong on the way. May be repeated."""
         if self._handle is not None:
@@ -67,9 +70,11 @@ class SendHandle:
         self._messenger = messenger
         self._parts = list(parts)
 
+    @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
         return all(part.is_completed() for part in self._parts)
 
+    @host_call(WAITED_FOR)
     def wait(self) -> None:
         """Returns once the buffers may be reused; raises what went wrong on the way."""
         if self._parts:
@@ -79,9 +84,11 @@ class SendHandle:
         self._parts.clear()
 
     @property
+    @host_call(WAITED_FOR)
     def waited(self) -> bool:
         return not self._parts
 
+    @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
         """For code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
         return iter((self,))
@@ -104,6 +111,7 @@ class ReceiveHandle:
         self._to_fill: dict[Any, Any] | None = None
         self._parts: list[Handle] = []
 
+    @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
         """Whether all bytes are here (a thread takes them in from the first call on)."""
         if self._waiter is None and not self._arrived:
@@ -111,6 +119,7 @@ class ReceiveHandle:
             self._waiter.start()
         return self._arrived and all(part.is_completed() for part in self._parts)
 
+    @host_call(WAITED_FOR)
     def wait(self) -> Any:
         """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
         self._take_in()
@@ -129,6 +138,7 @@ class ReceiveHandle:
             self._to_fill.update(self._value)
         return self._value
 
+    @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
         """vLLM's form: `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
         the dict."""

@@ -33,6 +33,7 @@ from torch.library import Library
 from torch.utils._python_dispatch import _disable_current_modes
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.host_calls import leave_to_interpreter
 from device_communicators.registry import find_route
 
 _LIBRARY = Library("parallel_state", "DEF")
@@ -346,10 +347,12 @@ def define(
 ) -> None:  # fmt: skip
     """Registers one op, and its twin. `autograd` runs on the Autograd key; None for an op that takes no input."""
     OP_NAMES.append(name)
+    leave_to_interpreter(kernel)
     for library in (_LIBRARY, _TWINS):
         library.define(f"{name}({arguments}) -> {result}", tags=[torch.Tag.pt2_compliant_tag])
         library.impl(name, kernel, "CompositeExplicitAutograd")
         if autograd is not None:
+            leave_to_interpreter(autograd)
             library.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"parallel_state::{name}", fake, lib=_LIBRARY)
     torch.library.register_torch_dispatch(f"parallel_state::{name}", FakeTensorMode, _in_fake_mode, lib=_LIBRARY)

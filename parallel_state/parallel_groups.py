@@ -21,6 +21,7 @@ from device_communicators.errors import (
     LayoutError,
     UsageError,
 )
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import startup
 from parallel_state.axes import AXES
 from parallel_state.coordinator import GroupCoordinator
@@ -185,6 +186,7 @@ class ParallelGroups:
         with using(self):
             yield self
 
+    @host_call(OUTSIDE)
     def close(self) -> None:
         """Destroys the groups, not the world. Every rank calls it; twice is fine."""
         if self.is_view:

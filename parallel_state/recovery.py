@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.environment import ProcessEnvironment
 
 logger = logging.getLogger("parallel_state")
@@ -103,6 +104,7 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
     return wanted
 
 
+@host_call(OUTSIDE)
 def reinitialize(
     ranks: Sequence[int],
     tensor_model_parallel_size: int | None = 1,

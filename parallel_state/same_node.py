@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.segment import NAME_BYTES, Segment, SegmentError
 from parallel_state.coordinator import GroupCoordinator
 
 _SECRET_BYTES = 32
 
 
+@host_call(OUTSIDE)
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     """For each rank of `pg`, a GroupCoordinator or a gloo ProcessGroup: does it share memory with `source_rank`?
 

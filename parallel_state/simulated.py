@@ -16,6 +16,7 @@ import torch
 from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.registry import unique_name
 from parallel_state.axes import DEFAULT_ORDER, named_sizes
 from parallel_state.coordinator import GroupCoordinator
@@ -24,6 +25,7 @@ from parallel_state.parallel_groups import ParallelGroups
 from parallel_state.resolution import resolve_layout
 
 
+@host_call(OUTSIDE)
 def simulate(
     rank: int = 0,
     world_size: int = 1,
@@ -58,6 +60,7 @@ def simulate(
     return groups
 
 
+@host_call(OUTSIDE)
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:

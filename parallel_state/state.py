@@ -30,6 +30,7 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import environment, mesh, nccl_environment, parallel_groups, recovery, startup
 from parallel_state.agreement import Request, digest
 from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
@@ -65,6 +66,7 @@ _EXPORTED: dict[str, str] = {}
 # The world.
 
 
+@host_call(OUTSIDE)
 def init_distributed_environment(
     world_size: int = -1,
     rank: int = -1,
@@ -132,6 +134,7 @@ def init_distributed_environment(
     logger.info("%s is ready on %s over %s", world.context, device, world.backend)
 
 
+@host_call(OUTSIDE)
 def init_world_group(
     ranks: Sequence[int],
     local_rank: int,
@@ -161,6 +164,7 @@ def init_world_group(
     return _WORLD
 
 
+@host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
     global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START
@@ -193,6 +197,7 @@ def _note_generation(generation: int) -> None:
 # Its division.
 
 
+@host_call(OUTSIDE)
 def initialize_model_parallel(
     tensor_model_parallel_size: int | None = 1,
     pipeline_model_parallel_size: int | None = 1,
@@ -284,6 +289,7 @@ def _install(groups: ParallelGroups | None) -> None:
     _DP = groups.groups["dp"] if groups else None
 
 
+@host_call(OUTSIDE)
 def ensure_model_parallel_initialized(
     tensor_model_parallel_size: int,
     pipeline_model_parallel_size: int,
@@ -315,6 +321,7 @@ def ensure_model_parallel_initialized(
         )
 
 
+@host_call(OUTSIDE)
 def init_model_parallel_group(
     group_ranks: Sequence[Sequence[int]],
     local_rank: int,
@@ -352,6 +359,7 @@ def model_parallel_is_initialized() -> bool:
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
+@host_call(OUTSIDE)
 def destroy_model_parallel() -> None:
     """Ends the tp, pp and dp groups; the world stays. Every rank calls it; twice is fine."""
     forks.check("destroy_model_parallel()")
@@ -368,6 +376,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
         yield
 
 
+@host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
     """Whether tensor-parallel groups made from now on may use communicators with kernels of our own (default: yes)."""
     global _CUSTOM_ALL_REDUCE
@@ -429,6 +438,7 @@ def get_parallel_groups() -> ParallelGroups:
     return groups
 
 
+@host_call(OUTSIDE)
 def get_device_mesh(*names: str) -> DeviceMesh:
     """torch's DeviceMesh over this rank's groups, with these dims, slowest first: `get_device_mesh("dp_shard", "tp")`.
 

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from device_communicators.errors import InvalidArgumentError, RemoteError
+from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
 from parallel_state.wire import bytes_of
 
 
+@host_call(OUTSIDE)
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     """The file's content, read by rank 0 only and broadcast. Every rank calls it.
 
@@ -59,6 +61,7 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
+@host_call(OUTSIDE)
 def master_first() -> Iterator[None]:
     """The body runs on rank 0 of the world, then on all others. Every rank enters it.
 
@@ -74,6 +77,7 @@ def master_first() -> Iterator[None]:
 
 
 @contextmanager
+@host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
     """The body runs on the first rank of each host, then on that host's others; hosts don't wait for each other.
 
@@ -122,6 +126,7 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
         raise RemoteError(f"the body failed on rank {rank} of {world.context}:\n{text}", rank=world.ranks[rank])
 
 
+@host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
     """Seeds torch (all devices), random, and numpy if it is installed; returns the seed that was used.
 
