@@ -397,6 +397,7 @@ def _given_up_body() -> None:
             return torch.ops.parallel_state.all_reduce(x, group._token, "sum", group._key)
 
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         seen: list[str] = []
 
         def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
