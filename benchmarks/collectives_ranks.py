@@ -298,21 +298,21 @@ def run_rank(options: argparse.Namespace) -> bool:
         if group.is_first_rank:
             print("\n".join(filter(None, (group.explain(), sharing))), flush=True)
         with torch.inference_mode():
-            rows = [
-                ranks.measure(operation, size, getattr(torch, options.dtype))
-                for operation in options.operations
-                for size in options.sizes
-            ]
+            rows: list[RankRow] = []
+            for operation in options.operations:
+                for size in options.sizes:
+                    rows.append(ranks.measure(operation, size, getattr(torch, options.dtype)))
+                    if group.is_first_rank:
+                        _write(rows, ranks, options, sharing)  # whoever ends this early has what there was
         if group.is_first_rank:
-            _tell(rows, ranks, options, sharing)
+            report(rows, ranks.left_out)
         ranks.ways.close()
         return not any(row.wrong for row in rows)
     finally:
         ps.destroy_distributed_environment()
 
 
-def _tell(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, sharing: str) -> None:
-    report(rows, ranks.left_out)
+def _write(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, sharing: str) -> None:
     about = {**describe(ranks.device), "sharing": sharing, "route": ranks.group.explain(), "left_out": ranks.left_out}
     if options.json:
         write_json(options.json, rows, {**shared.recorded(options), **about})

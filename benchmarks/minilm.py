@@ -101,13 +101,13 @@ def make_batches(
 
 
 class Checkpoint:
-    """Weights on disk, of which each rank reads its own slice only."""
+    """Weights on disk, in single or half precision, of which each rank reads its own slice only."""
 
     def __init__(self, device: torch.device) -> None:
         self._file = safe_open(FOLDER / "model.safetensors", framework="pt", device=str(device))
 
     def whole(self, name: str) -> nn.Parameter:
-        return nn.Parameter(self._file.get_tensor(name), requires_grad=False)
+        return nn.Parameter(self._file.get_tensor(name).float(), requires_grad=False)
 
     def shard(self, name: str, dim: int) -> Tensor:
         """This rank's part of `name`, divided along `dim` over the TP group; the last part may be shorter."""
@@ -115,7 +115,7 @@ class Checkpoint:
         weight = self._file.get_slice(name)
         size = math.ceil(weight.get_shape()[dim] / tp.world_size)
         part = slice(tp.rank_in_group * size, (tp.rank_in_group + 1) * size)
-        return weight[part] if dim == 0 else weight[:, part]
+        return (weight[part] if dim == 0 else weight[:, part]).float()
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -296,7 +296,8 @@ class PlainModel:
 
     def __init__(self) -> None:
         self.config = load_config()
-        self.weights = load_file(FOLDER / "model.safetensors")
+        weights = load_file(FOLDER / "model.safetensors")
+        self.weights = {name: weight.float() for name, weight in weights.items()}
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:

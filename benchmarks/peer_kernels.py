@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,37 +172,42 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 
 
 def measured(
-    machine: Machine, others: Others | None, options: argparse.Namespace, size: int, copied: float
-) -> tuple[list[KernelRow], bool]:
-    """The rows of a number of ranks, and whether the device is still there."""
+    machine: Machine,
+    others: Others | None,
+    options: argparse.Namespace,
+    size: int,
+    copied: float,
+    keep: Callable[[KernelRow], None],
+) -> bool:
+    """Gives `keep` the rows of a number of ranks, each as it comes. Returns False if the device is lost."""
     modes = ["eager"] if options.check else ["eager", "graph"]
     # A sanitizer may let one kernel run at a time, and these would wait for each other.
     together_from = sys.maxsize if options.check else options.together_from
     team = KernelTeam(machine, size, modes, together_from, few=options.emulate or options.check)
     team.others = others
-    rows = []
     for case in cases(options, size):
         if options.check:
             names = team.prepare(case)
             wrong = {name: problem for name in names if (problem := team.check(name)) is not None}
-            rows.append(KernelRow(case, wrong=wrong))
+            keep(KernelRow(case, wrong=wrong))
             print(f"{case}: {wrong or 'right'} ({'; '.join(names)})", flush=True)
             continue
         teams = [team]
         row = KernelRow(**vars(measure_all(teams, [case], shared.plan(options))[0]))  # type: ignore[arg-type]
         row.refused = dict(team.refused)
         if not teams:  # a kernel that has trapped has ended this process's CUDA
-            return [*rows, row], False
+            keep(row)
+            return False
         for name, us in row.us.items():
             if found := team.host_us(name):
                 row.host_us[name] = p50(found)
             moved = moved_bytes(name, case["bytes"], size)
             if moved is not None:
                 row.share[name] = moved / p50(us) / 1e3 / copied
-        rows.append(row)
+        keep(row)
     team.close()
     machine.clock.release()
-    return rows, True
+    return True
 
 
 # Telling.
@@ -293,24 +298,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows: list[KernelRow] = []
         others = None if options.check else Others(machine.device)
         there = True
+
+        def keep(row: KernelRow) -> None:
+            rows.append(row)
+            if not options.check:
+                _write(machine, options, rows, copied)  # whoever ends this early has what there was
+
         for size in options.ranks:
-            if there:
-                more, there = measured(machine, others, options, size, copied)
-                rows += more
+            there = there and measured(machine, others, options, size, copied, keep)
         if others is not None and there:
             others.close()
     if not options.check:
-        _tell(machine, options, rows, copied)
+        _tell(options, rows, copied)
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _tell(machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], copied: float) -> None:
+def _found(options: argparse.Namespace, rows: Sequence[KernelRow]) -> list[Target]:
     found = targets(rows)
     if options.emulate:  # what a CPU takes reaches nothing, and misses nothing
-        found = [replace(each, found=None, reached=None) for each in found]
-    report(rows, found, copied)
+        return [replace(each, found=None, reached=None) for each in found]
+    return found
+
+
+def _tell(options: argparse.Namespace, rows: Sequence[KernelRow], copied: float) -> None:
+    report(rows, _found(options, rows), copied)
     if options.emulate:
         print("emulated on the CPU: no figure above means anything")
+
+
+def _write(machine: Machine, options: argparse.Namespace, rows: Sequence[KernelRow], copied: float) -> None:
+    found = _found(options, rows)
     if options.json:
         about = {
             **describe(machine.device),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_proof
 import pytest
 import torch
 from measure.teams import python_path
@@ -55,11 +56,31 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
     assert all(f"| {check['name']}" in text for check in content["checks"])
 
 
+@pytest.mark.slow
+def test_the_gpu_days_script_runs_dry(tmp_path: Path) -> None:
+    """All stages; of the tests that it would run it looks for the names, as the dry run above runs them all."""
+    command = [sys.executable, "benchmarks/gpu_proof.py", "all", str(tmp_path), "--dry"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DRY_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "proof.json").read_text())
+    assert content["what"] == "a dry run on the CPU: nothing here was seen on a GPU"
+    assert len(content["stages"]) == 10
+    outcomes = {name: each["outcome"] for steps in content["stages"].values() for name, each in steps.items()}
+    ran = {"machine", "kernels answer", "all ranks", "every carrier"}
+    assert {name for name, outcome in outcomes.items() if outcome == "passed"} == ran
+    assert {outcome for name, outcome in outcomes.items() if name not in ran} == {"skipped"}
+    assert content["stages"]["0 preflight"]["machine"]["found"]["packages"]["msgspec"] != "none"
+    written = {"proof.json", "log.txt", "kernels.json", "kernels.svg", "collectives.json", "collectives.svg"}
+    assert {each.name for each in tmp_path.iterdir()} == written
+
+
 def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run(tmp_path, "-rs")
+    done = run(tmp_path, "-rs", "-vv")
     assert done.returncode == 0, done.stdout
+    for name in (name for _, steps in gpu_proof.STAGES for step in steps for name in step.tests):
+        assert f"tests/gpu/{name} SKIPPED" in done.stdout, f"the GPU day's script asks for {name}"
     assert "needs a GPU: " in done.stdout
     assert " passed" not in done.stdout
     assert not list(tmp_path.iterdir()), "a report of nothing"

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_proof_machine import unproven
 from measure.report import commit
 
 from device_communicators import gpu_sharing, nccl_library
@@ -168,6 +169,7 @@ def machine() -> dict[str, Any]:
         "CUDA of torch": torch.version.cuda,
         "NCCL": nccl_library.version_text(library.version),
         "several ranks on a GPU": gpu_sharing.means(library.version),
+        "not provable here": "; ".join(unproven(len(topology.gpus))) or "nothing",
         **_common(),
     }
 
