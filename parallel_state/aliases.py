@@ -36,7 +36,7 @@ from parallel_state.state import (
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """`get_dp_group()`; with context parallelism the `dp_cp` group, and of that one shard, `fsdp`, if partial."""
+    """`get_dp_group()`; with context parallelism `dp_cp`, if partial only this optimizer instance's, `intra_dp_cp`."""
     return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -71,34 +71,24 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """The `edp` group, or of that one shard, `efsdp`, if partial."""
-    name = "efsdp" if partial_expert_data_parallel else "edp"
+    """The `edp` group, or the part of it in this optimizer instance, `intra_edp`, if partial."""
+    name = "intra_edp" if partial_expert_data_parallel else "edp"
     return get_group(name) if check_initialized else try_get_group(name)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
     """The gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
-    return get_group("efsdp" if partial_expert_data_parallel else "edp").cpu_group
+    return get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """The number of ranks in `get_expert_data_parallel_group(…)`."""
-    return len(get_group_ranks("efsdp" if partial_expert_data_parallel else "edp"))
+    return len(get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This process' rank in `get_expert_data_parallel_group(…)`."""
-    return get_group_rank("efsdp" if partial_expert_data_parallel else "edp")
-
-
-def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupCoordinator | None:
-    """The ranks of one copy of the weights, `replica`."""
-    return get_group("replica") if check_initialized else try_get_group("replica")
-
-
-def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> GroupCoordinator | None:
-    """The ranks with equal shards, `dp_replicate`."""
-    return get_group("dp_replicate") if check_initialized else try_get_group("dp_replicate")
+    return get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
@@ -112,7 +102,7 @@ def _data_parallel(context: bool, partial: bool) -> str:
     """The name of the group that Megatron's flags mean."""
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
-    return "fsdp" if partial else "dp_cp" if context else "dp"
+    return "intra_dp_cp" if partial else "dp_cp" if context else "dp"
 
 
 # The pipeline, with virtual stages.

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TypeVar
 
 from device_communicators.errors import InvalidArgumentError
 
@@ -43,7 +46,7 @@ AXES = (
     Axis("cp", "context_parallel", "Cuts the sequence, in training.", "context_parallel_size", cuts_sequence=True),
     Axis("pcp", "prefill_context_model_parallel", "Cuts the sequence, in the prefill of vLLM.",
          "prefill_context_model_parallel_size", cuts_sequence=True),
-    Axis("dcp", "decode_context_model_parallel", "Cuts the KV cache, in the decode of vLLM: tp ranks.",
+    Axis("dcp", "decode_context_model_parallel", "Cuts the KV cache, in the decode of vLLM: over pcp, then tp.",
          "decode_context_model_parallel_size", within="tp"),
     Axis("ep", "expert_model_parallel", "Cuts the set of experts.", "expert_model_parallel_size", experts=True),
     Axis("etp", "expert_tensor_parallel", "Cuts the weights of an expert.", "expert_tensor_parallel_size",
@@ -76,6 +79,15 @@ AXES = (
          spans=("etp", "ep", "pp")),
     Axis("replica", "model_replica", "Ranks that hold one copy of the weights, shards and parts of the sequence.",
          spans=("tp", "cp", "pcp", "dp_shard", "pp")),
+    Axis("intra_dp_cp", "partial_data_and_context_parallel",
+         "Ranks of one optimizer instance that reduce the gradients of the dense layers.", ends_of="dp_cp"),
+    Axis("intra_edp", "partial_expert_data_parallel", "Ranks of one optimizer instance with the same experts.",
+         within="edp"),
+    Axis("intra_dist_opt", "intra_distributed_optimizer_instance", "Ranks of one optimizer instance.",
+         spans=("tp_ep_pp", "intra_edp")),
+    Axis("inter_dist_opt", "inter_distributed_optimizer_instance",
+         "Ranks with equal shards of the optimizer, one in each instance.", "num_distributed_optimizer_instances",
+         within="edp"),
     Axis("dp_intra_node", "intra_node_data_parallel", "Data-parallel ranks of one node.", within="dp"),
     Axis("dp_inter_node", "inter_node_data_parallel", "Data-parallel ranks at one place of each node.", within="dp"),
     Axis("embedding", "embedding", "First and last stage, which share the word embedding.", ends_of="pp"),
@@ -129,14 +141,36 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
 def named_sizes(
     tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, int | None]
 ) -> dict[str, int | None]:
-    """The sizes that were said, of the arguments with a place and the others; one that has its default wasn't."""
+    """Returns the sizes that were given, by argument or axis name; None leaves a size out, an explicit 1 doesn't."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
-    said = {name: size for name, size in placed.items() if type(size) is not int or size != 1}
-    if dp is None:
-        del said["data_parallel_size"]
-    elif dp == 1:
-        said["data_parallel_size"] = dp
-    return {**said, **others}
+    return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
+
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def other_sizes_by_name(function: _Function) -> _Function:
+    """Raises InvalidArgumentError for sizes by position behind tp and pp, as Megatron and vLLM mean different ones."""
+    kinds = [each.kind for each in signature(function).parameters.values()]
+    places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
+
+    @wraps(function)
+    def checked(*args: object, **kwargs: object) -> object:
+        if len(args) > places:
+            more = args[places:]
+            vllm = zip(
+                ("prefill_context_model_parallel_size", "decode_context_model_parallel_size"), more, strict=False
+            )
+            raise InvalidArgumentError(
+                f"{function.__name__}() takes the tensor- and the pipeline-parallel size by position and everything "
+                f"else by name, but got {', '.join(map(repr, more))} behind them. What comes third is in Megatron "
+                f"virtual_pipeline_model_parallel_size={more[0]!r}, in vLLM "
+                f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; the data-parallel size is "
+                f"data_parallel_size={more[0]!r}. Write the one that you mean"
+            )
+        return function(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:

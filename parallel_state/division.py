@@ -44,7 +44,7 @@ logger = logging.getLogger("parallel_state")
 def create_parallel_groups(
     world: GroupCoordinator,
     sizes: Mapping[str, int | None],
-    order: str = DEFAULT_ORDER,
+    order: str | None = None,
     *,
     backend: str | None = None,
     axis_options: Mapping[str, GroupOptions] | None = None,
@@ -73,10 +73,10 @@ def create_parallel_groups(
     def resolve() -> tuple[_Division, Request]:
         if not isinstance(eager, bool):
             raise InvalidArgumentError(f"eager must be a bool, but is {eager!r}")
-        given, wanted = sizes, order
+        given, wanted = sizes, DEFAULT_ORDER if order is None else order
         adopted: Mapping[str, Any] = {}
         if device_mesh is not None:
-            if order != DEFAULT_ORDER:
+            if order is not None:
                 raise InvalidArgumentError(f"the mesh says the order of the axes, but order={order!r} is given as well")
             given, wanted, adopted = mesh.read(device_mesh, world, sizes)
         layout = resolve_layout(

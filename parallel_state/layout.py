@@ -123,9 +123,13 @@ class Layout:
     """Name of a group -> the axes that it spans, for those that aren't an axis themselves."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
     """Name of a group -> the kind of group that it is a part of, and which of that one's ranks are in it."""
+    parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Name of a group -> the kind of group that is cut into such groups, and how many; neighbours stay together."""
     missing: Mapping[str, str] = field(default_factory=dict)
     """Name of a group that this layout doesn't have -> why."""
     rank_offset: int = 0
+    is_sharded: bool = False
+    """Whether the data-parallel ranks were divided into shards and replicas by a size that was given."""
     title: str = ""
     """The sizes in words, for messages; the first grid's if empty."""
 
@@ -138,12 +142,15 @@ class Layout:
     def names(self) -> tuple[str, ...]:
         """Every kind of group that there is."""
         axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)
-        return (*axes, *self.spans, *self.ends)
+        return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
         """How many ranks such a group has; the largest where they differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
+        if len(names) == 1 and names[0] in self.parts:
+            whole, count = self.parts[names[0]]
+            return self.size(whole) // count
         grid, axes = self._find(names)
         return grid.size(*axes)
 
@@ -172,6 +179,10 @@ class Layout:
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             return [_picked(names[0], pick, ranks) for ranks in self.groups(whole)]
+        if len(names) == 1 and names[0] in self.parts:
+            size, (whole, _) = self.size(*names), self.parts[names[0]]
+            cut = [ranks[at : at + size] for ranks in self.groups(whole) for at in range(0, len(ranks), size)]
+            return sorted(cut)
         grid, axes = self._find(names)
         found = grid.groups(*axes)
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
@@ -182,6 +193,10 @@ class Layout:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))
             return ranks if rank in ranks else []
+        if len(names) == 1 and names[0] in self.parts:
+            size, ranks = self.size(*names), self.group_of(rank, self.parts[names[0]][0])
+            start = ranks.index(rank) // size * size
+            return ranks[start : start + size]
         grid, axes = self._find(names)
         return [each + self.rank_offset for each in grid.group_of(self._local(rank), *axes)]
 
@@ -197,7 +212,7 @@ class Layout:
         for name in names:
             if name in self.missing:
                 raise LayoutError(f"this layout has no group {name!r}: {self.missing[name]}; the layout is {self}")
-            if name not in self.names or name in self.ends:
+            if name not in self.names or name in self.ends or name in self.parts:
                 raise LayoutError(f"there is no group {name!r} to span; the layout has {', '.join(self.names)}")
             axes.update(self.spans.get(name, (name,)))
         for grid in self.grids:

@@ -155,13 +155,13 @@ class ParallelGroups:
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """fairseq2's name of `dp_replicate`: the ranks with equal shards, one in each copy of the weights."""
-        return self.get("dp_replicate")
+        """fairseq2's replicated data-parallel group: `dp_replicate`; `dp` if no size of it or dp_shard was given."""
+        return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """fairseq2's name of `dp_shard`: the ranks that hold one copy of the weights, sharded."""
-        return self.get("dp_shard")
+        """fairseq2's sharded data-parallel group: `dp_shard`; this rank alone if no such size was given."""
+        return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
     def root(self) -> GroupCoordinator:

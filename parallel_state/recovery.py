@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
 from device_communicators.host_calls import OUTSIDE, host_call
+from parallel_state.axes import other_sizes_by_name
 from parallel_state.environment import ProcessEnvironment
 
 logger = logging.getLogger("parallel_state")
@@ -105,12 +106,13 @@ def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int
 
 
 @host_call(OUTSIDE)
+@other_sizes_by_name
 def reinitialize(
     ranks: Sequence[int],
-    tensor_model_parallel_size: int | None = 1,
-    pipeline_model_parallel_size: int | None = 1,
-    data_parallel_size: int | None = None,
+    tensor_model_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
     *,
+    data_parallel_size: int | None = None,
     timeout: timedelta | float | None = None,
     **options: Any,
 ) -> None:
@@ -158,7 +160,7 @@ def reinitialize(
     )
     state._note_generation(start.generation + 1)
     state.initialize_model_parallel(
-        tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, **options
+        tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size=data_parallel_size, **options
     )
 
 

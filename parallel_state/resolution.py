@@ -4,7 +4,8 @@ Two numberings of the same ranks, as Megatron's two RankGenerators and torchtita
 - dense:   the order as given, without `ep`;
 - experts: the same order with `etp` for `tp`, `efsdp` for `dp_shard`, and without the axes that cut a sequence; what
   `etp`, `ep`, `pp`, `dp_replicate` and `external_dp` leave of the world is `efsdp`.
-And one more for each axis that lies within another one: `dcp` divides `tp`, and nodes divide `dp`.
+And one more for each axis that lies within another one: `dcp` divides `tp`, optimizer instances divide `edp`, and
+nodes divide `dp`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def resolve_layout(
 ) -> Layout:
     """The layout of `world_size` ranks from `rank_offset` on.
 
-    `sizes` by axis or argument name; one that is left out is 1, but `dp`, which is the rest unless another size is -1,
-    and `etp`, which is `tp`. `dp` = `dp_shard` · `dp_replicate`: either follows from the other; with neither all of
-    it is `dp_shard`. `order` is a preset's name or any permutation of axes, fastest first, in which those of size 1
-    may be left out. `ranks_per_node` tells which data-parallel ranks share a node.
+    `sizes` by axis or argument name; -1 takes the rest. One that is left out (or None) is 1, but `dp`, which is the
+    rest unless another size is -1, and `etp`, which is `tp`. `dp` = `dp_shard` · `dp_replicate`: either follows from
+    the other; with neither all of it is `dp_shard`. `order` is a preset's name or any permutation of axes, fastest
+    first, in which those of size 1 may be left out. `ranks_per_node` tells which data-parallel ranks share a node.
 
     Raises LayoutError for sizes and orders that don't fit: among them, as Megatron does, for experts in an order
     whose pipeline groups would differ from those of the other layers.
@@ -57,7 +58,7 @@ def resolve_layout(
     preset = PRESETS.get(order) if isinstance(order, str) else None
     tokens = [token.lower() for token in split_order(order if preset is None else preset.order)]
     preset = preset or Preset("-".join(tokens), "")
-    given = by_axis(sizes)
+    given = {name: size for name, size in by_axis(sizes).items() if size is not None}
     dense_sizes = _dense_sizes(world_size, given)
     expanded = [name for token in tokens for name in (BY_NAME[token].spans if token == "dp" else (token,))]
     _check_dense_order(order, tokens, dense_sizes)
@@ -78,8 +79,20 @@ def resolve_layout(
             grids.append(experts)
         else:
             missing |= dict.fromkeys([row.name for row in AXES if _needs_experts(row.name)], experts)
-    decode = _decode_grid(dense, given.get("dcp"))
-    grids.append(decode)
+    decode, dcp = _decode(dense, given.get("dcp", 1))
+    grids += [decode] if isinstance(decode, Grid) else []
+    spans |= {"dcp": decode} if not isinstance(decode, Grid) else {}
+    parts: dict[str, tuple[str, int]] = {}
+    instances = _instances(order, dense, experts, given)
+    if instances > 1 and isinstance(experts, Grid):
+        parts["intra_dp_cp"] = ("dp_cp", instances)
+        grids.append(_split(experts, "efsdp", "intra_edp", experts.size("efsdp") // instances, "inter_dist_opt"))
+    else:  # one instance in each copy of the weights
+        spans |= {"intra_dp_cp": spans["fsdp"], "intra_dist_opt": spans["replica"], "inter_dist_opt": ("dp_replicate",)}
+        spans["intra_edp"] = ("efsdp",)
+        missing.pop("intra_dist_opt", None)
+        if "efsdp" in missing:
+            missing["intra_edp"] = missing["efsdp"]
     by_node = _node_grid(dense, ranks_per_node)
     if isinstance(by_node, Grid):
         grids.append(by_node)
@@ -92,9 +105,11 @@ def resolve_layout(
             "embedding": ("pp", get_embedding_ranks or embedding_ranks),
             "position_embedding": ("pp", get_position_embedding_ranks or position_embedding_ranks),
         },
+        parts=parts,
         missing=missing,
         rank_offset=rank_offset,
-        title=_title(tokens, dense, experts if isinstance(experts, Grid) else None, decode.size("dcp")),
+        is_sharded=not {"dp_shard", "dp_replicate"}.isdisjoint(given),
+        title=_title(tokens, dense, experts if isinstance(experts, Grid) else None, dcp, instances),
     )
 
 
@@ -104,7 +119,7 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
     shard, replicate = (_given(given.get(name), name) for name in parts)
     open_parts = _open_sizes(given, parts)
     merged: dict[str, int | None] = {name: given.get(name, 1) for name in _DENSE if name not in parts}
-    someone_takes_the_rest = any(size in (None, -1) for size in merged.values())
+    someone_takes_the_rest = -1 in merged.values()
     merged["dp"] = given.get("dp")
     if merged["dp"] in (None, -1) and shard and replicate:
         merged["dp"] = shard * replicate
@@ -168,7 +183,7 @@ def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
     """How the layers with experts number the ranks; the reason why they can't, where nobody asked for experts."""
-    asked = given.get("ep") is not None or given.get("etp") is not None
+    asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
         open_sizes = _open_sizes(given, ("etp", "ep"))
@@ -241,15 +256,56 @@ def _check_fixed_experts(
         )
 
 
-def _decode_grid(dense: Grid, size: int | None) -> Grid:
-    """The dense grid with tp in two: dcp, whose ranks are neighbours, and the rest."""
-    dcp = _given(size, "dcp") or (dense.size("tp") if size == -1 else 1)
-    if dense.size("tp") % dcp:
+def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
+    """Returns a grid with dcp as an axis, or the axes that dcp spans, and the words for it in the layout's title.
+
+    As in vLLM dcp spans pcp first, then tp: without pcp it is any part of tp, whose ranks are neighbours in tp; with
+    pcp it is pcp alone, or pcp and tp.
+    """
+    tp, pcp = dense.size("tp"), dense.size("pcp")
+    dcp = tp * pcp if size == -1 else size
+    check_size("dcp", dcp)
+    if pcp == 1:
+        if tp % dcp:
+            raise LayoutError(
+                f"the decode-context-parallel groups lie within the tensor-parallel ones, so tp={tp} must "
+                f"be divisible by dcp={dcp}, but is not"
+            )
+        return _split(dense, "tp", "dcp", dcp, "tp/dcp"), f", dcp={dcp} in tp" if dcp > 1 else ""
+    if dcp not in (1, pcp, tp * pcp):
         raise LayoutError(
-            f"the decode-context-parallel groups lie within the tensor-parallel ones, so tp={dense.size('tp')} must "
-            f"be divisible by dcp={dcp}, but is not"
+            f"beside prefill-context parallelism the decode-context-parallel groups have one rank, those of pcp, or "
+            f"those of pcp and tp, so dcp must be one of {sorted({1, pcp, tp * pcp})} with pcp={pcp} and tp={tp}, "
+            f"but is {dcp}"
         )
-    return _split(dense, "tp", "dcp", dcp, "tp/dcp")
+    axes = () if dcp == 1 else ("pcp",) if dcp == pcp else ("pcp", "tp")
+    return axes, f", dcp={dcp} in {' · '.join(axes)}" if axes else ""
+
+
+def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str, int]) -> int:
+    """Returns the number of optimizer instances; LayoutError where they don't divide the ranks as Megatron's do."""
+    count = given.get("inter_dist_opt", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise LayoutError(f"num_distributed_optimizer_instances must be a positive integer, but is {count!r}")
+    if count == 1:
+        return 1
+    if isinstance(experts, str):
+        raise LayoutError(
+            f"optimizer instances divide the ranks with the same experts, but order {order!r} has no numbering of "
+            "expert layers; leave num_distributed_optimizer_instances out"
+        )
+    if dense.size("dp_replicate") > 1:
+        raise LayoutError(
+            f"num_distributed_optimizer_instances={count} and data_parallel_replicate_size="
+            f"{dense.size('dp_replicate')} both divide the data-parallel ranks; give one of them"
+        )
+    for what, size in (("dp · cp", dense.size("dp_shard", "cp")), ("expert-data-parallel", experts.size("efsdp"))):
+        if size % count:
+            raise LayoutError(
+                f"the {what} size must be divisible by the number of optimizer instances, but {size} is not "
+                f"divisible by num_distributed_optimizer_instances={count}"
+            )
+    return count
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
@@ -283,7 +339,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
     return Grid(tuple(part for each in parts for part in each))
 
 
-def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: int) -> str:
+def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
     """`tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
@@ -297,9 +353,10 @@ def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: int) -
     ]  # fmt: skip
     sizes["dp"] = dense.size("dp_shard", "dp_replicate")
     text = " × ".join(f"{name}={sizes[name]}" for name in words if sizes[name] > 1 or BY_NAME[name].always_made)
-    if dcp > 1:
-        text += f", dcp={dcp} in tp"
+    text += dcp
     if experts is not None and (experts.size("ep") > 1 or experts.size("etp") != dense.size("tp")):
         names = [name for name, size in experts.axes if size > 1 or name in ("etp", "ep", "efsdp")]
         text += "; experts " + " × ".join(f"{name}={experts.size(name)}" for name in names)
+    if instances > 1:
+        text += f"; {instances} optimizer instances"
     return text or "one rank"

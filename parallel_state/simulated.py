@@ -18,7 +18,7 @@ from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.registry import unique_name
-from parallel_state.axes import DEFAULT_ORDER, named_sizes
+from parallel_state.axes import DEFAULT_ORDER, named_sizes, other_sizes_by_name
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.division import made_at_start, virtual_pipeline
 from parallel_state.parallel_groups import ParallelGroups
@@ -26,13 +26,14 @@ from parallel_state.resolution import resolve_layout
 
 
 @host_call(OUTSIDE)
+@other_sizes_by_name
 def simulate(
     rank: int = 0,
     world_size: int = 1,
-    tensor_model_parallel_size: int | None = 1,
-    pipeline_model_parallel_size: int | None = 1,
-    data_parallel_size: int | None = None,
+    tensor_model_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
     *,
+    data_parallel_size: int | None = None,
     order: str = DEFAULT_ORDER,
     device: torch.device | str = "cpu",
     virtual_pipeline_model_parallel_size: int | None = None,

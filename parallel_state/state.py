@@ -33,12 +33,19 @@ from device_communicators.errors import (
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import environment, mesh, nccl_environment, parallel_groups, recovery, startup
 from parallel_state.agreement import Request, digest
-from parallel_state.axes import BY_NAME, DEFAULT_ORDER, RankPicker, by_axis, named_sizes
+from parallel_state.axes import (
+    BY_NAME,
+    BY_PARAMETER,
+    RankPicker,
+    by_axis,
+    named_sizes,
+    other_sizes_by_name,
+)
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.current import try_get_current_groups
 from parallel_state.division import create_parallel_groups
 from parallel_state.groups import ProcessGroupPool
-from parallel_state.layout import check_division, position_in
+from parallel_state.layout import Layout, check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
 from parallel_state.parallel_groups import ParallelGroups
 from parallel_state.resolution import resolve_layout
@@ -198,12 +205,13 @@ def _note_generation(generation: int) -> None:
 
 
 @host_call(OUTSIDE)
+@other_sizes_by_name
 def initialize_model_parallel(
-    tensor_model_parallel_size: int | None = 1,
-    pipeline_model_parallel_size: int | None = 1,
-    data_parallel_size: int | None = None,
+    tensor_model_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
     *,
-    order: str = DEFAULT_ORDER,
+    data_parallel_size: int | None = None,
+    order: str | None = None,
     backend: str | None = None,
     axis_options: Mapping[str, GroupOptions] | None = None,
     timeout: timedelta | float | None = None,
@@ -221,11 +229,13 @@ def initialize_model_parallel(
     `sizes` are those of the other axes in `parallel_state.axes`, by argument or axis name: context_parallel_size (cp),
     expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; left out: tp), data_parallel_shard_size
     (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp),
-    external_data_parallel_size (external_dp). One size may be -1 or None: what remains; dp is it unless another one is.
+    external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that is left
+    out, or None, is 1, but dp, which is what remains unless another size is -1. Only tp and pp go by position: what
+    comes third differs between Megatron and vLLM.
 
     `order` names the axes from fastest to slowest: with `tp-cp-ep-dp-pp` the ranks of a tensor-parallel group are
     neighbours. It is any permutation, or `megatron` (the default), `vllm`, `torchtitan`. `device_mesh` says sizes and
-    order instead, and its process groups are used; dims have names of axes.
+    order instead, and its process groups are used; dims have names of axes. A size given beside it must be the mesh's.
 
     Groups of equal ranks are made once. Those of tp, dp, pp, and of each axis that was given a size are made now, the
     others (model, dp_cp, embedding, …) at their first use by the group's ranks, or now with `eager`. `warm_up` sends a
@@ -290,35 +300,69 @@ def _install(groups: ParallelGroups | None) -> None:
 
 
 @host_call(OUTSIDE)
+@other_sizes_by_name
 def ensure_model_parallel_initialized(
-    tensor_model_parallel_size: int,
-    pipeline_model_parallel_size: int,
-    data_parallel_size: int | None = None,
+    tensor_model_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
     *,
+    data_parallel_size: int | None = None,
     order: str | None = None,
     backend: str | None = None,
+    virtual_pipeline_model_parallel_size: int | None = None,
     **sizes: int | None,
 ) -> None:
-    """Initialises, or checks that the groups that exist have these sizes and order (ConfigMismatchError if not)."""
+    """Initialises the groups, or checks that those that exist have these sizes and, if one is given, this order.
+
+    Compares what is given and nothing else: the sizes, and with an order the ranks of every kind of group. Raises
+    ConfigMismatchError where they differ.
+    """
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
-        others: dict[str, Any] = {**sizes, "order": order or DEFAULT_ORDER}
+        others: dict[str, Any] = {**sizes, "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size}
         initialize_model_parallel(
-            tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, backend=backend, **others
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            data_parallel_size=data_parallel_size,
+            order=order,
+            backend=backend,
+            **others,
         )
         return
-    asked = by_axis(
-        {"tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "dp": data_parallel_size, **sizes}
-    )
-    wrong = {axis: size for axis, size in asked.items() if size not in (None, -1, groups.layout.size(axis))}
-    if not wrong and order is not None:
-        wanted = resolve_layout(groups.world.world_size, {k: v for k, v in asked.items() if v is not None}, order)
-        wrong = {} if wanted.grids[0] == groups.layout.grids[0] else {f"order={order}, axes": wanted.grids[0]}  # type: ignore[dict-item]
-    for axis, size in wrong.items():
+    asked = by_axis(named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes))
+    found = groups.virtual_pipeline and groups.virtual_pipeline.size
+    if virtual_pipeline_model_parallel_size not in (None, found):
+        difference = f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} (now: {found})"
+    else:
+        difference = _difference(groups.layout, asked, order)
+    if difference:
         raise ConfigMismatchError(
-            f"the model-parallel groups exist with {groups.layout}, but {axis}={size} was asked for; "
-            "call destroy_model_parallel() first to have other sizes"
+            f"the model-parallel groups exist with {groups.layout}, but {difference} was asked for; "
+            "call destroy_model_parallel() first to have others"
         )
+
+
+def _difference(layout: Layout, asked: Mapping[str, int | None], order: str | None) -> str:
+    """Returns the first size, or kind of group, in which a layout isn't what is asked for; "" if it is."""
+    for axis, size in asked.items():
+        if axis in layout.missing or size not in (-1, layout.size(axis)):
+            return f"{axis}={size}"
+    if order is None:
+        return ""
+    # Sizes that nobody asked for are those of the layout; dp follows from them, as where it was made.
+    others = {row.name: layout.size(row.name) for row in BY_PARAMETER.values() if row.name not in layout.missing}
+    others = {name: size for name, size in others.items() if name not in ("dp", "dp_shard", "inter_dist_opt")}
+    if "intra_dp_cp" in layout.parts:
+        others["inter_dist_opt"] = layout.size("inter_dist_opt")
+    try:
+        wanted = resolve_layout(layout.world_size, {**others, **asked}, order)
+    except LayoutError as error:
+        return f"order={order!r} ({error})"
+    for name in wanted.names:
+        if name not in layout.names:
+            return f"order={order!r} (which has {name} groups)"
+        if name not in layout.ends and wanted.groups(name) != layout.groups(name):
+            return f"order={order!r} (the first {name} group {format_ranks(wanted.groups(name)[0])})"
+    return ""
 
 
 @host_call(OUTSIDE)

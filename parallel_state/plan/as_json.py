@@ -10,7 +10,8 @@ Keys; new ones may come, none goes:
                       a group touches at most), crossing (how many groups touch several), same_as (kinds with the same
                       sets of ranks), process_group ("own", "world", "none", or the kind whose it is), made (by
                       initialize_model_parallel), steps (the axes it spans, fastest first, as {axis, size, stride}),
-                      ends_of (for embedding groups, the kind that they take ranks from; `steps` are that one's)}.
+                      ends_of (for embedding groups and parts of groups, the kind that they take ranks from, whose
+                      `steps` are told)}.
                       A group's ranks are its first rank plus all sums of index · stride
     missing           name -> why this layout doesn't have that kind of group
     warnings          a list of {level ("warning" or "note"), code, text}
@@ -30,7 +31,7 @@ from typing import Any
 from device_communicators.errors import LayoutError
 from parallel_state.plan.communicators import BASIS, FIGURES, Communicators
 from parallel_state.plan.fit import Change
-from parallel_state.plan.groups import Kind, Plan, coordinates, steps_of
+from parallel_state.plan.groups import Kind, Plan, coordinates, steps_of, whole_of
 from parallel_state.plan.remarks import Remark
 
 
@@ -91,7 +92,7 @@ def _kind_json(kind: Kind, plan: Plan) -> dict[str, Any]:
         "process_group": plan.process_group(kind),
         "made": kind.made,
         "steps": [step._asdict() for step in steps_of(plan.layout, kind.name)],
-        "ends_of": kind.axis.ends_of,
+        "ends_of": whole_of(plan.layout, kind.name),
     }
 
 

@@ -131,9 +131,14 @@ def make_plan(request: Request) -> Plan:
     return Plan(request, layout, tuple(kinds))
 
 
+def whole_of(layout: Layout, name: str) -> str | None:
+    """Returns the kind of group that a kind takes its ranks from, if it is part of another one."""
+    return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
+
+
 def steps_of(layout: Layout, name: str) -> list[Steps]:
     """The axes of more than one rank that a kind of group spans, fastest first; those of its parent for an end's."""
-    of = BY_NAME[name].ends_of or name
+    of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
     return [Steps(axis, grid.size(axis), grid.stride(axis)) for axis in axes if grid.size(axis) > 1]
 

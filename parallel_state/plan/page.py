@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel_state.axes import BY_NAME
 from parallel_state.layout import Grid
-from parallel_state.plan.groups import Kind, Plan
+from parallel_state.plan.groups import Kind, Plan, whole_of
 from parallel_state.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
 from parallel_state.plan.remarks import Remark
 from parallel_state.plan.script import PAGE_STYLE, SCRIPT
@@ -78,7 +78,8 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
 
     A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
     the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
-    the ends of pipelines `places` lists which places of the whole group are in it.
+    the ends of pipelines `places` lists which places of the whole group are in it, and of a part of a group `part` is
+    the size.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
@@ -106,10 +107,11 @@ def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
 
 
 def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
-    whole = kind.axis.ends_of or kind.name
+    part_of = whole_of(plan.layout, kind.name)
+    whole = part_of or kind.name
     grid: Grid = plan.layout.grid_of(whole)
     places = None
-    if kind.axis.ends_of:
+    if kind.name in plan.layout.ends:
         parent = plan.layout.groups(whole)[0]
         places = [parent.index(rank) for rank in kind.first]
     return {
@@ -119,6 +121,7 @@ def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
         "grid": plan.layout.grids.index(grid),
         "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
         "places": places,
+        "part": kind.size if kind.name in plan.layout.parts else None,
     }
 
 

@@ -135,6 +135,15 @@ def test_nodes_and_tensor_parallelism(tp: int, per_node: int, inside: list[int],
         assert ps.get_dp_inter_node_group().ranks == across
 
 
+def test_without_sharding_the_replicated_group_is_the_data_parallel_one() -> None:
+    """As in fairseq2, whose DDP users reduce over rdp; its own code is run in `test_engine_layouts`."""
+    plain, fully, copies = (simulate(3, 8, 2, **sizes) for sizes in ({}, {"dp_shard": -1}, {"dp_replicate": -1}))
+    assert plain.rdp is plain.dp
+    assert plain.sdp.world_size == 1
+    assert (fully.sdp.ranks, fully.rdp.ranks) == (fully.dp.ranks, [3])
+    assert (copies.sdp.ranks, copies.rdp.ranks) == ([3], copies.dp.ranks)
+
+
 def test_nodes_that_cut_a_group_unevenly() -> None:
     groups = simulate(0, 12, 2, ranks_per_node=8)
     with pytest.raises(ps.LayoutError, match="unevenly"):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state import state
+from parallel_state import simulate, state
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.workers import WorkerPool
 
@@ -64,7 +64,7 @@ def _misfits() -> dict[str, Outcome]:
         "3 of 4": attempt(init, 3),
         "8 of 4": attempt(init, 2, 4),
         "zero": attempt(init, 0),
-        "product": attempt(init, 2, 1, 1),
+        "product": attempt(lambda: init(2, 1, data_parallel_size=1)),
         "order": attempt(init, 2, order="tp"),
         "order's axes": attempt(init, 2, order="tp-dp-pp-xp"),
         "order's type": attempt(init, 2, order=5 if rank == 1 else "tp-dp-pp"),
@@ -167,11 +167,12 @@ def _ensure() -> dict[str, Outcome]:
     groups = ps.get_parallel_groups()
     outcomes |= {
         "same": attempt(ensure, 2, 2),
-        "same with dp": attempt(ensure, 2, 2, 1),
-        "rest": attempt(ensure, 2, 2, -1),
+        "same with dp": attempt(lambda: ensure(2, 2, data_parallel_size=1)),
+        "rest": attempt(lambda: ensure(2, 2, data_parallel_size=-1)),
         "tp differs": attempt(ensure, 4, 2),
         "pp differs": attempt(ensure, 2, 1),
-        "dp differs": attempt(ensure, 2, 2, 2),
+        "dp differs": attempt(lambda: ensure(2, 2, data_parallel_size=2)),
+        "stages differ": attempt(lambda: ensure(2, 2, virtual_pipeline_model_parallel_size=2)),
         "order": attempt(lambda: ensure(2, 2, order="megatron")),
         "order differs": attempt(lambda: ensure(2, 2, order="pp-tp-dp")),
         "cp differs": attempt(lambda: ensure(2, 2, context_parallel_size=2)),
@@ -184,13 +185,41 @@ def _ensure() -> dict[str, Outcome]:
 def test_ensure_model_parallel_initialized(pools: Pools) -> None:
     for outcomes in pools(4).run(_ensure, timeout_s=DEADLINE_S):
         differing = {"tp differs": "tp=4", "pp differs": "pp=1", "dp differs": "dp=2", "cp differs": "cp=2"}
-        for name, asked in {**differing, "order differs": "order=pp-tp-dp, axes=pp=2"}.items():
+        differing["order differs"] = "order='pp-tp-dp' (the first pp group [0, 1])"
+        differing["stages differ"] = "virtual_pipeline_model_parallel_size=2 (now: None)"
+        for name, asked in differing.items():
             outcome = outcomes.pop(name)
             assert outcome.kind == "ConfigMismatchError"
             assert all(part in outcome.text for part in ("tp=2 × dp=1 × pp=2", asked, "destroy_model_parallel"))
         assert outcomes.pop("kept").text == "True"
         assert {name: outcome.kind for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "ok")
         assert outcomes.keys() == {"makes", "same", "same with dp", "rest", "order"}
+
+
+def test_ensure_compares_the_ranks_of_every_kind_of_group() -> None:
+    """Orders whose dense groups are the same may number the ranks of expert layers in other ways."""
+    ensure, sizes = ps.ensure_model_parallel_initialized, {"expert_model_parallel_size": 2}
+    with simulate(3, 16, 2, 2, order="tp-ep-dp-pp", **sizes).use():
+        for order in ("tp-ep-dp-pp", "megatron", "tp-ep-dp_shard-dp_replicate-pp", "TP-CP-EP-DP-PP"):
+            ensure(2, 2, order=order, **sizes)
+            ensure(2, order=order)
+        for order in ("tp-dp-ep-pp", "tp-pp-dp", "vllm", "tp-cp-ep-pp-dp"):
+            with pytest.raises(ps.ConfigMismatchError, match=f"order='{order}'.*destroy_model_parallel"):
+                ensure(2, 2, order=order, **sizes)
+    with simulate(0, 16, 2, cp=2, dp_replicate=2, order="tp-dp_shard-dp_replicate-cp-ep").use():
+        ensure(2, order="tp-dp-cp-ep")
+        for order in ("tp-dp_replicate-dp_shard-cp-ep", "tp-dp_shard-cp-ep-dp_replicate"):
+            with pytest.raises(ps.ConfigMismatchError, match="order='tp-dp_"):
+                ensure(2, order=order)
+    with simulate(0, 16, 2, cp=2, num_distributed_optimizer_instances=4).use():
+        ensure(2, order="megatron", num_distributed_optimizer_instances=4)
+        for others in ({"num_distributed_optimizer_instances": 2}, {"dp_replicate": 4}, {"order": "tp-ep-dp-cp"}):
+            with pytest.raises(ps.ConfigMismatchError):
+                ensure(2, **others)
+    with simulate(0, 16, 2, pcp=4, dcp=4, order="vllm").use():
+        ensure(2, dcp=4, order="vllm")
+        with pytest.raises(ps.ConfigMismatchError, match="dcp=8"):
+            ensure(2, dcp=8, order="vllm")
 
 
 # Its end.

@@ -110,7 +110,6 @@ OTHERS = {
         "get_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_world_size",
         "is_rank_in_embedding_group", "is_rank_in_position_embedding_group", "get_all_ranks",
         "get_amax_reduction_group", "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
-        "get_intra_distributed_optimizer_instance_group", "get_inter_distributed_optimizer_instance_group",
 }  # fmt: skip
 
 
@@ -162,7 +161,7 @@ def test_megatrons_flags(vp_stage: int | None) -> None:
     get = groups.get
     with groups.use():
         assert ps.get_data_parallel_group(with_context_parallel=True) is get("dp_cp")
-        assert ps.get_data_parallel_group(True, True) is get("fsdp")
+        assert ps.get_data_parallel_group(True, True).ranks == get("fsdp").ranks
         assert ps.get_data_parallel_world_size(True) == get("dp_cp").world_size == 8
         assert ps.get_data_parallel_world_size(True, True) == get("fsdp").world_size == 4
         assert ps.get_data_parallel_rank(True) == get("dp_cp").rank_in_group
@@ -171,12 +170,12 @@ def test_megatrons_flags(vp_stage: int | None) -> None:
         assert ps.get_tensor_and_data_parallel_group() is get("tp_dp")
         assert ps.get_tensor_and_data_parallel_group(with_context_parallel=True) is get("tp_dp_cp")
         assert ps.get_expert_data_parallel_group() is get("edp")
-        assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True) is get("efsdp")
+        assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True).ranks == get("efsdp").ranks
         assert ps.get_expert_data_parallel_world_size() == get("edp").world_size == 8
         assert ps.get_expert_data_parallel_world_size(True) == get("efsdp").world_size == 4
         assert ps.get_expert_data_parallel_rank(True) == get("efsdp").rank_in_group
-        assert ps.get_intra_distributed_optimizer_instance_group() is get("replica")
-        assert ps.get_inter_distributed_optimizer_instance_group() is get("dp_replicate")
+        assert ps.get_intra_distributed_optimizer_instance_group().ranks == get("replica").ranks
+        assert ps.get_inter_distributed_optimizer_instance_group().ranks == get("dp_replicate").ranks
         scales = {(cp, tp): ps.get_amax_reduction_group(cp, tp) for cp in (False, True) for tp in (False, True)}
         names = {(False, False): "tp_dp", (True, False): "tp_dp_cp", (False, True): "tp", (True, True): "tp_cp"}
         assert scales == {flags: get(name) for flags, name in names.items()}
@@ -188,6 +187,18 @@ def test_megatrons_flags(vp_stage: int | None) -> None:
         assert not ps.is_pipeline_first_stage(False, vp_stage)
         assert attempt(ps.is_pipeline_first_stage, False, 2).kind == "ok", "a middle rank has no first stage"
         assert not ps.is_rank_in_embedding_group()
+
+
+def test_optimizer_instances_by_megatrons_getters() -> None:
+    """6 data-parallel ranks with cp 2 in 3 instances: of 2 data-parallel ranks with all their cp."""
+    sizes = {"context_parallel_size": 2, "num_distributed_optimizer_instances": 3}
+    with simulate(13, 24, 2, **sizes).use():
+        assert ps.get_data_parallel_group(True, True).ranks == [9, 11, 13, 15]
+        assert ps.get_data_parallel_rank(True, True) == 2
+        assert ps.get_expert_data_parallel_group(partial_expert_data_parallel=True).ranks == [9, 11, 13, 15]
+        assert ps.get_intra_distributed_optimizer_instance_group().ranks == list(range(8, 16))
+        assert ps.get_inter_distributed_optimizer_instance_group().ranks == [5, 13, 21]
+        assert "inter_dist_opt" in ps.get_parallel_groups().groups, "a size was given: made at start"
 
 
 @pytest.mark.parametrize("rank", [0, 7])

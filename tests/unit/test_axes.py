@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import parallel_state as ps
 from device_communicators.errors import InvalidArgumentError, LayoutError
 from parallel_state import axes as axes_module
 from parallel_state import resolution
@@ -25,12 +26,13 @@ from parallel_state.axes import (
     PRESETS,
     by_axis,
     embedding_ranks,
+    named_sizes,
     position_embedding_ranks,
 )
 from parallel_state.layout import Grid, Layout
 from parallel_state.resolution import resolve_layout
 
-EXPERT_ROWS = {"ep", "etp", "efsdp", "edp", "tp_ep", "tp_ep_pp"}
+EXPERT_ROWS = {"ep", "etp", "efsdp", "edp", "tp_ep", "tp_ep_pp", "intra_edp"}
 NODE_ROWS = {"dp_intra_node", "dp_inter_node"}
 
 Sizes = Mapping[str, int | None]
@@ -61,7 +63,7 @@ def test_a_row_refers_to_rows_and_describes_itself(row: axes_module.Axis) -> Non
     assert {*row.spans, *filter(None, (row.within, row.ends_of))} <= BY_NAME.keys()
     assert sum(map(bool, (row.spans, row.within, row.ends_of))) <= 1
     assert row.about.endswith(".")
-    assert row.size_parameter in (None, f"{row.long_name}_size")
+    assert row.size_parameter in (None, f"{row.long_name}_size", "num_distributed_optimizer_instances")
 
 
 def test_every_row_is_in_some_layout_and_each_layout_has_or_explains_every_row() -> None:
@@ -120,7 +122,7 @@ def test_sizes_by_both_kinds_of_names() -> None:
     names = {row.name: number for number, row in enumerate(BY_PARAMETER.values(), 2)}
     assert by_axis(parameters) == by_axis(names) == names
     assert set(names) == {
-        "tp", "cp", "pcp", "dcp", "ep", "etp", "dp", "dp_shard", "dp_replicate", "external_dp", "pp",
+        "tp", "cp", "pcp", "dcp", "ep", "etp", "dp", "dp_shard", "dp_replicate", "external_dp", "pp", "inter_dist_opt",
     }  # fmt: skip
     assert by_axis({"tensor_model_parallel_size": 2, "pp": -1, "dp": None}) == {"tp": 2, "pp": -1, "dp": None}
     assert by_axis({}) == {}
@@ -141,6 +143,37 @@ def test_a_size_that_is_given_twice(first: int | None) -> None:
         by_axis({"tp": first, "tensor_model_parallel_size": 2})
     with pytest.raises(InvalidArgumentError, match="given twice"):
         resolve_layout(4, {"tp": first, "tensor_model_parallel_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("function", "before"),
+    [
+        (ps.initialize_model_parallel, ()),
+        (ps.ensure_model_parallel_initialized, ()),
+        (ps.simulate, (0, 8)),
+        (ps.reinitialize, ([0],)),
+    ],
+)
+def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incumbent_means(
+    function: Callable[..., object], before: tuple[object, ...]
+) -> None:
+    """Megatron's third argument is the virtual pipeline size, vLLM's that of prefill context."""
+    for sizes in ((2, 2, 2), (2, 2, None), (2, 2, 3, 4, "nccl")):
+        with pytest.raises(InvalidArgumentError, match="by position") as caught:
+            function(*before, *sizes)
+        message = str(caught.value)
+        assert message.startswith(f"{function.__name__}() takes")
+        assert f"virtual_pipeline_model_parallel_size={sizes[2]}," in message
+        assert f"prefill_context_model_parallel_size={sizes[2]}" in message
+        assert ("decode_context_model_parallel_size=4" in message) == (len(sizes) > 3)
+        assert f"data_parallel_size={sizes[2]}" in message
+
+
+def test_none_leaves_a_size_out_and_an_explicit_one_does_not() -> None:
+    assert named_sizes(None, None, None, {"cp": None}) == {}
+    assert named_sizes(1, 1, 1, {"cp": 1}) == {
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1, "cp": 1,
+    }  # fmt: skip
 
 
 # --- Data-parallel sizes ----------------------------------------------------------------------------------------------
@@ -183,7 +216,8 @@ def test_a_size_that_is_given_twice(first: int | None) -> None:
         ({"pp": -1, "dp_shard": 2, "dp_replicate": 3, "dp": -1}, (2, 3)),
         ({"pp": -1, "dp": 6, "dp_shard": -1}, (6, 1)),
         ({"pp": -1, "dp": 6, "dp_replicate": 3}, (2, 3)),
-        ({"tp": None, "dp": 6, "dp_replicate": -1}, (1, 6)),
+        ({"tp": -1, "dp": 6, "dp_replicate": -1}, (1, 6)),
+        ({"tp": None, "pp": None, "dp_replicate": -1}, (1, 24)),
     ],
 )
 def test_which_data_parallel_sizes_follow_from_which(sizes: Sizes, expected: tuple[int, int]) -> None:
@@ -213,7 +247,8 @@ def test_which_data_parallel_sizes_follow_from_which(sizes: Sizes, expected: tup
         ({"pp": -1, "dp_replicate": -1}, ["at most one", "'pp' and 'dp'"]),
         ({"pp": -1, "dp_shard": 2, "dp_replicate": -1}, ["at most one", "'pp' and 'dp'"]),
         ({"pp": -1, "dp": -1}, ["at most one", "'pp' and 'dp'"]),
-        ({"pp": -1, "tp": None}, ["at most one", "'tp' and 'pp'"]),
+        ({"pp": -1, "tp": -1}, ["at most one", "'tp' and 'pp'"]),
+        ({"tp": None, "dp": 6}, ["must be the world size, 24", "factor of 4"]),
         ({"dp_shard": 0}, ["axis 'dp_shard'", "is 0"]),
         ({"dp_replicate": True}, ["axis 'dp_replicate'", "is True"]),
         ({"dp_shard": 2.0}, ["axis 'dp_shard'", "is 2.0"]),
@@ -226,10 +261,9 @@ def test_data_parallel_sizes_that_do_not_fit(sizes: Sizes, parts: list[str]) -> 
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "pp", "dp"])
-@pytest.mark.parametrize("rest", [-1, None])
-def test_the_rest_goes_to_the_size_that_is_left_open(axis: str, rest: int | None) -> None:
+def test_the_rest_goes_to_the_size_that_is_left_open(axis: str) -> None:
     sizes = {"tp": 2, "cp": 2, "pp": 2, "dp": 2}
-    layout = resolve_layout(24, {**sizes, axis: rest})
+    layout = resolve_layout(24, {**sizes, axis: -1})
     assert {name: layout.size(name) for name in sizes} == {**sizes, axis: 3}
 
 
@@ -245,6 +279,7 @@ def test_the_rest_of_an_axis_that_the_default_order_lacks(axis: str, order: str)
 def test_what_is_left_out_is_one() -> None:
     layout = resolve_layout(6, {})
     assert sizes_of(layout, "tp", "cp", "pcp", "dcp", "pp", "external_dp", "dp_replicate", "ep", "etp") == (1,) * 9
+    assert resolve_layout(6, dict.fromkeys(["tp", "cp", "pp", "dp", "ep", "dcp", "inter_dist_opt"])) == layout
 
 
 # --- Experts ----------------------------------------------------------------------------------------------------------
@@ -443,6 +478,65 @@ def test_decode_context_parallel_ranks_are_neighbours_within_tp() -> None:
     assert "tp=1 must be divisible by dcp=2" in message_of(16, {"dcp": 2})
 
 
+def test_decode_context_parallel_groups_are_those_of_pcp_or_of_pcp_and_tp() -> None:
+    sizes = {"tp": 2, "pcp": 4, "pp": 2}
+    layouts = {dcp: resolve_layout(16, {**sizes, "dcp": dcp}, "vllm") for dcp in (1, 4, 8, -1)}
+    assert layouts[1].groups("dcp") == [[rank] for rank in range(16)]
+    assert layouts[4].groups("dcp") == layouts[4].groups("pcp")
+    assert layouts[4].axes_of("dcp") == ("pcp",)
+    assert layouts[8].groups("dcp") == [list(range(8)), list(range(8, 16))]
+    assert layouts[-1] == layouts[8]
+    assert "dcp must be one of [1, 4, 8] with pcp=4 and tp=2, but is 2" in message_of(16, {**sizes, "dcp": 2}, "vllm")
+
+
+# --- Optimizer instances ----------------------------------------------------------------------------------------------
+
+
+def test_optimizer_instances_divide_dp_and_cp_together() -> None:
+    """Three data-parallel ranks and two instances: the first has one and a half of the parts of each sequence."""
+    layout = resolve_layout(12, {"cp": 4, "ep": 1, "num_distributed_optimizer_instances": 2})
+    assert layout.size("dp") == 3
+    assert layout.groups("intra_dp_cp") == [list(range(6)), list(range(6, 12))]
+    assert layout.groups("intra_edp") == layout.groups("intra_dist_opt") == layout.groups("intra_dp_cp")
+    assert layout.groups("inter_dist_opt") == [[rank, rank + 6] for rank in range(6)]
+    assert layout.group_of(7, "intra_dp_cp") == list(range(6, 12))
+    assert sizes_of(layout, "intra_dp_cp", "intra_edp", "intra_dist_opt", "inter_dist_opt") == (6, 6, 6, 2)
+    assert str(layout) == "tp=1 × cp=4 × dp=3 × pp=1; 2 optimizer instances"
+    apart = resolve_layout(24, {"tp": 2, "cp": 4, "ep": 1, "inter_dist_opt": 2}, "cp-ep-tp-dp")
+    assert apart.groups("intra_dp_cp")[:2] == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, 12, 13]]
+
+
+@pytest.mark.parametrize("order", PRESETS)
+def test_each_copy_of_the_weights_is_an_optimizer_instance_unless_their_number_is_given(order: str) -> None:
+    layout = resolve_layout(16, {"tp": 2, "dp_replicate": 2, "inter_dist_opt": 1}, order)
+    assert layout == resolve_layout(16, {"tp": 2, "dp_replicate": 2}, order)
+    for name, same in (("intra_dp_cp", "fsdp"), ("intra_dist_opt", "replica"), ("inter_dist_opt", "dp_replicate")):
+        assert layout.groups(name) == layout.groups(same)
+    if order == "vllm":
+        assert layout.missing["intra_edp"] == layout.missing["efsdp"]
+    else:
+        assert layout.groups("intra_edp") == layout.groups("efsdp")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "parts"),  # of 24 ranks
+    [
+        ({"inter_dist_opt": 0}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is 0"]),
+        ({"inter_dist_opt": -1}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is -1"]),
+        ({"inter_dist_opt": True}, DEFAULT_ORDER, ["num_distributed_optimizer_instances must be", "is True"]),
+        ({"inter_dist_opt": 5}, DEFAULT_ORDER, ["dp · cp size", "24 is not divisible", "instances=5"]),
+        ({"inter_dist_opt": 8, "ep": 2}, DEFAULT_ORDER, ["expert-data-parallel size", "12 is not divisible"]),
+        ({"inter_dist_opt": 2, "dp_replicate": 2}, DEFAULT_ORDER, ["data_parallel_replicate_size=2", "give one"]),
+        ({"inter_dist_opt": 2}, "vllm", ["order 'vllm' has no numbering of expert layers"]),
+        ({"inter_dist_opt": 2, "tp": 2, "cp": 2, "pp": 2}, "tp-cp-pp-dp", ["are 4 ranks apart"]),
+    ],
+)
+def test_optimizer_instances_that_do_not_fit(sizes: Sizes, order: str, parts: list[str]) -> None:
+    message = message_of(24, sizes, order)
+    for part in parts:
+        assert part in message
+
+
 def test_the_ranks_of_a_node_and_across_nodes_as_in_hybrid_sharding() -> None:
     layout = resolve_layout(16, {"tp": 2}, ranks_per_node=8)
     assert layout.groups("dp_intra_node") == [
@@ -575,6 +669,7 @@ def test_an_offset_that_is_no_rank(rank_offset: object) -> None:
         (8, {"tp": 2, "ep": 2, "pp": 2}, DEFAULT_ORDER, "tp=2 × dp=2 × pp=2; experts etp=2 × ep=2 × efsdp=1 × pp=2"),
         (8, {"tp": 4, "dcp": 2}, "vllm", "tp=4 × pp=1 × dp=2, dcp=2 in tp"),
         (8, {"tp": 4, "dcp": -1}, "vllm", "tp=4 × pp=1 × dp=2, dcp=4 in tp"),
+        (8, {"tp": 2, "pcp": 2, "dcp": 4}, "vllm", "tp=2 × pcp=2 × pp=1 × dp=2, dcp=4 in pcp · tp"),
         (8, {"external_dp": 2}, "vllm", "tp=1 × pp=1 × dp=4 × external_dp=2"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Our lists of ranks are those of Megatron-core, of torch's DeviceMesh and of vLLM, for random sizes and orders.
+"""Our lists of ranks are those of Megatron-core, torchtitan and torch's DeviceMesh, for random sizes and orders.
 
 Megatron: its own `initialize_model_parallel`, of the installed megatron-core, runs up to and including each group it
-makes, with a recorder in place of `create_group`; what it refuses, we refuse. DeviceMesh: torch's, as torchtitan lays
-its meshes out. vLLM: its reshapes and transposes, written again with numpy.
+makes, with a recorder in place of `create_group`; what it refuses, we refuse. torchtitan: its own `ParallelDims`
+(`tests/references.py`), over a mesh that is an array, and over torch's DeviceMesh.
 
 `LAYOUT_CASES=100000 pytest tests/unit/test_incumbent_layouts.py` compares more cases than the few thousand of CI, and
 `LAYOUT_SEED` chooses others; with fewer than a thousand a sample may lack some kind of case, which fails. What does
-not belong here: layouts that no incumbent has (`test_axes`).
+not belong here: inference engines (`test_engine_layouts`), and layouts that no incumbent has (`test_axes`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from device_communicators.errors import LayoutError
 from parallel_state.axes import DEFAULT_ORDER, PRESETS
 from parallel_state.layout import Layout
 from parallel_state.resolution import resolve_layout
+from tests.references import TORCHTITAN
 
 CASES = int(os.environ.get("LAYOUT_CASES", "2500"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))
@@ -74,8 +76,14 @@ MEGATRON_GROUPS = {
     "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
     "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
     "EXPERT_DATA_PARALLEL_GROUP": "edp",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
 }
-OPTIMIZER_INSTANCES = "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"  # there is one here: all ranks, in its order
+# Those that it makes of several optimizer instances.
+INSTANCE_GROUPS = {
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L0": "intra_edp",
+    "HIERARCHICAL_EXPERT_DATA_PARALLEL_GROUP_L1": "inter_dist_opt",
+}
 EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 # What it says where it refuses.
@@ -85,6 +93,8 @@ REFUSALS = (
     "specified the order",
     "When not using pp-last rank ordering",
     "Pipeline parallel groups are expected to be the same",
+    "Data parallel size should be divisible by partial DistOpt shard factor",
+    "Expert data parallel size should be divisible by partial DistOpt shard factor",
 )
 
 
@@ -98,6 +108,7 @@ class MegatronCase(NamedTuple):
     ep: int
     etp: int
     order: str
+    instances: int = 1
 
     @property
     def dp(self) -> int:
@@ -108,7 +119,11 @@ class MegatronCase(NamedTuple):
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def ours(self, **options: int) -> Layout:
-        return resolve_layout(self.world_size, self._asdict_of("tp", "cp", "pp", "ep", "etp"), self.order, **options)
+        sizes = {
+            **self._asdict_of("tp", "cp", "pp", "ep", "etp"),
+            "num_distributed_optimizer_instances": self.instances,
+        }
+        return resolve_layout(self.world_size, sizes, self.order, **options)
 
     def ours_without_experts(self) -> Layout:
         return resolve_layout(self.world_size, self._asdict_of("tp", "cp", "pp"), self.order)
@@ -172,10 +187,10 @@ class Megatron:
                 expert_model_parallel_size=case.ep,
                 expert_tensor_parallel_size=case.etp,
                 order=case.order,
+                num_distributed_optimizer_instances=case.instances,
                 create_gloo_process_groups=False,
             )
         except (AssertionError, RuntimeError) as error:
-            assert not self._made, "Megatron refuses before it makes a group"
             return str(error)
         return self._made
 
@@ -191,8 +206,8 @@ def megatron() -> Megatron:
     spec = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
     paths = [Path(place, "core", "parallel_state.py") for place in (spec and spec.submodule_search_locations) or ()]
     found = [path for path in paths if path.exists()]
-    if not found:
-        pytest.skip("megatron-core isn't installed; pip install --no-deps megatron-core==0.16.1")
+    if not found or importlib.util.find_spec("einops") is None:
+        pytest.skip("megatron-core isn't installed; pip install --no-deps megatron-core==0.16.1 einops")
     return Megatron(found[0])
 
 
@@ -228,7 +243,9 @@ def megatron_case(random_: random.Random, largest_world: int = 48) -> MegatronCa
     elif chance < 0.1:
         ep, etp = random_.choice(((ep, random_.choice((2, 3, 5))), (random_.choice((2, 3, 5)), etp)))
     sizes = {"tp": max(tp, etp), "cp": cp, "ep": ep, "dp": dp, "pp": pp}
-    return MegatronCase(world_size, tp, cp, pp, ep, etp, megatron_order(random_, sizes))
+    instances = random_.choice([size for size in range(2, dp * cp + 1) if dp * cp % size == 0] or [1])
+    instances = random_.choice((1, 1, 1, instances, instances, instances, 2))
+    return MegatronCase(world_size, tp, cp, pp, ep, etp, megatron_order(random_, sizes), instances)
 
 
 def megatron_cases(count: int, seed: object, largest_world: int = 48) -> Iterator[MegatronCase]:
@@ -246,17 +263,24 @@ def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -
             outcomes.update(reason for reason in REFUSALS if reason in theirs)
             continue
         layout = case.ours()
-        everyone = [rank for ranks in theirs["EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"] for rank in ranks]
-        assert theirs.pop(OPTIMIZER_INSTANCES) == [everyone]
+        names = {**MEGATRON_GROUPS, **(INSTANCE_GROUPS if case.instances > 1 else {})}
         for name, groups in theirs.items():
-            assert layout.groups(MEGATRON_GROUPS[name]) == groups, f"{MEGATRON_GROUPS[name]} of {case}"
-        assert theirs.keys() == MEGATRON_GROUPS.keys()
+            groups = sorted(sorted(ranks) for ranks in groups)  # of an instance they are in another order
+            assert layout.groups(names[name]) == groups, f"{names[name]} of {case}"
+        assert theirs.keys() == names.keys()
         outcomes["accepted"] += 1
+        outcomes["several instances"] += case.instances > 1
+        outcomes["instances that cut dp and cp"] += case.dp % case.instances > 0
+        outcomes["instances with dp before cp"] += min(case.instances, case.dp, case.cp) > 1 and (
+            case.order.find("dp") < case.order.find("cp")
+        )
         outcomes["with experts"] += layout.size("ep") > 1 or layout.size("etp") != layout.size("tp")
         outcomes["pp isn't last"] += case.pp > 1 and not case.order.endswith("pp")
     assert min(outcomes["accepted"], outcomes["refused"]) >= MIN_SHARE * CASES, outcomes
     assert outcomes["with experts"] >= MIN_SHARE * outcomes["accepted"], outcomes
-    assert outcomes["pp isn't last"] >= RARE_SHARE * CASES, outcomes
+    assert outcomes["several instances"] >= MIN_SHARE * outcomes["accepted"], outcomes
+    for kind in ("pp isn't last", "instances that cut dp and cp", "instances with dp before cp"):
+        assert outcomes[kind] >= RARE_SHARE * CASES, outcomes
     assert all(outcomes[reason] >= RARE_SHARE * CASES for reason in REFUSALS), outcomes
 
 
@@ -282,7 +306,7 @@ def test_without_experts_the_dense_groups_are_megatrons_whatever_its_expert_laye
     """Who gives neither `ep` nor `etp` is refused only what the dense layers can't have."""
     outcomes: Counter[str] = Counter()
     for case in megatron_cases(CASES // 3, "no experts"):
-        case = case._replace(ep=1, etp=case.tp)
+        case = case._replace(ep=1, etp=case.tp, instances=1)
         dense_tokens = ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp")
         try:
             generator = megatron.decoder(case) if case.world_size % (case.tp * case.cp * case.pp) == 0 else None
@@ -377,35 +401,104 @@ def mesh_groups(dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[st
     return rows.reshape(-1, prod(sizes[index] for index in inside)).tolist()
 
 
+class ArrayMesh:
+    """What torchtitan asks of a DeviceMesh, for all ranks at once."""
+
+    def __init__(self, dims: tuple[str, ...], sizes: tuple[int, ...], spanned: tuple[str, ...] = ()) -> None:
+        self.mesh_dim_names, self._sizes, self._spanned = dims, sizes, spanned or dims
+        self.ndim = 1
+
+    def _unflatten(self, _: int, sizes: tuple[int, ...], dims: tuple[str, ...], **__: object) -> ArrayMesh:
+        if prod(sizes) != prod(self._sizes):
+            raise ValueError(f"{sizes} don't make {prod(self._sizes)} ranks")
+        return ArrayMesh(dims, sizes)
+
+    def __getitem__(self, dims: str | tuple[str, ...]) -> ArrayMesh:
+        return ArrayMesh(self.mesh_dim_names, self._sizes, (dims,) if isinstance(dims, str) else dims)
+
+    def _flatten(self, _: str) -> ArrayMesh:
+        return self
+
+    def size(self) -> int:
+        return len(self.groups()[0])
+
+    def groups(self) -> Groups:
+        return mesh_groups(self.mesh_dim_names, self._sizes, self._spanned)
+
+
+# torchtitan's names of the dims that it makes groups of -> ours.
+TITAN_GROUPS = {name: name for name in ("pp", "dp_replicate", "fsdp", "cp", "tp", "ep", "efsdp", "etp")}
+TITAN_GROUPS |= {"batch": "dp", "loss": "dp_cp"}
+
+
+@pytest.fixture(scope="module")
+def titan_groups() -> Callable[[TitanCase, int], dict[str, Groups] | str]:
+    """Every group that torchtitan's ParallelDims makes in a world of some size; what it says where it refuses."""
+    state: dict[str, object] = {
+        "dataclass": dataclass,
+        "field": field,
+        "device_type": "cpu",
+        "logger": SimpleNamespace(info=lambda *_: None),
+        "init_device_mesh": lambda _, sizes, mesh_dim_names: ArrayMesh(mesh_dim_names, sizes),
+    }
+    exec(TORCHTITAN.cut("ParallelDims"), state)
+    make: Any = state["ParallelDims"]
+
+    def groups(case: TitanCase, world_size: int) -> dict[str, Groups] | str:
+        try:
+            dims = make(**case._asdict(), world_size=world_size)
+            dims.build_mesh()
+        except (AssertionError, ValueError) as error:
+            return str(error) or "some degree is below 1"
+        return {name: mesh.groups() for name, mesh in dims._meshes.items()}
+
+    return groups
+
+
+def test_every_group_that_torchtitan_makes_and_every_refusal(
+    titan_groups: Callable[[TitanCase, int], dict[str, Groups] | str],
+) -> None:
+    outcomes: Counter[str] = Counter()
+    random_ = random.Random(f"{SEED} titan worlds")
+    for case in titan_cases(CASES // 2, "meshes"):
+        world_size = case.world_size + (random_.random() < 0.05)
+        theirs = titan_groups(case, world_size)
+        if isinstance(theirs, str):
+            assert refusal_of(partial(resolve_layout, world_size, case._asdict(), "torchtitan"))
+            outcomes["refused"] += 1
+            continue
+        layout = resolve_layout(world_size, case._asdict(), "torchtitan")
+        assert theirs.keys() == TITAN_GROUPS.keys()
+        for name, groups in theirs.items():
+            assert layout.groups(TITAN_GROUPS[name]) == groups, (case, name)
+        outcomes["accepted"] += 1
+    assert min(outcomes["accepted"], outcomes["refused"]) >= MIN_SHARE * CASES // 2, outcomes
+
+
 def named_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Our names of the groups within a mesh of these dims -> which of the dims they span."""
     flattened = {name: parts for name, parts in FLATTENED.items() if set(parts) <= set(dims)}
     return {**{dim: (dim,) for dim in dims}, **flattened}
 
 
-def test_the_groups_of_torchtitans_meshes() -> None:
-    outcomes: Counter[bool] = Counter()
-    for case in titan_cases(CASES // 5, "meshes"):
-        outcomes[case.fits] += 1
-        if not case.fits:
-            assert "expert layers" in refusal_of(case.ours)
-            continue
-        layout = case.ours()
-        for dims, sizes in case.meshes.items():
-            for name, spanned in named_dims(dims).items():
-                assert layout.groups(name) == mesh_groups(dims, sizes, spanned), (case, name)
-    assert min(outcomes[True], outcomes[False]) >= MIN_SHARE * CASES // 5, outcomes
-
-
 # In a process of its own: the default group and the fake backend that torch registers must not reach other tests.
 DEVICE_MESH_SCRIPT = """
-import json, sys
+import dataclasses, json, sys
+from types import ModuleType, SimpleNamespace
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+for name in ("torchtitan", "torchtitan.tools", "torchtitan.tools.logging", "torchtitan.tools.utils"):
+    sys.modules[name] = ModuleType(name)
+sys.modules["torchtitan.tools.logging"].logger = SimpleNamespace(info=lambda text: None)
+sys.modules["torchtitan.tools.utils"].device_type = "cpu"
+request = json.load(sys.stdin)
+titan = sys.modules["titan"] = ModuleType("titan")
+exec(request["torchtitan"], vars(titan))
+
 found = []
-for world_size, rank, meshes in json.load(sys.stdin):
+for world_size, rank, meshes, degrees in request["cases"]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     groups = {}
     for dims, sizes, names in meshes:
@@ -413,6 +506,9 @@ for world_size, rank, meshes in json.load(sys.stdin):
         for name, spanned in names.items():
             part = mesh[spanned[0]] if len(spanned) == 1 else mesh[tuple(spanned)]._flatten(name)
             groups[name] = dist.get_process_group_ranks(part.get_group())
+    dims = titan.ParallelDims(**degrees, world_size=world_size)
+    dims.build_mesh()
+    groups["torchtitan"] = {name: dist.get_process_group_ranks(mesh.get_group()) for name, mesh in dims._meshes.items()}
     found.append(groups)
     dist.destroy_process_group()
 json.dump(found, sys.stdout)
@@ -420,6 +516,7 @@ json.dump(found, sys.stdout)
 
 
 def test_the_groups_of_torchs_device_mesh() -> None:
+    """Over torch's `fake` backend: the dims that torchtitan has had and their flattened ones, and its ParallelDims."""
     random_ = random.Random(f"{SEED} ranks")
     cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
     cases += [case for case in titan_cases(60, "device meshes") if case.fits]
@@ -428,12 +525,17 @@ def test_the_groups_of_torchs_device_mesh() -> None:
         ranks = range(case.world_size) if number < 2 else [random_.randrange(case.world_size)]
         asked += [(case, rank) for rank in ranks]
     request = [
-        (case.world_size, rank, [(dims, sizes, named_dims(dims)) for dims, sizes in case.meshes.items()])
+        (
+            case.world_size,
+            rank,
+            [(dims, sizes, named_dims(dims)) for dims, sizes in case.meshes.items()],
+            case._asdict(),
+        )
         for case, rank in asked
     ]
     done = subprocess.run(
         [sys.executable, "-c", DEVICE_MESH_SCRIPT],
-        input=json.dumps(request),
+        input=json.dumps({"torchtitan": TORCHTITAN.read(), "cases": request}),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -443,41 +545,7 @@ def test_the_groups_of_torchs_device_mesh() -> None:
     assert len(answers) == len(asked) >= 50
     for (case, rank), theirs in zip(asked, answers, strict=True):
         layout = case.ours()
+        titan = theirs.pop("torchtitan")
+        assert {name: layout.group_of(rank, ours) for name, ours in TITAN_GROUPS.items()} == titan, (case, rank)
         assert theirs.keys() == {*DENSE_MESH, *SPARSE_MESH, *FLATTENED}
         assert {name: layout.group_of(rank, name) for name in theirs} == theirs, (case, rank)
-
-
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-
-def vllm_groups(world_size: int, dp: int, pp: int, pcp: int, tp: int, dcp: int) -> dict[str, Groups]:
-    """The lists of `initialize_model_parallel` in vLLM 0.33's distributed/parallel_state.py, line by line."""
-    all_ranks = np.arange(world_size).reshape(-1, dp, pp, pcp, tp)
-    lists = {
-        "tp": all_ranks.reshape(-1, tp),
-        "dcp": all_ranks.reshape(-1, dcp),
-        "pcp": all_ranks.swapaxes(3, 4).reshape(-1, pcp),
-        "pp": all_ranks.swapaxes(2, 4).reshape(-1, pp),
-        "dp": all_ranks.swapaxes(1, 4).reshape(-1, dp),
-        "ep": all_ranks.swapaxes(1, 2).reshape(-1, dp * pcp * tp),
-    }
-    return {name: sorted(groups.tolist()) for name, groups in lists.items()}
-
-
-def test_the_groups_of_vllm() -> None:
-    random_ = random.Random(f"{SEED} vllm")
-    outcomes: Counter[bool] = Counter()
-    for _ in range(CASES // 5):
-        external, dp, pp, pcp, tp = (random_.choice((1, 1, 2, 3, 4)) for _ in range(5))
-        dcp = random_.choice((1, 2, 3, tp))
-        world_size = external * dp * pp * pcp * tp
-        sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp, "dcp": dcp, "external_dp": random_.choice((external, -1))}
-        outcomes[tp % dcp == 0] += 1
-        if tp % dcp:
-            told = refusal_of(partial(resolve_layout, world_size, sizes, "vllm"))
-            assert f"tp={tp} must be divisible by dcp={dcp}" in told
-            continue
-        layout = resolve_layout(world_size, sizes, "vllm")
-        for name, groups in vllm_groups(world_size, dp, pp, pcp, tp, dcp).items():
-            assert layout.groups(name) == groups, (sizes, name)
-    assert min(outcomes[True], outcomes[False]) >= MIN_SHARE * CASES // 5, outcomes

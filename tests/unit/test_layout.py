@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 import pytest
@@ -372,11 +372,14 @@ def resolved_layouts(draw: st.DrawFn) -> Layout:
     for axis in draw(st.permutations(axes)):
         sizes[axis] = draw(st.sampled_from([1, 1, 2, 3] if prod(sizes.values()) <= 12 else [1]))
     world_size = prod(sizes.values())
-    sizes["dcp"] = draw(st.sampled_from([1, sizes["tp"]]))
+    sizes["dcp"] = draw(st.sampled_from([1, sizes["tp"] * sizes.get("pcp", 1)]))
     if order != "vllm" and draw(st.booleans()):
         sizes["etp"] = draw(st.sampled_from([1, sizes["tp"]]))
         inside = prod(sizes.get(axis, 1) for axis in ("tp", "cp", "dp_shard")) // sizes["etp"]
         sizes["ep"] = draw(st.sampled_from([size for size in range(1, inside + 1) if inside % size == 0]))
+        if sizes["dp_replicate"] == 1:
+            both = gcd(sizes["dp_shard"] * sizes.get("cp", 1), inside // sizes["ep"])
+            sizes["inter_dist_opt"] = draw(st.sampled_from([size for size in range(1, both + 1) if both % size == 0]))
     return resolve_layout(
         world_size,
         sizes,
@@ -397,7 +400,10 @@ def test_what_a_layout_says_of_each_group_agrees(layout: Layout) -> None:
         found = {rank: ranks for ranks in groups for rank in ranks}
         assert sum(map(len, groups)) == len(found)
         assert {rank: layout.group_of(rank, name) for rank in world} == {rank: found.get(rank, []) for rank in world}
-        if name not in layout.ends:
+        if name in layout.parts:
+            assert sorted(itertools.chain(*groups)) == list(world)
+            assert groups == sorted(groups)
+        elif name not in layout.ends:
             check_partition(layout, name, groups)
     for name, (whole, pick) in layout.ends.items():
         assert layout.groups(name) == [sorted(set(pick(ranks))) for ranks in layout.groups(whole)]
@@ -431,7 +437,7 @@ def check_partition(layout: Layout, name: str, groups: list[list[int]]) -> None:
 LARGE = {
     "megatron": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "etp": 1},
     "torchtitan": {"tp": 8, "cp": 4, "pp": 16, "ep": 64, "dp_replicate": 4},
-    "vllm": {"tp": 8, "pcp": 4, "pp": 16, "dcp": 2, "external_dp": 2},
+    "vllm": {"tp": 8, "pcp": 4, "pp": 16, "dcp": 32, "external_dp": 2},
 }
 
 

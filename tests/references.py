@@ -1,0 +1,146 @@
+"""Source files of other programs, which tests run as oracles. Fetched from their wheels, never committed.
+
+    python tests/references.py      fetch what the cache lacks; `make test` does it
+
+An index that answers range requests gives one file out of a wheel without the rest: these are 0.5 MB, and 3 MB on the
+way, where the wheel of vLLM alone has 336. pip finds the wheels, so that its configuration counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "references"
+CHUNK_BYTES = 1 << 18  # of a request; a wheel's table of contents, at its end, is 0.1 to 0.7 MB
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One file of one release."""
+
+    project: str
+    version: str
+    path: str
+    sha256: str
+
+    @property
+    def cached(self) -> Path:
+        return CACHE / f"{self.project}-{self.version}" / self.path
+
+    def is_cached(self) -> bool:
+        return self.cached.exists() and hashlib.sha256(self.cached.read_bytes()).hexdigest() == self.sha256
+
+    def keep(self, content: bytes) -> None:
+        """Puts the file into the cache; LookupError where it isn't the one that was looked at."""
+        found = hashlib.sha256(content).hexdigest()
+        if found != self.sha256:
+            raise LookupError(f"{self.path} must have the digest {self.sha256}, but has {found}")
+        self.cached.parent.mkdir(parents=True, exist_ok=True)
+        part = self.cached.with_name(f"{self.cached.name}.{os.getpid()}")
+        part.write_bytes(content)
+        part.replace(self.cached)
+
+    def read(self) -> str:
+        """Returns the file's text; skips the test if it isn't in the cache, and fails it in CI, which fetches."""
+        if not self.is_cached():
+            reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+        return self.cached.read_text()
+
+    def cut(self, *names: str, strip_decorators: bool = False) -> CodeType:
+        """Compiles the functions and classes of these names alone, from the module's top level or from a class."""
+        tree = ast.parse(self.read())
+        found = [node for node in ast.walk(tree) if getattr(node, "name", None) in names]
+        assert sorted(node.name for node in found) == sorted(names), f"{self.path} has changed"  # type: ignore[attr-defined]
+        for node in found:
+            if strip_decorators:
+                node.decorator_list = []  # type: ignore[attr-defined]
+        future = ast.parse("from __future__ import annotations").body
+        return compile(ast.Module(body=[*future, *found], type_ignores=[]), str(self.path), "exec")  # type: ignore[list-item]
+
+
+VLLM = Reference(
+    "vllm",
+    "0.33.0",
+    "vllm/distributed/parallel_state.py",
+    "c40796553e6797ce3e10d116ad58a30ce52a95156f4c393a4d11758c15fd1f1f",
+)
+VLLM_CONFIG = Reference(
+    "vllm", "0.33.0", "vllm/config/parallel.py", "61f4e257fbe61145ddac89740952d0bcceed80f9a0fc48eb653e549d3738007a"
+)
+SGLANG = Reference(
+    "sglang",
+    "0.5.23",
+    "sglang/srt/distributed/parallel_state.py",
+    "bd356b92933a4e5eb08f22cf3eda8b788cc09efbbb2fb421745803847b8d2f5c",
+)
+SGLANG_WIDTHS = Reference(
+    "sglang",
+    "0.5.23",
+    "sglang/srt/runtime_context.py",
+    "c36673ec3abb38e7f95c840fd6da8552de3b3f5e4ab5a498c22958e3988b4b1e",
+)
+FAIRSEQ2 = Reference(
+    "fairseq2", "0.8.1", "fairseq2/gang.py", "3d4200fefc248792c46cf3830eb20ba90053312032bd246af333dc5c7ff92b18"
+)
+TORCHTITAN = Reference(
+    "torchtitan",
+    "0.2.2",
+    "torchtitan/distributed/parallel_dims.py",
+    "452fa8f0a0741b5f68f3ea0710252c6fe4059a797820b7bc8793f160d0dd9cb1",
+)
+ALL = (VLLM, VLLM_CONFIG, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
+"""torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
+
+
+def fetch(references: Iterable[Reference]) -> list[str]:
+    """Fetches these files; returns what could not be had, with the reason."""
+    wheels: dict[tuple[str, str], list[Reference]] = {}
+    for reference in references:
+        wheels.setdefault((reference.project, reference.version), []).append(reference)
+    if not wheels:
+        return []
+    try:
+        from pip._internal.commands import create_command
+        from pip._internal.network.lazy_wheel import LazyZipOverHTTP
+    except ImportError as error:
+        return [f"anything: this Python's pip can't read parts of wheels ({error})"]
+    command: Any = create_command("download")
+    options, _ = command.parse_args(["wheel"])
+    problems = []
+    with command.main_context():
+        session = command.get_default_session(options)
+        finder = command._build_package_finder(options, session)
+        for (project, version), files in wheels.items():
+            try:
+                candidates = finder.find_all_candidates(project)
+                links = [each.link for each in candidates if each.link.is_wheel and str(each.version) == version]
+                if not links:
+                    raise LookupError("the index has no wheel of it for this machine")
+                url = links[0].url_without_fragment
+                with zipfile.ZipFile(LazyZipOverHTTP(url, session, chunk_size=CHUNK_BYTES)) as wheel:
+                    for reference in files:
+                        reference.keep(wheel.read(reference.path))
+            except Exception as error:  # of the network, of pip or of the archive: tests skip, or fail in CI
+                problems.append(f"{project} {version}: {type(error).__name__}: {error}")
+    return problems
+
+
+def main() -> None:
+    for problem in fetch([reference for reference in ALL if not reference.is_cached()]):
+        print(f"could not fetch {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

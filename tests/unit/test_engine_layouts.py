@@ -1,0 +1,294 @@
+"""Our lists of ranks are those of vLLM, SGLang and fairseq2: their own code is run, with a recorder of groups.
+
+The function that lays the groups out is cut out of the release's source (`tests/references.py`), and given stand-ins
+for the rest of its program. `LAYOUT_CASES` and `LAYOUT_SEED` as in `test_incumbent_layouts`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators.errors import LayoutError
+from parallel_state import simulate
+from parallel_state.layout import Layout
+from parallel_state.resolution import resolve_layout
+from tests import references
+from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED, Groups
+
+
+class Stated(SimpleNamespace):
+    """An object with these attributes and no others: what else a program reads fails the test."""
+
+
+class Recorder:
+    """What the programs ask of torch and of themselves while they lay groups out."""
+
+    def __init__(self) -> None:
+        self.world_size = 1
+        self.lists: dict[str, Groups] = {}
+        world = Stated(device_group=None, local_rank=0)
+        self.stand_ins: dict[str, Any] = {
+            "torch": Stated(
+                arange=torch.arange,
+                distributed=Stated(
+                    is_initialized=lambda: True,
+                    get_world_size=lambda: self.world_size,
+                    get_rank=lambda: 0,
+                    get_backend=lambda _: "gloo",
+                ),
+            ),
+            "get_world_group": lambda: world,
+            "init_model_parallel_group": self.record,
+            "logger": Stated(info_once=lambda *_: None, info=lambda *_: None, warning=lambda *_: None),
+        }
+
+    def record(self, lists: Groups, *_: object, group_name: str, **__: object) -> SimpleNamespace:
+        assert group_name not in self.lists
+        self.lists[group_name] = sorted(sorted(ranks) for ranks in lists)  # as torch numbers a group's ranks
+        return Stated(lists=self.lists[group_name], rank_in_group=0, pynccl_comm=None)
+
+
+def ours_or_refusal(resolve: Callable[[], Layout]) -> Layout | str:
+    try:
+        return resolve()
+    except LayoutError as error:
+        return str(error)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+class Vllm(Recorder):
+    """vLLM's `initialize_model_parallel`, and the check of its configuration that goes before."""
+
+    GLOBALS = ("_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PCP", "_PP", "_DP", "_EP", "_EPLB")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = dict(self.stand_ins)
+        exec(references.VLLM.cut("initialize_model_parallel"), self.state)
+        self.checks = dict(self.stand_ins)
+        exec(references.VLLM_CONFIG.cut("_validate_parallel_config", strip_decorators=True), self.checks)
+
+    def groups(self, world_size: int, tp: int, pp: int, pcp: int, dcp: int, dp: int) -> dict[str, Groups] | str:
+        """The lists of each of its groups; what it says where it refuses."""
+        self.world_size, self.lists = world_size, {}
+        self.state.update(dict.fromkeys(self.GLOBALS))
+        parallel = Stated(
+            tensor_parallel_size=tp, pipeline_parallel_size=pp, prefill_context_parallel_size=pcp,
+            decode_context_parallel_size=dcp, data_parallel_size=dp, data_parallel_size_local=1,
+            data_parallel_external_lb=False, enable_elastic_ep=False, enable_eplb=False, enable_fault_tolerance=False,
+            use_all2all=False, all2all_backend="allgather_reducescatter", numa_bind=False, numa_bind_nodes=None,
+            numa_bind_cpus=None, eplb_config=Stated(num_redundant_experts=0), _api_process_rank=0, _api_process_count=1,
+        )  # fmt: skip
+        config = ModuleType("vllm.config")
+        config.get_current_vllm_config = lambda: Stated(  # type: ignore[attr-defined]
+            parallel_config=parallel, model_config=None, engram_config=None
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+            patch.setitem(sys.modules, "vllm.config", config)
+            try:
+                self.checks["_validate_parallel_config"](parallel)
+                self.state["initialize_model_parallel"](tp, pp, pcp, dcp)
+            except (ValueError, RuntimeError) as error:
+                assert "DCP" in str(error) or "dcp_size" in str(error) or "shape" in str(error), error
+                return str(error)
+        return self.lists
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Vllm:
+    return Vllm()
+
+
+def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
+    random_ = random.Random(f"{SEED} vllm")
+    outcomes: Counter[str] = Counter()
+    for _ in range(CASES):
+        external, dp, pp, pcp, tp = (random_.choice((1, 1, 2, 3, 4)) for _ in range(5))
+        dcp = random_.choice((1, 2, 2, 3, 4, tp, pcp, tp * pcp))
+        world_size = external * dp * pp * pcp * tp + (random_.random() < 0.05)
+        sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp, "dcp": dcp, "external_dp": -1}
+        theirs = vllm.groups(world_size, tp, pp, pcp, dcp, dp)
+        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes, "vllm"))  # type: ignore[misc]
+        if isinstance(theirs, str):
+            assert isinstance(ours, str), (world_size, sizes, theirs)
+            outcomes["refused"] += 1
+            outcomes["refused with pcp"] += "PCP is enabled" in theirs
+            outcomes["refused without pcp"] += "divisible by dcp_size" in theirs
+            continue
+        assert isinstance(ours, Layout), (world_size, sizes, ours)
+        assert theirs.keys() == {"tp", "dcp", "pcp", "pp", "dp", "ep"}
+        for name, lists in theirs.items():
+            assert ours.groups(name) == lists, (world_size, sizes, name)
+        outcomes["accepted"] += 1
+        outcomes["dcp over pcp"] += 1 < dcp == pcp < tp * pcp
+        outcomes["dcp over tp and pcp"] += pcp > 1 and tp > 1 and dcp == tp * pcp
+        outcomes["dcp in tp"] += pcp == 1 and 1 < dcp < tp
+    assert min(outcomes["accepted"], outcomes["refused"]) >= MIN_SHARE * CASES, outcomes
+    assert len(outcomes) == 7, outcomes
+    assert min(outcomes.values()) >= RARE_SHARE * CASES, outcomes
+
+
+def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) -> None:
+    theirs = vllm.groups(16, 4, 1, 4, 4, 1)
+    assert isinstance(theirs, dict)
+    assert theirs["dcp"][0] == [0, 4, 8, 12]
+    assert resolve_layout(16, {"tp": 4, "pcp": 4, "dcp": 4}, "vllm").groups("dcp") == theirs["dcp"]
+
+
+# --- SGLang -----------------------------------------------------------------------------------------------------------
+
+# The globals that it keeps its groups in -> our names, in Megatron's order.
+SGLANG_GROUPS = {
+    "_TP": ("tp", "cp", "dp"), "_ATTN_TP": ("tp",), "_ATTN_CP": ("cp",), "_PP": ("pp",), "_MOE_EP": ("ep",),
+    "_MOE_TP": ("etp",), "_MOE_DP": ("edp",), "_DCP": ("dcp",),
+}  # fmt: skip
+
+
+class Sglang(Recorder):
+    """SGLang's `initialize_model_parallel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widths = Stated()
+        setting = Stated(get=lambda: False)
+        self.state = {
+            **self.stand_ins,
+            "get_parallel": lambda: self.widths,
+            "envs": Stated(SGLANG_USE_MESSAGE_QUEUE_BROADCASTER=setting),
+            "is_hip": lambda: False,
+            "is_cuda": lambda: True,
+            "_is_npu": False,
+            "_is_xpu": False,
+        }
+        exec(references.SGLANG_WIDTHS.cut("derive_parallel_widths", "derive_attn_tp_size"), self.state)
+        exec(references.SGLANG.cut("initialize_model_parallel"), self.state)
+
+    def groups(self, world_size: int, **widths: int) -> dict[str, Groups] | str:
+        """The lists of each of its groups by the global that holds it; what it says where it refuses."""
+        self.world_size, self.lists = world_size, {}
+        self.widths = Stated(**widths, shared_experts_tp_size=None, override_permanently=lambda **_: None)
+        self.state.update(dict.fromkeys([*SGLANG_GROUPS, "_SHARED_EXPERTS_TP", "_SELF_PP", "_PDMUX_PREFILL_TP_GROUP"]))
+        sampler = ModuleType("sglang.srt.layers.sampler")
+        sampler.SYNC_TOKEN_IDS_ACROSS_TP = False  # type: ignore[attr-defined]
+        names = ("sglang", "sglang.srt", "sglang.srt.layers")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.setitem(sys.modules, name, ModuleType(name))
+            patch.setitem(sys.modules, sampler.__name__, sampler)
+            try:
+                self.state["initialize_model_parallel"]()
+            except RuntimeError as error:
+                return str(error)
+        return {name: self.state[name].lists for name in SGLANG_GROUPS if self.state[name] is not None}
+
+
+def test_every_group_that_sglang_makes() -> None:
+    """Its sizes fit each other, as its arguments are checked elsewhere; two differences are ours, and are told."""
+    sglang, random_ = Sglang(), random.Random(f"{SEED} sglang")
+    outcomes: Counter[str] = Counter()
+    for _ in range(CASES // 2):
+        tp, cp, dp, pp = (random_.choice((1, 1, 2, 3, 4)) for _ in range(4))
+        inside = tp * cp * dp
+        ep = random_.choice([size for size in range(1, inside + 1) if inside % size == 0])
+        moe_dp = random_.choice([size for size in range(1, inside + 1) if inside % (size * ep) == 0])
+        dcp = random_.choice((1, 1, 2, tp, tp, 3, inside))
+        world_size = inside * pp + (random_.random() < 0.05)
+        theirs = sglang.groups(
+            world_size, tp_size=inside, pp_size=pp, attn_dp_size=dp, attn_cp_size=cp, attn_dcp_size=dcp,
+            moe_ep_size=ep, moe_dp_size=moe_dp,
+        )  # fmt: skip
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "dcp": dcp, "ep": ep, "etp": inside // ep // moe_dp}
+        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes))  # type: ignore[misc]
+        if isinstance(theirs, str):
+            assert isinstance(ours, str), (world_size, sizes, theirs)
+            outcomes["refused"] += 1
+            continue
+        if tp % dcp:  # it also lets dcp span attention's cp and dp, whose ranks hold other caches here
+            assert isinstance(ours, str), (world_size, sizes)
+            assert f"dcp={dcp}" in ours
+            outcomes["dcp beyond attention's tp"] += 1
+            continue
+        assert isinstance(ours, Layout), (world_size, sizes, ours)
+        if cp > moe_dp:  # its group for the gather before the experts, which is attention's cp there
+            assert theirs.pop("_MOE_DP") == theirs["_ATTN_CP"]
+            outcomes["cp beyond the experts' dp"] += 1
+        for name, lists in theirs.items():
+            assert ours.groups(*SGLANG_GROUPS[name]) == lists, (world_size, sizes, name)
+        outcomes["accepted"] += 1
+        outcomes["dcp"] += dcp > 1
+        outcomes["everything"] += min(tp, cp, dp, pp, ep) > 1
+    assert outcomes["accepted"] >= MIN_SHARE * CASES // 2, outcomes
+    assert len(outcomes) == 6, outcomes
+    assert min(outcomes.values()) >= RARE_SHARE * CASES // 2, outcomes
+
+
+# --- fairseq2 ---------------------------------------------------------------------------------------------------------
+
+
+class Gang:
+    """A gang of these ranks as `rank` sees it: the part of fairseq2's interface that `Gangs` is made with."""
+
+    def __init__(self, ranks: list[int], rank: int) -> None:
+        self.ranks, self.size, self.rank = ranks, len(ranks), ranks.index(rank)
+        self.device, self.supports_process_group = torch.device("cpu"), False
+
+    def create_gang(self, positions: list[int]) -> Gang | None:
+        ranks = [self.ranks[position] for position in positions]
+        mine = self.ranks[self.rank]
+        return Gang(ranks, mine) if mine in ranks else None
+
+
+class Fairseq2:
+    """Its `Gangs` and the factories of them; a gang of one rank, which it makes of nothing, is that of `rank`."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.state: dict[str, Any] = {
+            "torch": torch,
+            "log": Stated(info=lambda *_: None),
+            "FakeGang": lambda device: Gang([self.rank], self.rank),
+            "dataclass": dataclass,
+            "override": lambda method: method,
+            "Closable": object,
+            "GangError": RuntimeError,
+            "InternalError": RuntimeError,
+        }
+        exec(references.FAIRSEQ2.cut("Gangs", "create_parallel_gangs", "create_fsdp_gangs"), self.state)
+
+    def gangs(self, world_size: int, rank: int, tp: int) -> Any:
+        self.rank = rank
+        return self.state["create_parallel_gangs"](Gang(list(range(world_size)), rank), tp_size=tp)
+
+    def sharded(self, gangs: Any, intra_node_size: int | None) -> Any:
+        return self.state["create_fsdp_gangs"](gangs, intra_node_size)
+
+
+def ranks_of(gangs: Any) -> dict[str, list[int]]:
+    return {name: list(getattr(gangs, name).ranks) for name in ("root", "dp", "rdp", "sdp", "tp", "pp")}
+
+
+@pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 2), (8, 8), (12, 3), (24, 2)])
+def test_the_gangs_of_fairseq2(world_size: int, tp: int) -> None:
+    """Not sharded, rdp is dp and sdp has one rank: a DDP user reduces over rdp. `fully_sharded` divides them."""
+    fairseq2 = Fairseq2()
+    for rank in range(world_size):
+        theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp)
+        assert ranks_of(ours) == ranks_of(theirs)
+        fully = simulate(rank, world_size, tp, data_parallel_shard_size=-1)
+        assert ranks_of(fully) == ranks_of(fairseq2.sharded(theirs, None))
+        dp = world_size // tp
+        for intra in (size for size in range(2, dp + 1) if dp % size == 0):
+            hybrid = simulate(rank, world_size, tp, data_parallel_shard_size=intra)
+            assert ranks_of(hybrid) == ranks_of(fairseq2.sharded(theirs, intra)), intra
