@@ -15,7 +15,7 @@ from importlib import import_module
 
 import torch
 
-from device_communicators import cuda_build, nccl_library, settings
+from device_communicators import cuda_build, measured, nccl_library, settings
 from device_communicators.base import Communicator, GroupContext
 from device_communicators.cuda_call import MAX_RANKS, KernelError
 from device_communicators.paths import OP, Paths
@@ -36,6 +36,8 @@ class Row:
     unfit: Callable[[GroupContext], str | None] = lambda context: None
     probe: Callable[[GroupContext], str | None] | None = None
     """As `unfit`, by what may differ between ranks; asked where `unfit` has found nothing, and put to a vote."""
+    agree: Callable[[GroupContext], str | None] | None = None
+    """As `probe`, by what the ranks find out together: the same on every rank, each of which calls it."""
     simulated: bool = False
     """For groups whose ranks are imagined; the other rows are for groups of processes."""
     custom_all_reduce: bool = False
@@ -74,13 +76,24 @@ def _no_nccl_group(context: GroupContext) -> str | None:
 
 
 def _no_nccl(context: GroupContext) -> str | None:
-    if not settings.NCCL.get():
+    if settings.NCCL.get() == "off":
         return f"{settings.NCCL.name} is off"
+    if settings.NCCL.get() == "auto" and (reason := measured.local_refusal(context, settings.NCCL.name)) is not None:
+        return reason
     try:
         nccl_library.load()
     except nccl_library.NcclUnavailableError as error:
         return str(error)
     return None
+
+
+def _unmeasured_nccl(context: GroupContext) -> str | None:
+    if settings.NCCL.get() != "auto":
+        return None
+    row = measured.agreed_row(context, settings.NCCL.name)
+    if isinstance(row, str):
+        return row
+    return None if row.own_nccl else f"{settings.NCCL.name} is auto, and torch's NCCL was faster here ({row.source})"
 
 
 def _no_peers(context: GroupContext) -> str | None:
@@ -92,8 +105,14 @@ def _no_peers(context: GroupContext) -> str | None:
 
 
 def _no_peer_memory(context: GroupContext) -> str | None:
-    if not settings.PEER_MEMORY.get():
+    if settings.PEER_MEMORY.get() == "off":
         return f"{settings.PEER_MEMORY.name} is off"
+    if settings.PEER_MEMORY.get() == "auto":
+        reason = measured.local_refusal(context, settings.PEER_MEMORY.name)
+        if reason is not None:
+            if context.rank == 0:
+                measured.tell_once(settings.PEER_MEMORY.name)
+            return reason
     try:
         cuda_build.nvrtc_version()
     except KernelError as error:
@@ -126,14 +145,18 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
-        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True, asked_for=settings.PEER_MEMORY.get,
+        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+        asked_for=lambda: settings.PEER_MEMORY.get() == "on",
     ),
     Row(
         "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
         _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
         asked_for=lambda: settings.SYMMETRIC_MEMORY_BYTES.get() > 0,
     ),
-    Row("nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM, unfit=_no_nccl_group, probe=_no_nccl),
+    Row(
+        "nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM,
+        unfit=_no_nccl_group, probe=_no_nccl, agree=_unmeasured_nccl,
+    ),
     Row(
         "device_group", "device_communicators.device_group", "DeviceGroupCommunicator",
         Paths("registered op, on torch's streams", "the same op", "recorded, by torch"), unfit=_no_device,
@@ -156,6 +179,8 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     reasons = _vote(context, rows, reasons)
     communicators, paths = [], {}
     for i, row in enumerate(rows):
+        if reasons[i] is None and row.agree is not None:
+            reasons[i] = row.agree(context)
         if reasons[i] is None:
             made = row.load()(context)
             reasons[i] = made.admit()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from device_communicators import measured
 from device_communicators.base import GroupContext
 from device_communicators.cuda_call import Launcher
 from device_communicators.cuda_kernels import PeerKernels
@@ -46,7 +47,11 @@ class PeerDevice:
 
     def arch(self) -> str:
         """The compute capability, as `9.0`."""
-        return "{}.{}".format(*torch.cuda.get_device_capability(self._device))
+        return measured.arch_of(self._device)
+
+    def versions(self) -> dict[str, str]:
+        """Of the driver, NCCL and torch."""
+        return measured.versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
         """What the ranks know together; every rank of the group calls it."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.cuda_call import KERNELS, MAX_THREADS, REGION_BYTES, Call, Launcher, grid, read_report
 from device_communicators.cuda_streams import StreamOrder
@@ -92,7 +93,8 @@ class PeerGroup:
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
         """Every rank of the group calls it. Raises NotSharedError on all ranks alike, or CommunicationError."""
         started = time.monotonic()
-        admission = agree(context, device, thresholds)
+        is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
+        admission = agree(context, device, thresholds, is_auto=is_auto)
         memory = share(context, REGION_BYTES, device.ways)
         group = cls(context, device, admission, memory)
         try:

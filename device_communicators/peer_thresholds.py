@@ -1,14 +1,15 @@
 """Up to which size the peer-memory kernels are preferred, and which of them: a table by GPU architecture and ranks.
 
 This is preference; whether a group *can* use the kernels is `peer_admission`'s. The table is data: the package's is
-`peer_thresholds.json`, whose figures are cited from other libraries and not measured here. `benchmarks/tune.py`
-measures a node and writes one in the same form, which PARALLEL_STATE_PEER_MEMORY_TABLE puts in its place.
+`peer_thresholds.json`, whose figures are cited from other libraries and not measured here. `python -m parallel_state
+tune` measures a node and writes the user's, in the same form; PARALLEL_STATE_PEER_MEMORY_TABLE puts one in their place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,16 @@ class Thresholds:
     """Whether that goes by the switches' multicast instead of two-shot."""
     measured: bool
     source: str
+    # The conditions of a measurement, as `measured.Conditions`; empty where the figures are cited.
+    one_gpu_each: bool = False
+    link: str = ""
+    driver: str = ""
+    nccl: str = ""
+    torch: str = ""
+    proven_calls: int = 0
+    """Calls with random delays, each checked, after which the row was written."""
+    own_nccl: bool = False
+    """Whether NCCL communicators of our own were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
         """Which one all-reduces a message; None where it is too large for all."""
@@ -78,11 +89,16 @@ class Table:
 
 
 def load(path: Path | None = None) -> Table:
-    """The table at `path`; by default the one that PARALLEL_STATE_PEER_MEMORY_TABLE names, or the package's.
+    """The table at `path`; by default the one that PARALLEL_STATE_PEER_MEMORY_TABLE names, or the package's behind the
+    user's rows, of which those of shared GPUs are left out.
 
     Raises SettingError where it can't be read or isn't such a table.
     """
     named = settings.PEER_MEMORY_TABLE.get()
+    if path is None and named is None and user_path().exists():
+        own, packaged = load(user_path()), load(PACKAGED)
+        rows = tuple(row for row in own.rows if row.one_gpu_each)
+        return Table((*rows, *packaged.rows), own.path, f"{own.digest}+{packaged.digest}")
     path = path or (PACKAGED if named is None else Path(named))
     try:
         text = path.read_text()
@@ -93,9 +109,15 @@ def load(path: Path | None = None) -> Table:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
             f"{settings.PEER_MEMORY_TABLE.name} must name a table of thresholds of format {FORMAT}, but {path} is none "
-            f"({type(error).__name__}: {error}); benchmarks/tune.py writes one; unset the variable to use the package's"
+            f"({type(error).__name__}: {error}); a tuning writes one; unset the variable, or remove the file"
         ) from error
     return Table(rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+def user_path() -> Path:
+    """Returns where the user's own rows are, if there are any."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
+    return Path(base) / "parallel_state" / "measured.json"
 
 
 def dump(rows: list[Thresholds], path: Path, origin: str) -> None:

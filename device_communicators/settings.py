@@ -77,6 +77,10 @@ def _on_off(text: str) -> bool:
     return text.lower() in ("on", "true", "1")
 
 
+def _auto_on_off(text: str) -> str:
+    return "auto" if text.lower() == "auto" else "on" if _on_off(text) else "off"
+
+
 def _microseconds(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 1e6:
@@ -133,10 +137,10 @@ SHARED_MEMORY: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",
     "Whether collectives of CPU tensors within a host go over shared memory.",
 )  # fmt: skip
-NCCL: Setting[bool] = Setting(
-    "PARALLEL_STATE_NCCL", False, _on_off, "on or off",
-    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream; off, until that has run on a "
-    "GPU: over torch's.",
+NCCL: Setting[str] = Setting(
+    "PARALLEL_STATE_NCCL", "auto", _auto_on_off, "auto, on or off",
+    "Whether CUDA tensors go over NCCL communicators of our own, on the current stream, or over torch's; auto: where a "
+    "measured row covers this machine and has them faster.",
 )  # fmt: skip
 NCCL_ENVIRONMENT: Setting[bool] = Setting(
     "PARALLEL_STATE_NCCL_ENVIRONMENT", True, _on_off, "on or off",
@@ -147,10 +151,10 @@ NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
     "The NCCL to use, 2.27 or newer; else the one that torch uses.",
 )  # fmt: skip
-PEER_MEMORY: Setting[bool] = Setting(
-    "PARALLEL_STATE_PEER_MEMORY", False, _on_off, "on or off",
-    "Whether small CUDA tensors within a host go over kernels of our own in memory that all ranks map; off, until that "
-    "has run on a GPU.",
+PEER_MEMORY: Setting[str] = Setting(
+    "PARALLEL_STATE_PEER_MEMORY", "auto", _auto_on_off, "auto, on or off",
+    "Whether small CUDA tensors within a host go over kernels of our own in memory that all ranks map; auto: where a "
+    "measured row covers this machine.",
 )  # fmt: skip
 PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_ALGORITHM", "auto", _one_of("auto", "push", "pull", "two_shot"),
@@ -160,7 +164,7 @@ PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
 )  # fmt: skip
 PEER_MEMORY_TABLE: Setting[str | None] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_TABLE", None, _word, "the path of a table of thresholds",
-    "Up to which size which kernel is used, as benchmarks/tune.py writes it; else the package's table.",
+    "Up to which size which kernel is used, as a tuning writes it; else the user's rows and the package's table.",
 )  # fmt: skip
 SYMMETRIC_MEMORY_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_SYMMETRIC_MEMORY_BYTES", 0, _bytes, "a number of bytes",

@@ -122,12 +122,16 @@ class Device(PeerDevice):
         self.shared: tuple[tuple[int, ...], ...] = ()
         """Ranks that have one GPU."""
         self.without_words = False
+        self.torch = "2.11.0"
         self.connected = Vote(True, "says the stand-in")
         self.mesh = Vote(True, "says the stand-in")
         self.made: Kernels | None = None
 
     def arch(self) -> str:
         return os.environ.get(ARCH, "9.0")
+
+    def versions(self) -> dict[str, str]:
+        return {"driver": "580.1", "nccl": "2.28.9", "torch": self.torch}
 
     def topology(self, context: GroupContext) -> GroupTopology:
         gpu = RankGpu(None, None, None, None, None, None)
@@ -152,4 +156,5 @@ class StandInPeerMemory(PeerMemoryCommunicator):
 
     def __init__(self, context: GroupContext, device: Device | None = None, thresholds: Any = None) -> None:
         self.device = device or Device()
+        os.environ.setdefault("PARALLEL_STATE_PEER_MEMORY", "on")
         super().__init__(context, self.device, thresholds)

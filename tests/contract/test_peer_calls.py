@@ -434,7 +434,7 @@ REFUSALS = {
     "setting": f"{ALGORITHM} is auto on rank 0, but push on rank 1",
     "architecture": "GPU architecture is 9.0 on rank 0, but 10.0 on rank 2",
     "another table": "the table of thresholds is ",
-    "table": "no thresholds are known for 4 ranks on GPUs of architecture 7.5: benchmarks/tune.py",
+    "table": "no thresholds are known for 4 ranks on GPUs of architecture 7.5: `python -m parallel_state tune`",
 }
 
 
@@ -655,6 +655,52 @@ def _closed_body(env: Env) -> None:
 
 def test_a_closed_one_is_of_no_use(pools: Pools, env: Env) -> None:
     pools(2).run(_closed_body, env, tp=2)
+
+
+# auto.
+
+
+def _auto_body(env: Env, table: str, changes: dict[str, Any]) -> tuple[bool, str]:
+    """`changes` are made on the last rank."""
+    os.environ.update(env, **{TABLE: table, "PARALLEL_STATE_PEER_MEMORY": "auto"})
+    try:
+
+        def change(device: Device) -> None:
+            if ps.get_tp_group().is_last_rank:
+                for name, value in changes.items():
+                    setattr(device, name, value)
+
+        group, _ = _group({**env, TABLE: table}, change)
+        try:
+            return "peer_memory" in [each.name for each in group.route.communicators], group.explain()
+        finally:
+            group.route.close()
+    finally:
+        os.environ["PARALLEL_STATE_PEER_MEMORY"] = "on"
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({"one_gpu_each": False}, {}, "no measured row covers 2 ranks with a GPU for each"),
+        ({"world_size": 4}, {}, "no measured row covers 2 ranks"),
+        ({"link": "NV18"}, {}, "no measured row covers 2 ranks"),
+        ({"driver": "580.2"}, {}, "driver 580.1"),
+        ({}, {"torch": "2.12.0"}, "torch is 2.11.0 on rank 0, but 2.12.0 on rank 1"),
+    ],
+    ids=str,
+)
+def test_auto_takes_what_was_measured_under_the_same_conditions(
+    pools: Pools, env: Env, tmp_path: Path, row: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    told = {"world_size": 2, "one_gpu_each": True, "link": "NV?", "proven_calls": 100_000}
+    told |= {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0", **row}
+    measured = Thresholds(arch="9.0", symmetric=0, multimem=False, measured=True, source="a test", **BOUNDS, **told)
+    peer_thresholds.dump([measured], tmp_path / "rows.json", "a test")
+    for is_on, explained in pools(2).run(_auto_body, env, str(tmp_path / "rows.json"), changes, tp=2):
+        assert is_on == (reason is None), explained
+        assert reason is None or reason in explained, explained
 
 
 # Tables.

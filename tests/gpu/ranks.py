@@ -131,7 +131,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
     from parallel_state import coordinator
 
     def build(context: Any) -> Any:
-        return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() else [CATALOG[-1]])
+        return build_route(context, [DRY_NCCL, CATALOG[-1]] if settings.NCCL.get() == "on" else [CATALOG[-1]])
 
     coordinator.build_route = functools.wraps(build_route)(build)  # type: ignore[attr-defined]
     for name in ("broadcast", "all_gather", "isend", "irecv", "recv"):
