@@ -27,7 +27,8 @@ class Handle:
         self._route = route
         self._record = record
         self._work: Work | None = work
-        self._tensor = tensor  # the transport reads or writes it until the work is done
+        self._tensor: Tensor | None = tensor  # the transport reads or writes it until the work is done
+        self._on_cpu = tensor.device.type == "cpu"
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
@@ -46,11 +47,32 @@ class Handle:
         if self._waiter is None:
             if work.is_completed():
                 return True
-            if self._tensor.device.type != "cpu":
+            if not self._on_cpu:
                 return False
             self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
             self._waiter.start()
         return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the transfer is known to have ended, without a look at it that costs anything."""
+        work = self._work
+        return work is None or self._error is not None or work.is_completed()
+
+    @property
+    def needs_a_thread(self) -> bool:
+        """Whether the transfer's end shows to a thread only that waits for it: see `run_to_end`."""
+        return not self.has_ended and hasattr(self._work, "run_here")
+
+    def run_to_end(self) -> None:
+        """Waits without a deadline for a transfer that nobody waits for, and lets go of its tensor.
+
+        What went wrong is kept for `wait()`. Transfers of other kinds return at once.
+        """
+        run = getattr(self._work, "run_here", None)
+        if run is not None:
+            run()
+            self._wait_quietly()
 
     def _wait_quietly(self) -> None:
         with contextlib.suppress(Exception):  # kept in self._error for wait()
@@ -71,7 +93,8 @@ class Handle:
                 self._record.ended_s = time.monotonic()
             except Exception as error:
                 self._error = self._route.failure_of(error, self._record.name, started, self._record)
+                self._tensor = None
                 if self._error is error:
                     raise
                 raise self._error from error
-            self._work = None
+            self._work = self._tensor = None

@@ -23,6 +23,7 @@ from device_communicators.health import NOTICE_S, Death, Watcher
 
 _SLICE = timedelta(milliseconds=50)
 _AT_ONCE = timedelta(milliseconds=1)
+_NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
@@ -86,7 +87,8 @@ class ByThread:
         self._context = context
         self._operation = operation
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._begun = False
+        self._done = threading.Event()
         self._error: BaseException | None = None
 
     def _run(self) -> None:
@@ -94,14 +96,29 @@ class ByThread:
         raise NotImplementedError
 
     def begin(self) -> None:
+        if self._take():
+            threading.Thread(target=self._to_the_end, daemon=True, name="parallel_state-gloo").start()
+
+    def run_here(self) -> None:
+        """Sees the work to its end in this thread, without a deadline; its error is kept for `wait`."""
+        if self._take():
+            self._to_the_end()
+        self._done.wait()
+
+    def _take(self) -> bool:
+        """Returns True to the first caller, whose thread runs the work."""
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._to_the_end, daemon=True, name="parallel_state-gloo")
-                self._thread.start()
+            begun, self._begun = self._begun, True
+            return not begun
 
     def wait(self) -> None:
         self.begin()
-        until(self._ended, self._context, self._operation)
+        try:
+            until(self._ended, self._context, self._operation)
+        except RuntimeError as error:
+            if self._peer is None or isinstance(error, CommunicationError):
+                raise
+            raise TransferError(str(error), self._peer) from error
         error = self._error
         if error is None:
             return
@@ -110,12 +127,10 @@ class ByThread:
         raise error
 
     def is_completed(self) -> bool:
-        return self._thread is not None and not self._thread.is_alive()
+        return self._done.is_set()
 
     def _ended(self, seconds: float) -> bool:
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return self.is_completed()
+        return self._done.wait(seconds)
 
     def _to_the_end(self) -> None:
         try:
@@ -123,6 +138,8 @@ class ByThread:
                 self._run()
         except BaseException as error:  # for `wait`, in the caller's thread
             self._error = error
+        finally:
+            self._done.set()
 
 
 class WatchedByThread(ByThread):
@@ -131,9 +148,17 @@ class WatchedByThread(ByThread):
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
         super().__init__(context, operation, peer)
         self._work = work
+        self._limit: timedelta | None = None
+
+    def run_here(self) -> None:
+        self._limit = _NO_LIMIT  # gloo closes the connection where a wait of its own times out
+        super().run_here()
 
     def _run(self) -> None:
-        self._work.wait()
+        if self._limit is None:
+            self._work.wait()
+        else:
+            self._work.wait(self._limit)  # type: ignore[call-arg]
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:

@@ -219,9 +219,9 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         if self.route.is_parents:
             self.route.check_usable()  # raises
         self._destroyed = True
-        self._messenger.close()
+        all_sent = self._messenger.close()
         memory = self.context.host_memory
-        failed = self.route.has_failed
+        failed = self.route.has_failed or not all_sent
         self.route.close()
         if memory is not None and self.pool is not None:
             memory.close()

@@ -94,7 +94,7 @@ class GroupMessages(AsyncTensorCollectives):
     @host_call(_OBJECTS)
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
-        self.isend_object(obj, dst).wait()
+        self._messenger.send(obj, self._destination("send_object", dst, message=True))
 
     @host_call(_OBJECTS)
     def recv_object(self, src: int | None = None) -> Any:
@@ -154,8 +154,9 @@ class GroupMessages(AsyncTensorCollectives):
         return self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
 
     @host_call(_SPEC, "send_tensor_dict")
-    def _send_dict(self, *args: Any) -> None:
-        self.isend_tensor_dict(*args).wait()
+    def _send_dict(self, tensor_dict: dict[Any, Any], dst: int | None, *args: Any) -> None:
+        dst = self._destination("send_tensor_dict", dst, message=True)
+        self._messenger.send(tensor_dict, dst, *args, must_be=dict)
 
     def recv_tensor_dict(
         self,

@@ -29,6 +29,8 @@ _GATHERED = "all_gather_message"
 _CPU = torch.device("cpu")
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
+_UNWAITED_S = 0.02
+"""After that time a thread looks after a send that nobody has waited for."""
 
 
 class TensorHandle:
@@ -84,9 +86,18 @@ class SendHandle:
         self._parts.clear()
 
     @property
-    @host_call(WAITED_FOR)
-    def waited(self) -> bool:
-        return not self._parts
+    def has_ended(self) -> bool:
+        """Whether nothing reads the buffers any more."""
+        return all(part.has_ended for part in self._parts)
+
+    @property
+    def needs_a_thread(self) -> bool:
+        return any(part.needs_a_thread for part in self._parts)
+
+    def run_to_end(self) -> None:
+        """Lets go of each buffer as it is sent; for the thread that looks after sends that nobody waits for."""
+        for part in list(self._parts):
+            part.run_to_end()
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
@@ -244,6 +255,9 @@ class Messenger:
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
         self._pending_lock = threading.Lock()
         self._unwaited: deque[SendHandle] = deque()
+        """Sends under way whose handles may be gone: their buffers live here."""
+        self._unwaited_lock = threading.Lock()
+        self._releaser: threading.Thread | None = None
 
     # Point to point.
 
@@ -256,6 +270,32 @@ class Messenger:
         must_be: type | None = None,
     ) -> SendHandle:
         """Starts to send `obj`; raises MessageEncodeError after telling the receiver."""
+        handle = self._start(obj, dst, all_gather_group, all_gather_tensors, must_be)
+        if not handle.has_ended:
+            self._keep(handle)
+        return handle
+
+    def send(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        must_be: type | None = None,
+    ) -> None:
+        """Sends `obj`; raises MessageEncodeError after telling the receiver."""
+        self._start(obj, dst, all_gather_group, all_gather_tensors, must_be).wait()
+
+    def _start(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+        must_be: type | None,
+    ) -> SendHandle:
+        if self._unwaited:
+            self._forget_sent()
         outgoing = wire.encode(
             obj,
             allow_pickle=self.allow_pickle,
@@ -264,9 +304,9 @@ class Messenger:
             all_gather_tensors=all_gather_tensors,
         )
         handle = SendHandle(self, self.transport.isend(outgoing, dst))
-        if not handle.waited:
-            self._keep(handle)
         if outgoing.error is not None:
+            if not handle.has_ended:
+                self._keep(handle)
             raise outgoing.error
         return handle
 
@@ -318,11 +358,32 @@ class Messenger:
             handle.is_completed()
 
     def _keep(self, handle: SendHandle) -> None:
-        """Keeps an unwaited send's buffers alive; far behind, waits for the oldest instead of growing."""
-        self._unwaited = deque(other for other in self._unwaited if not other.waited)
-        self._unwaited.append(handle)
-        if len(self._unwaited) > _MAX_UNWAITED_SENDS:
-            self._unwaited.popleft().wait()
+        """Keeps an unwaited send's buffers alive until it is sent; far behind, waits for the oldest."""
+        with self._unwaited_lock:
+            self._unwaited.append(handle)
+            oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
+            if self._releaser is None and handle.needs_a_thread:
+                self._releaser = threading.Thread(target=self._release_sent, daemon=True, name="parallel_state-sent")
+                self._releaser.start()
+        if oldest is not None:
+            oldest.wait()
+
+    def _forget_sent(self) -> None:
+        with self._unwaited_lock:
+            self._unwaited = deque(handle for handle in self._unwaited if not handle.has_ended)
+
+    def _release_sent(self) -> None:
+        """A thread's work while there are sends whose end shows only to who waits for them, as gloo's."""
+        time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
+        while True:
+            self._forget_sent()
+            with self._unwaited_lock:
+                first = next((handle for handle in self._unwaited if handle.needs_a_thread), None)
+                if first is None:
+                    self._releaser = None
+                    return
+            first.run_to_end()
+            del first  # else a buffer lives on in this frame
 
     # Collective.
 
@@ -403,14 +464,15 @@ class Messenger:
         """`error`, after the route took note of it if it spoils the group."""
         return self.route.failure_of(error, "message", time.monotonic())
 
-    def close(self) -> None:
-        """Lets sends that nobody waited for leave, for a few seconds at most."""
+    def close(self) -> bool:
+        """Lets sends that nobody waited for leave, for a few seconds at most. Returns True if all of them did."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:
-                if self._unwaited[0].is_completed():
-                    self._unwaited.popleft()
-                else:
-                    time.sleep(0.001)
-        self._unwaited.clear()
+                self._forget_sent()
+                time.sleep(0.001)
+        with self._unwaited_lock:
+            all_sent = not self._unwaited
+            self._unwaited.clear()
         self._pending.clear()
+        return all_sent

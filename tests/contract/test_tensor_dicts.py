@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +29,7 @@ from tests.contract.test_objects import (
     arrived_zoo,
     check_failed,
     check_usable,
+    own_group,
     plain_zoo,
     same,
     tensor_zoo,
@@ -411,12 +415,54 @@ def handles_in_lists() -> None:
         assert same(tensors, values)
 
 
-NON_BLOCKING = [isend_returns_first, irecv_returns_first, dropped_handles, exchange_both_ways, handles_in_lists]
+NON_BLOCKING = [
+    isend_returns_first,
+    irecv_returns_first,
+    dropped_handles,
+    exchange_both_ways,
+    handles_in_lists,
+]
 
 
 @pytest.mark.parametrize("body", NON_BLOCKING)
 def test_non_blocking(pools: Pools, body: Callable[[], None]) -> None:
     pools(2).run(body, tp=1, timeout_s=DEADLINE_S)
+
+
+def delivered_sends(over: str) -> None:
+    """What has arrived is not kept, although nobody calls again; several threads may send."""
+    count, threads = 20, 3
+    with own_group(over) as group:
+        if group.rank_in_group == 0:
+            alive: list[weakref.ref[Tensor]] = []
+
+            def send() -> None:
+                for _ in range(count):
+                    sent = torch.full((1 << 18,), 1.0)
+                    alive.append(weakref.ref(sent))
+                    group.isend_tensor_dict({"x": sent}, 1)
+
+            senders = [threading.Thread(target=send) for _ in range(threads)]
+            for sender in senders:
+                sender.start()
+            for sender in senders:
+                sender.join()
+            assert len(alive) == count * threads
+            group.recv([1], torch.float32, 1)  # the other rank has them all
+            deadline = time.monotonic() + 5
+            while any(sent() is not None for sent in alive) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert sum(sent() is not None for sent in alive) == 0
+        else:
+            for _ in range(count * threads):
+                assert group.recv_tensor_dict(0)["x"].sum() == 1 << 18
+            group.send(torch.ones(1), 0)
+        check_usable(group)
+
+
+@pytest.mark.parametrize("over", ["queue", "route"])
+def test_delivered_sends(pools: Pools, over: str) -> None:
+    pools(2).run(delivered_sends, over, tp=1, timeout_s=DEADLINE_S)
 
 
 # With a spec on both sides nothing but tensors is sent.
