@@ -23,6 +23,10 @@ class _Python(ctypes.Structure):
         ("leaf_count", ctypes.c_ssize_t),
         ("others", ctypes.POINTER(_Type)),
         ("other_count", ctypes.c_ssize_t),
+        ("dict_size", _Type),
+        ("texts", ctypes.POINTER(_Type)),
+        ("text_count", ctypes.c_ssize_t),
+        ("most_other_keys", ctypes.c_ssize_t),
     )
 
 
@@ -30,13 +34,17 @@ _FUNCTIONS = ("PyObject_Type", "Py_DecRef", "PyList_Size", "PyList_GetItem", "Py
 
 
 def checker(
-    library: NativeLibrary, leaves: Sequence[type], others: Sequence[type], depth: int
+    library: NativeLibrary, leaves: Sequence[type], others: Sequence[type], depth: int, most_other_keys: int
 ) -> Callable[[object], int]:
     """Tells whether a value is lists and dicts, at most `depth` within each other, of `leaves` and of `others`, which
-    can't be keys: each exactly of its type, no subclass. 0: it isn't; 1: it is, without others; 2: with others."""
+    can't be keys: each exactly of its type, no subclass. A dict of more than `most_other_keys` has str and bytes for
+    keys. 0: it isn't; 1: it is, without others; 2: with others."""
     api = ctypes.pythonapi
     functions = [ctypes.cast(getattr(api, name), _Type).value for name in _FUNCTIONS]
-    python = _Python(*functions, id(list), id(dict), _addresses(leaves), len(leaves), _addresses(others), len(others))
+    dict_size = ctypes.cast(api.PyDict_Size, _Type).value
+    texts = _addresses((str, bytes))
+    python = _Python(*functions, id(list), id(dict), _addresses(leaves), len(leaves), _addresses(others), len(others),
+                     dict_size, texts, len(texts), most_other_keys)  # fmt: skip
     # A function that keeps the GIL: ctypes' usual ones let other threads run meanwhile.
     prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
     function = prototype(ctypes.cast(library.ps_plain_tree, _Type).value or 0)

@@ -22,5 +22,6 @@ FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_next": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
     "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
+    "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
     "ps_queue_here": (c_void_p, (c_void_p, POINTER(c_uint64))),
 }

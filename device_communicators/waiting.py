@@ -115,10 +115,10 @@ class ByThread:
         self.begin()
         try:
             until(self._ended, self._context, self._operation)
-        except RuntimeError as error:
-            if self._peer is None or isinstance(error, CommunicationError):
+        except RuntimeError as late:
+            if self._peer is None or isinstance(late, CommunicationError):
                 raise
-            raise TransferError(str(error), self._peer) from error
+            raise TransferError(str(late), self._peer) from late
         error = self._error
         if error is None:
             return

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import collections
 import pickle
+import re
 import struct
+import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import countOf
 from typing import Any
@@ -27,6 +29,16 @@ from parallel_state.codec_types import DTYPE_NAMES, DTYPES
 MAX_DEPTH = 100
 """Most containers and registered values within each other: each takes a few frames of the interpreter's 1000."""
 
+MOST_NUMBERS = 256
+"""Keys beside str and bytes that a dict in msgpack's own form may have; a larger one is an Ext, built by the clock."""
+_UNCHECKED_BYTES = 16 << 10
+"""Of a body whose keys are not looked at before msgspec decodes it: quadratic or not, that is some milliseconds."""
+_UNTIMED_ITEMS = 64
+_BATCH_BYTES = 64 << 10
+_GRACE_S = 0.1
+_S_PER_BYTE = 2e-7
+"""CPU time for building sets and dicts of a body: honest ones take a tenth."""
+
 Ext = msgspec.msgpack.Ext
 to_msgpack = msgspec.msgpack.Encoder().encode
 _from_msgpack = msgspec.msgpack.decode
@@ -34,6 +46,10 @@ _from_msgpack = msgspec.msgpack.decode
 # The Ext codes are part of the format: never give one another meaning without a new format version.
 _TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _INT, _COMPLEX, _BYTEARRAY = range(1, 9)
 _TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED, _PICKLED = range(9, 17)
+
+_NESTED = (_TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED)
+"""Codes whose payload is msgpack."""
+_TEXTS = frozenset({str, bytes})
 
 _CAREFUL = frozenset({type(None), bool, float, bytes})
 _PLAIN = _CAREFUL | {int, str}
@@ -45,6 +61,8 @@ class _Library:
 
     look: Callable[[object], int] | None = None
     """See `plain_tree.checker`."""
+    check_keys: Callable[[bytes], bool] | None = None
+    """As `has_plain_keys`."""
 
 
 _library = _Library()
@@ -56,7 +74,12 @@ def use_library() -> None:
         from device_communicators import native, plain_tree
 
         frequent = (str, int, float, type(None), bool, bytes)
-        _library.look = plain_tree.checker(native.load(), frequent, (torch.Tensor, torch.nn.Parameter), MAX_DEPTH)
+        tensors, library = (torch.Tensor, torch.nn.Parameter), native.load()
+        nested = sum(1 << code for code in _NESTED)
+        _library.look = plain_tree.checker(library, frequent, tensors, MAX_DEPTH, MOST_NUMBERS)
+        _library.check_keys = lambda data: bool(
+            library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1)
+        )
 
 
 def plain_body(value: object) -> bytes | None:
@@ -142,8 +165,9 @@ class Encoder:
         if depth >= MAX_DEPTH:
             raise _too_deep()
         plain = self.plain
+        keys = _TEXTS & plain if len(values) > MOST_NUMBERS else plain
         for key in values:
-            if type(key) not in plain:
+            if type(key) not in keys:
                 return Ext(_DICT, self.pairs(values, depth))
         packed: dict[Any, object] | None = None
         try:
@@ -312,12 +336,13 @@ _PACKERS = _Packers(
 class Decoder:
     """One walk over one body. Its methods may raise anything; the caller makes a MessageDecodeError of it."""
 
-    __slots__ = ("_allow_pickle", "_depth", "_tensors")
+    __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> None:
         self._tensors = tensors
         self._allow_pickle = allow_pickle
         self._depth = 0
+        self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
         """Decodes msgpack, and each Ext within it as soon as its bytes are met.
@@ -326,6 +351,10 @@ class Decoder:
         to MAX_DEPTH would need a second walk over each value, which takes as long as decoding; values that need
         frames of ours are held to it.
         """
+        if len(data) > _UNCHECKED_BYTES:
+            self._left_s += len(data) * _S_PER_BYTE
+            if not (_library.check_keys or has_plain_keys)(bytes(data)):
+                raise MessageDecodeError("a message holds a dict with keys that no sender gives it, or is too deep")
         return _from_msgpack(data, ext_hook=self._ext)
 
     def items(self, data: memoryview) -> list[Any]:
@@ -336,14 +365,31 @@ class Decoder:
 
     def distinct(self, data: memoryview) -> frozenset[Any]:
         items = self.items(data)
-        made = frozenset(items)
+        made = frozenset(items) if len(items) <= _UNTIMED_ITEMS else frozenset(self._timed(items, len(data), set()))
         if len(made) != len(items):
             raise MessageDecodeError("a message holds a set with duplicates")
         return made
 
+    def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
+        """Updates a set or a dict with items, some at a time: items that all collide would take a quadratic time."""
+        batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
+        started = time.thread_time()
+        left_s = self._left_s
+        for start in range(0, len(items), batch):
+            made.update(items[start : start + batch])
+            self._left_s = left_s - (time.thread_time() - started)
+            if self._left_s < 0:
+                raise MessageDecodeError(f"a message holds {len(items)} items of a set or dict which collide")
+        return made
+
     def pairs(self, data: memoryview) -> dict[Any, Any]:
         items = self.items(data)
-        made = dict(zip(items[::2], items[1::2], strict=True))
+        made: dict[Any, Any] = {}
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if len(pairs) <= _UNTIMED_ITEMS:
+            made.update(pairs)
+        else:
+            self._timed(pairs, len(data), made)
         if 2 * len(made) != len(items):
             raise MessageDecodeError("a message holds a dict with duplicate keys")
         return made
@@ -408,3 +454,86 @@ _UNPACKERS: dict[int, Callable[[Decoder, memoryview], object]] = {
     _REGISTERED: Decoder.registered,
     _PICKLED: Decoder.pickled,
 }
+
+
+def has_plain_keys(data: bytes) -> bool:
+    """Returns True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them there.
+
+    Other keys, such as lists, can be chosen to collide, and nobody can end msgspec's building of a dict. What is
+    malformed is left to msgspec. The library's `KeyCheck` does the same without the interpreter.
+    """
+    try:
+        _key_check(memoryview(data), 0, MAX_DEPTH + 1)
+    except (IndexError, struct.error):  # msgspec, too, comes no further
+        return True
+    except _KeyFoundError:
+        return False
+    return True
+
+
+class _KeyFoundError(Exception):
+    """A key that no sender gives a dict."""
+
+
+_NUMBER, _TEXT, _OTHER = range(3)
+_RUN = 64
+_RUN_OF_NUMBERS = re.compile(
+    rb"(?:[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]|[\xcc\xd0].|[\xcd\xd1].{2}|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}){%d}"
+    % _RUN,
+    re.DOTALL,
+)
+"""Token ids go by so many at a time."""
+_SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
+
+
+def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
+    """Returns where the value at `at` ends, and of which kind it is; `extensions` may be within each other in it."""
+    head = data[at]
+    at += 1
+    if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):
+        return at, _NUMBER
+    if 0xCA <= head <= 0xD3:
+        return _within(data, at + (4 if head == 0xCA else 8 if head == 0xCB else 1 << ((head - 0xCC) & 3))), _NUMBER
+    if 0xA0 <= head <= 0xBF:
+        return _within(data, at + (head & 0x1F)), _TEXT
+    if 0xC4 <= head <= 0xC6 or 0xD9 <= head <= 0xDB:
+        width = 1 << (head - (0xC4 if head <= 0xC6 else 0xD9))
+        return _within(data, at + width + _SIZES[width].unpack_from(data, at)[0]), _TEXT
+    if head <= 0x9F or 0xDC <= head <= 0xDF:
+        is_map, count = head <= 0x8F or head >= 0xDE, head & 0x0F
+        if head >= 0xDC:
+            width = 4 if head & 1 else 2
+            count = _SIZES[width].unpack_from(data, at)[0]
+            at += width
+        left = count
+        while left > 0:
+            if is_map:
+                at, kind = _key_check(data, at, extensions)
+                if kind == _OTHER or (kind == _NUMBER and count > MOST_NUMBERS):
+                    raise _KeyFoundError
+            elif left >= _RUN and (run := _RUN_OF_NUMBERS.match(data, at)):
+                at, left = run.end(), left - _RUN
+                continue
+            at, _ = _key_check(data, at, extensions)
+            left -= 1
+        return at, _OTHER
+    if 0xD4 <= head <= 0xD8:
+        size = 1 << (head - 0xD4)
+    elif 0xC7 <= head <= 0xC9:
+        width = 1 << (head - 0xC7)
+        size = _SIZES[width].unpack_from(data, at)[0]
+        at += width
+    else:
+        raise IndexError
+    end = _within(data, at + 1 + size)
+    if data[at] in _NESTED:
+        if extensions == 0:
+            raise IndexError
+        _key_check(data[at + 1 : end], 0, extensions - 1)
+    return end, _OTHER
+
+
+def _within(data: memoryview, end: int) -> int:
+    if end > len(data):
+        raise IndexError
+    return end

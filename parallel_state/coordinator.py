@@ -66,7 +66,6 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         self.unique_name = context.name
         self._key = context.key
         self._destroyed = False
-        self.ranks = list(context.ranks)
         self.rank = context.ranks[context.rank]
         self.rank_in_group = context.rank
         self.world_size = context.size
@@ -83,6 +82,11 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     # Who is in the group.
 
     @property
+    def ranks(self) -> list[int]:
+        """The global ranks of the group, in its order: a new list."""
+        return list(self.context.ranks)
+
+    @property
     def size(self) -> int:
         """fairseq2's name of `world_size`."""
         return self.world_size
@@ -90,12 +94,12 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     @property
     def first_rank(self) -> int:
         """Global rank of the group's first."""
-        return self.ranks[0]
+        return self.context.ranks[0]
 
     @property
     def last_rank(self) -> int:
         """Global rank of the group's last."""
-        return self.ranks[-1]
+        return self.context.ranks[-1]
 
     @property
     def is_first_rank(self) -> bool:
@@ -110,12 +114,12 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     @property
     def next_rank(self) -> int:
         """Global rank of the next, round the end."""
-        return self.ranks[(self.rank_in_group + 1) % self.world_size]
+        return self.context.ranks[(self.rank_in_group + 1) % self.world_size]
 
     @property
     def prev_rank(self) -> int:
         """Global rank of the previous, round the end."""
-        return self.ranks[(self.rank_in_group - 1) % self.world_size]
+        return self.context.ranks[(self.rank_in_group - 1) % self.world_size]
 
     @property
     @host_call(OUTSIDE)
@@ -180,7 +184,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
             )
         for rank in ranks:
             checks.check_rank(self.context, "make_sub_group", "ranks", rank)
-        inside = [self.ranks[rank] for rank in ranks]
+        inside = [self.context.ranks[rank] for rank in ranks]
         if self.pool is not None and inside != sorted(inside):
             # torch.distributed numbers a group's ranks in ascending order, whatever it is given.
             raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")

@@ -205,7 +205,7 @@ class _Division:
 
     def _ranks(self, name: str, groups: ParallelGroups) -> list[int]:
         world = groups.world
-        return [world.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
+        return [world.context.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
 
     def _create(self, name: str, groups: ParallelGroups, ranks: list[int], everyone: bool) -> GroupCoordinator:
         world = groups.world

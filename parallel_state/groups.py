@@ -99,6 +99,9 @@ class ProcessGroupPool:
         self._tried: Counter[_Key] = Counter()
         self._closed = False
         self._lock = threading.RLock()
+        """Of the tables above; never held while other ranks are waited for."""
+        self._turns: dict[_Key | None, threading.Lock] = {}
+        """Threads that make one group take turns, by its key; None for what all ranks make together."""
 
     @property
     def default_options(self) -> GroupOptions:
@@ -123,31 +126,34 @@ class ProcessGroupPool:
         With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
         that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken.
         """
-        with self._lock:
-            return self._acquire(ranks, options, division, near)
-
-    def _acquire(
-        self,
-        ranks: Sequence[int],
-        options: GroupOptions,
-        division: Callable[[], RankLists] | None,
-        near: Sequence[Acquired],
-    ) -> Acquired:
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
         same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
         own: _Key = next(same, (tuple(ranks), options, False))
-        there = division is None and (own in self._groups or len(ranks) == 1)
-        strategy = "local" if there else self._strategy(options, everyone=division is not None)
+        known = division is None and (own in self._groups or len(ranks) == 1)
+        strategy = "local" if known else self._strategy(options, everyone=division is not None)
         if strategy == "local" or division is None:
             keys = [own]
         else:
             # Every rank keeps account of every list: it must know when all of them make a group, and when not.
             keys = [(tuple(each), options, len(each) < self.world_size) for each in division()]
         keys = [key for key in keys if len(key[0]) > 1]
-        self._make(strategy, [key for key in keys if key not in self._groups])
-        self._users.update(keys)
         mine = next((key for key in keys if self.rank in key[0]), None)
+        # A bound device is set aside while members make a group: see `new_group_of_members`.
+        alone = strategy == "local" and bound_device() is None
+        with self._lock:
+            turn = self._turns.setdefault(own if alone else None, threading.Lock())
+        with turn:
+            with self._lock:
+                missing = [key for key in keys if key not in self._groups]
+                if not missing:
+                    return self._taken(keys, mine)
+            self._make(strategy, missing)
+            with self._lock:
+                return self._taken(keys, mine)
+
+    def _taken(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
+        self._users.update(keys)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def private_store(self) -> Any:

@@ -189,6 +189,7 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
         raise LaunchError(f"rank 0, in this process, raised {type(error).__name__}: {error}", rank=0) from error
     finally:
         HANDED.put(None)
+        find_stores_by(None)
         _keep_variables(before)
         os.environ.update(before)
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 from math import isqrt, prod
 
 from device_communicators.errors import InvalidArgumentError, LayoutError, format_ranks
@@ -99,11 +98,12 @@ class Grid:
 
     def offsets(self, names: Sequence[str]) -> list[int]:
         """What is added to a rank at 0 of all `names` to reach the others along them, in ascending order."""
-        strides, stride = {}, 1
-        for name, size in self.axes:
-            strides[name] = range(0, stride * size, stride)
+        offsets, stride = [0], 1
+        for name, size in self.axes:  # each step is further than all before it, so the order stays ascending
+            if name in names and size > 1:
+                offsets = [start + offset for start in range(0, stride * size, stride) for offset in offsets]
             stride *= size
-        return sorted(sum(steps) for steps in product(*(strides[name] for name in names)))
+        return offsets
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes) or "one rank"

@@ -98,7 +98,7 @@ def _process_group(groups: ParallelGroups, name: str) -> Any:
     if name == "world":
         return groups.world.device_group
     group, world = groups.get(name), groups.world
-    ranks = [world.ranks[position] for position in groups.layout.group_of(world.rank_in_group, name)]
+    ranks = [world.context.ranks[position] for position in groups.layout.group_of(world.rank_in_group, name)]
     if group.ranks != ranks:
         raise LayoutError(
             f"the group along dim {name!r} of a mesh must have the ranks of the layout, {ranks}, but {group!r} is in "
@@ -112,7 +112,7 @@ def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_group
     if list(dims) == ["world"]:
         return DeviceMesh.from_group(process_groups[0], world.device.type, mesh_dim_names=("world",))
     offsets = [grid.offsets(layout.axes_of(name)) for name in dims]
-    ranks = torch.tensor([world.ranks[sum(steps)] for steps in product(*offsets)])
+    ranks = torch.tensor([world.context.ranks[sum(steps)] for steps in product(*offsets)])
     mesh = ranks.reshape([len(steps) for steps in offsets])
     return DeviceMesh.from_group(list(process_groups), world.device.type, mesh, mesh_dim_names=tuple(dims))
 
@@ -158,7 +158,7 @@ def read(
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
     """The dims from the fastest to the slowest, by how far apart in the world neighbours on them are; and `ep`."""
-    position = {rank: index for index, rank in enumerate(world.ranks)}
+    position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()
     strides = {}
@@ -184,7 +184,7 @@ def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
     for dim, name in enumerate(names):
         index = tuple(slice(None) if each == dim else at for each, at in enumerate(here))
         by_mesh = mesh.mesh[index].tolist()
-        by_layout = [world.ranks[position] for position in layout.group_of(world.rank_in_group, name)]
+        by_layout = [world.context.ranks[position] for position in layout.group_of(world.rank_in_group, name)]
         by_group = dist.get_process_group_ranks(mesh.get_group(name))
         if not by_mesh == by_layout == by_group:
             raise LayoutError(

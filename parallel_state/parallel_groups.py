@@ -64,7 +64,7 @@ class ParallelGroups:
     def __post_init__(self) -> None:
         for name in self.layout.names:
             positions = self.layout.group_of(self.world.rank_in_group, name)
-            self.ranks[name] = [self.world.ranks[position] for position in positions]
+            self.ranks[name] = [self.world.context.ranks[position] for position in positions]
         for group in self.groups.values():
             self._check(group)
 
@@ -99,7 +99,7 @@ class ParallelGroups:
         """
         group = self.groups.get(name)
         if group is not None:
-            return list(group.ranks)
+            return group.ranks
         if name not in self.ranks:
             self.layout.axes_of(name)  # raises, with the names that there are
         if not self.ranks[name]:

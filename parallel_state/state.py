@@ -533,10 +533,10 @@ def get_node_count() -> int:
 
 
 def get_nodes() -> list[list[int]]:
-    """The world's global ranks by host, each list ascending, in the order of their first ranks."""
+    """The world's global ranks by host, each list ascending, in the order of their first ranks: new lists."""
     if _NODES is None:
         raise GroupNotInitializedError("which ranks share a host is known after init_distributed_environment()")
-    return _NODES
+    return [list(node) for node in _NODES]
 
 
 def is_global_first_rank() -> bool:

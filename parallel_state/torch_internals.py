@@ -22,6 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.control_store import ControlStore
 
+_set_aside: torch.device | None = None
+"""The bound device, while a group of members is made without it."""
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
 
 
@@ -46,7 +48,7 @@ def store_in_words() -> str:
 
 def bound_device() -> torch.device | None:
     """The device that the default group was bound to at init, whose communicator was then made at once."""
-    return getattr(dist.group.WORLD, "bound_device_id", None)
+    return _set_aside or getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_s: float, options: Any = None) -> Any:
@@ -75,15 +77,16 @@ def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_
 @contextmanager
 def _without_split() -> Iterator[None]:
     """Where a device is bound, torch would split the default communicator, a call that all its ranks must join."""
+    global _set_aside
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
         return
-    default.bound_device_id = None
+    _set_aside, default.bound_device_id = device, None
     try:
         yield
     finally:
-        default.bound_device_id = device
+        _set_aside, default.bound_device_id = None, device
 
 
 def is_registered(group: Any) -> bool:
@@ -91,8 +94,8 @@ def is_registered(group: Any) -> bool:
     return group in c10d._world.pg_map
 
 
-def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
-    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address, where it gives one.
+def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
+    """Has torch's `env://` and `tcp://` take the store that `find` gives for their address; None undoes that.
 
     `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
     torch without it can't be helped: its own `env://` is turned away then, ours (`make_store`) isn't.
@@ -101,6 +104,10 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None]) -> None:
     if make is None:
         return
     make = getattr(make, "replaced", make)
+
+    if find is None:
+        _RENDEZVOUS._create_c10d_store = make
+        return
 
     def create(hostname: str, port: int, *args: Any, **options: Any) -> dist.Store:
         found = find(hostname, port)

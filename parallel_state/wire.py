@@ -83,13 +83,18 @@ class Outgoing:
     @property
     def frame(self) -> Tensor:
         """Of FRAME_BYTES."""
-        head = self.head + self.more_head[:FRAME_BYTES]
-        return torch.frombuffer(bytearray(head[:FRAME_BYTES].ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+        head = self.head[:FRAME_BYTES] + self.more_head[: max(0, FRAME_BYTES - len(self.head))]
+        return torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
     @property
     def rest(self) -> Tensor | None:
-        rest = bytearray((self.head + self.more_head)[FRAME_BYTES:])
-        return torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+        """What doesn't fit into the frame; to be read only, as it is a view of the head."""
+        head, start = self.head, FRAME_BYTES
+        if self.more_head:
+            head, start = self.more_head, FRAME_BYTES - len(self.head)
+            if start < 0:
+                head, start = self.head + self.more_head, FRAME_BYTES
+        return None if len(head) <= start else _view_of(head, start)
 
 
 def encode(
@@ -139,6 +144,14 @@ def encode(
     if form is not None:
         wire_forms.remember_head(form, head)
     return Outgoing(head, tensors)
+
+
+def _view_of(data: bytes, start: int) -> Tensor:
+    """The bytes from `start` on, which the tensor keeps alive; torch warns of a view of bytes, but nobody writes."""
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
+    array.data = data
+    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _slices_of(group: AllGatherGroup | None) -> int:

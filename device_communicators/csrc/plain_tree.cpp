@@ -1,3 +1,5 @@
+// What the typed codec asks of C, because Python would take longer than the transfer.
+//
 // Whether a Python object is a tree of nothing but a few types, exactly: what takes a third of a microsecond here takes
 // fifteen in Python. The library is linked with no Python; the few functions it needs, all of the stable ABI, are given
 // by who calls it, and that one holds the GIL.
@@ -20,6 +22,10 @@ struct Python {
   std::ptrdiff_t leaf_count;
   const void* const* others;                                          // leaves that are no keys
   std::ptrdiff_t other_count;
+  std::ptrdiff_t (*dict_size)(void*);                                 // PyDict_Size
+  const void* const* texts;                                           // leaves that a dict of any size may have as keys
+  std::ptrdiff_t text_count;
+  std::ptrdiff_t most_other_keys;                                     // a larger dict has texts for keys
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
@@ -53,8 +59,10 @@ int look(const Python& python, void* object, int depth) {
     std::ptrdiff_t position = 0;
     void* key = nullptr;
     void* value = nullptr;
+    const bool large = python.dict_size(object) > python.most_other_keys;
     while (found != 0 && python.dict_next(object, &position, &key, &value) != 0) {
-      const bool fit = is_among(type_of(python, key), python.leaves, python.leaf_count);
+      const bool fit = large ? is_among(type_of(python, key), python.texts, python.text_count)
+                             : is_among(type_of(python, key), python.leaves, python.leaf_count);
       const int item = fit ? look(python, value, depth - 1) : 0;
       found = item == 0 ? 0 : found | item;
     }
@@ -62,6 +70,88 @@ int look(const Python& python, void* object, int depth) {
   }
   return is_among(type, python.others, python.other_count) ? 2 : 0;
 }
+
+// The keys of the maps in msgpack from a peer. Lists as keys, and numbers in great number, can be chosen so that each
+// collides with all before: then building a dict takes a time that is quadratic, within one call that nobody can end.
+class KeyCheck {
+ public:
+  KeyCheck(std::uint64_t nested, std::uint64_t most) : nested_(nested), most_(most) {}
+
+  enum class Kind { kNumber, kText, kOther };
+  enum class Found { kFine, kRefused, kMalformed };  // malformed: the decoder comes no further than this look
+
+  struct Depth {
+    int values;
+    int extensions;
+    Depth inner(int extension = 0) const { return {values - 1, extensions - extension}; }
+  };
+
+  Found value(const std::uint8_t*& at, const std::uint8_t* end, Depth depth, Kind* kind = nullptr) const {
+    if (at == end) return Found::kMalformed;
+    const std::uint8_t head = *at++;
+    const auto tell = [kind](Kind found) { if (kind != nullptr) *kind = found; };
+    const auto skip = [&at, end](std::uint64_t bytes) {
+      if (bytes > static_cast<std::uint64_t>(end - at)) return Found::kMalformed;
+      at += bytes;
+      return Found::kFine;
+    };
+    std::uint64_t size = 0;
+    const auto sized = [&at, end, &size](int bytes) {  // a size of so many bytes, the highest first
+      if (bytes > end - at) return false;
+      for (size = 0; bytes > 0; --bytes) size = size << 8 | *at++;
+      return true;
+    };
+    tell(Kind::kNumber);
+    if (head <= 0x7f || head >= 0xe0 || head == 0xc0 || head == 0xc2 || head == 0xc3) return Found::kFine;
+    if (head >= 0xca && head <= 0xd3) {  // float32, float64, then unsigned and signed numbers of 1, 2, 4 and 8 bytes
+      return skip(head == 0xca ? 4 : head == 0xcb ? 8 : std::uint64_t{1} << ((head - 0xcc) & 3));
+    }
+    tell(Kind::kText);
+    if (head >= 0xa0 && head <= 0xbf) return skip(head & 0x1f);
+    if (head >= 0xc4 && head <= 0xc6) return sized(1 << (head - 0xc4)) ? skip(size) : Found::kMalformed;
+    if (head >= 0xd9 && head <= 0xdb) return sized(1 << (head - 0xd9)) ? skip(size) : Found::kMalformed;
+    tell(Kind::kOther);
+    if (depth.values == 0) return Found::kRefused;
+    if (head <= 0x8f) return map(at, end, head & 0x0f, depth.inner());
+    if (head <= 0x9f) return items(at, end, head & 0x0f, depth.inner());
+    if (head >= 0xdc && head <= 0xdf) {
+      if (!sized((head & 1) == 0 ? 2 : 4)) return Found::kMalformed;
+      return head <= 0xdd ? items(at, end, size, depth.inner()) : map(at, end, size, depth.inner());
+    }
+    if (head >= 0xd4 && head <= 0xd8) size = std::uint64_t{1} << (head - 0xd4);
+    else if (head < 0xc7 || head > 0xc9 || !sized(1 << (head - 0xc7))) return Found::kMalformed;
+    if (at == end) return Found::kMalformed;
+    const std::uint8_t code = *at++;
+    const std::uint8_t* inner = at;
+    if (skip(size) != Found::kFine) return Found::kMalformed;
+    if (code >= 64 || (nested_ >> code & 1) == 0) return Found::kFine;
+    return depth.extensions == 0 ? Found::kMalformed : value(inner, at, depth.inner(1));
+  }
+
+ private:
+  Found items(const std::uint8_t*& at, const std::uint8_t* end, std::uint64_t count, Depth depth) const {
+    Found found = Found::kFine;
+    while (count-- > 0 && found == Found::kFine) found = value(at, end, depth);
+    return found;
+  }
+
+  Found map(const std::uint8_t*& at, const std::uint8_t* end, std::uint64_t count, Depth depth) const {
+    Found found = Found::kFine;
+    for (std::uint64_t entry = 0; entry < count && found == Found::kFine; ++entry) {
+      Kind kind = Kind::kOther;
+      found = value(at, end, depth, &kind);
+      if (found != Found::kFine) return found;
+      if (kind == Kind::kOther || (kind == Kind::kNumber && count > most_)) return Found::kRefused;
+      found = value(at, end, depth);
+    }
+    return found;
+  }
+
+  const std::uint64_t nested_;  // a bit for each extension code whose payload is msgpack
+  const std::uint64_t most_;    // so many keys may be numbers
+};
+
+constexpr int kDeepest = 2000;  // twice the interpreter's limit, which is the decoder's
 
 }  // namespace
 
@@ -71,6 +161,14 @@ extern "C" {
 // Whether `object` is lists and dicts, at most `depth` within each other, of leaves: see `look`.
 int ps_plain_tree(void* object, const void* python, int depth) {
   return look(*static_cast<const Python*>(python), object, depth);
+}
+
+// Whether the keys of all maps in `size` bytes of msgpack are texts, or up to `most` numbers: see KeyCheck.
+// `extensions` may be within each other; the decoder ends at more.
+int ps_plain_keys(const std::uint8_t* data, std::uint64_t size, std::uint64_t nested, std::uint64_t most,
+                  int extensions) {
+  const KeyCheck::Found found = KeyCheck(nested, most).value(data, data + size, {kDeepest, extensions});
+  return found != KeyCheck::Found::kRefused ? 1 : 0;
 }
 
 }  // extern "C"

@@ -6,10 +6,10 @@ NCCL version and settings (`NCCL_BUFFSIZE`, `NCCL_MAX_NCHANNELS`), so that a ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel_state.plan.groups import Plan
+from parallel_state.plan.groups import Plan, whole_of
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,16 @@ def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
     """The communicators of `rank`; rank 0 has as many as any, for only first stages have both embedding groups."""
     made = [kind.name for kind in plan.kinds if kind.made]
     everything = [kind.name for kind in plan.kinds]
+    ends = {
+        kind.name: list(map(tuple, plan.layout.groups(kind.name)))
+        for kind in plan.kinds
+        if whole_of(plan.layout, kind.name) is not None and kind.size > 1
+    }
     return Communicators(
         made=_sets_of(plan, rank, made),
         all_kinds=_sets_of(plan, rank, everything),
-        groups_made=_count_groups(plan, made),
-        groups_of_all_kinds=_count_groups(plan, everything),
+        groups_made=_count_groups(plan, made, ends),
+        groups_of_all_kinds=_count_groups(plan, everything, ends),
         all_to_all=plan.made("ep") is not None,
     )
 
@@ -86,8 +91,34 @@ def _sets_of(plan: Plan, rank: int, names: Iterable[str]) -> tuple[tuple[str, ..
     return tuple(tuple(sharing) for ranks, sharing in sets.items() if len(ranks) > 1)
 
 
-def _count_groups(plan: Plan, names: Iterable[str]) -> int:
-    sets = {tuple(range(plan.world_size))}
-    for name in names:
-        sets.update(map(tuple, plan.layout.groups(name)))
-    return sum(len(ranks) > 1 for ranks in sets)
+def _count_groups(plan: Plan, names: Iterable[str], ends_of: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
+    """How many sets of several ranks these kinds have; kinds that are no ends of others share all of them, or none."""
+    kinds = [kind for kind in map(plan.kind, names) if kind is not None and kind.size > 1]
+    shared: set[str] = set()
+    ends: set[tuple[int, ...]] = set()
+    count = 1 if plan.world_size > 1 else 0
+    for kind in sorted(kinds, key=lambda kind: whole_of(plan.layout, kind.name) is not None):
+        if kind.name in shared or kind.size == plan.world_size:
+            continue
+        shared.update(kind.same_as)
+        if whole_of(plan.layout, kind.name) is None:
+            count += kind.count
+        else:
+            ends.update(ends_of[kind.name])
+    whole: dict[tuple[int, ...], list[str]] = {tuple(range(plan.world_size)): []}
+    for kind in kinds:
+        if whole_of(plan.layout, kind.name) is None:
+            whole.setdefault(_from_zero(kind.first), []).append(kind.name)
+
+    def is_counted(ranks: tuple[int, ...]) -> bool:
+        """Whether it is the world, or one of a kind that is no end of another."""
+        names = whole.get(_from_zero(ranks), [])
+        return len(ranks) == plan.world_size or any(
+            plan.layout.group_of(ranks[0], name) == list(ranks) for name in names
+        )
+
+    return count + sum(len(ranks) > 1 and not is_counted(ranks) for ranks in ends)
+
+
+def _from_zero(ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank - ranks[0] for rank in ranks)

@@ -5,9 +5,10 @@ What is worth a warning is in `remarks`, what it costs in `communicators`, how i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel_state.axes import AXES, BY_NAME, Axis
 from parallel_state.division import made_at_start
@@ -108,32 +109,79 @@ class Steps(NamedTuple):
 def make_plan(request: Request) -> Plan:
     """The plan for `request`; raises LayoutError where the sizes don't fit."""
     layout = request.resolve()
-    lists = {axis.name: layout.groups(axis.name) for axis in AXES if axis.name in layout.names}
-    same: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for name, groups in lists.items():
-        same.setdefault(tuple(map(tuple, groups)), []).append(name)
-    twins = {name: tuple(other for other in names if other != name) for names in same.values() for name in names}
-    made, kinds = made_at_start(layout, request.sizes), []
-    for name, groups in lists.items():
-        touched = [len({rank // request.gpus_per_node for rank in ranks}) for ranks in groups]
-        kinds.append(
-            Kind(
-                axis=BY_NAME[name],
-                count=len(groups),
-                size=max(map(len, groups)),
-                first=tuple(groups[0]),
-                nodes=max(touched),
-                crossing=sum(nodes > 1 for nodes in touched),
-                same_as=twins[name],
-                made=name in made,
-            )
+    names = [axis.name for axis in AXES if axis.name in layout.names]
+    ends = {name: tuple(map(tuple, layout.groups(name))) for name in names if whole_of(layout, name) is not None}
+    shapes = {name: _shape_of(layout, name) for name in names if name not in ends}
+    shapes |= {name: _known_shape(layout, shapes, lists) for name, lists in ends.items()}
+    facts: dict[Shape, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        if shape not in facts:
+            facts[shape] = _facts_of(layout, name, ends.get(name), request.gpus_per_node)
+    made = made_at_start(layout, request.sizes)
+    kinds = [
+        Kind(
+            axis=BY_NAME[name],
+            **facts[shapes[name]],
+            same_as=tuple(other for other in names if other != name and shapes[other] == shapes[name]),
+            made=name in made,
         )
+        for name in names
+    ]
     return Plan(request, layout, tuple(kinds))
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
     """Returns the kind of group that a kind takes its ranks from, if it is part of another one."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
+
+
+Shape = tuple[tuple[int, ...], ...]
+
+
+def _shape_of(layout: Layout, name: str) -> Shape:
+    """Returns what two kinds have in common whose sets of ranks are the same: size and stride of each step."""
+    joined: list[tuple[int, int]] = []
+    for step in sorted(steps_of(layout, name), key=lambda step: step.stride):
+        if joined and joined[-1][0] * joined[-1][1] == step.stride:
+            joined[-1] = (joined[-1][0] * step.size, joined[-1][1])
+        else:
+            joined.append((step.size, step.stride))
+    return tuple(joined)
+
+
+def _known_shape(layout: Layout, shapes: Mapping[str, Shape], lists: Shape) -> Shape:
+    """Returns the shape of the kind that has these sets of ranks, else the sets: a part of others may be any."""
+    for name, shape in shapes.items():
+        if layout.size(name) * len(lists) == layout.world_size and layout.group_of(lists[0][0], name) == [*lists[0]]:
+            if tuple(map(tuple, layout.groups(name))) == lists:
+                return shape
+    return lists
+
+
+def _facts_of(layout: Layout, name: str, groups: Shape | None, per_node: int) -> dict[str, Any]:
+    """Returns a kind's counts, without its lists of ranks where one of them, moved, gives all others."""
+    if groups is not None:
+        touched = Counter(len({rank // per_node for rank in ranks}) for ranks in groups)
+        count, first, size = len(groups), groups[0], max(map(len, groups))
+    else:
+        grid, axes = layout.grid_of(name), layout.axes_of(name)
+        first = tuple(layout.group_of(layout.rank_offset, name))
+        count, size = layout.world_size // len(first), len(first)
+        starts = Counter({layout.rank_offset % per_node: 1})  # of the groups, by GPU of the node
+        for axis, steps in grid.axes:
+            if axis not in axes and steps > 1:
+                moved: Counter[int] = Counter()
+                stride = grid.stride(axis)
+                for step in range(steps):
+                    for gpu, groups_there in starts.items():
+                        moved[(gpu + step * stride) % per_node] += groups_there
+                starts = moved
+        offsets = [rank - layout.rank_offset for rank in first]
+        touched = Counter()
+        for gpu, groups_there in starts.items():
+            touched[len({(gpu + offset) // per_node for offset in offsets})] += groups_there
+    crossing = count - touched[1]
+    return {"count": count, "size": size, "first": first, "nodes": max(touched), "crossing": crossing}
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:

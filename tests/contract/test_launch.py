@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -642,6 +643,7 @@ def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):
 def test_one_worker_runs_in_this_process_and_the_environment_comes_back(monkeypatch):
     monkeypatch.setenv("KEPT", "1")
     before = dict(os.environ)
+    makes = import_module("torch.distributed.rendezvous")._create_c10d_store
 
     def inline() -> tuple[int, list[str | None], float]:
         dist.init_process_group("gloo")
@@ -655,6 +657,7 @@ def test_one_worker_runs_in_this_process_and_the_environment_comes_back(monkeypa
 
     assert launch(inline, 1, env={"EXTRA": "x"}) == [(os.getpid(), ["0", "1", "0", "1", "x"], 1.0)]
     assert dict(os.environ) == before
+    assert import_module("torch.distributed.rendezvous")._create_c10d_store is makes
 
 
 def test_one_worker_per_accelerator_or_one():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from parallel_state import groups
+from parallel_state.options import GroupOptions
 from tests.contract.attempts import attempt, environment, whose, world
 from tests.workers import WorkerPool
 
@@ -495,3 +499,47 @@ def test_a_destroyed_group_that_is_held_keeps_no_process_group(pools: Pools) -> 
             "sub-group": "GroupDestroyedError",
             "words": True,
         }
+
+
+def _made_beside_another() -> dict[str, Any]:
+    """While one thread waits in a group's making for the other rank, the pool serves this rank's other threads."""
+    facts: dict[str, Any] = {}
+    with world() as everyone:
+        pool = everyone.pool
+        assert pool is not None
+        kept = pool.acquire(everyone.context.ranks, GroupOptions("gloo", 41.0))
+        inside = threading.Event()
+        make = groups.new_group_of_members
+
+        def making(*args: Any) -> Any:
+            inside.set()
+            return make(*args)
+
+        def acquire() -> None:
+            facts["made"] = pool.acquire(everyone.context.ranks, GroupOptions("gloo", 42.0))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "new_group_of_members", making)
+            thread = threading.Thread(target=acquire)
+            if everyone.rank == 0:
+                thread.start()
+                facts["inside"] = inside.wait(SOON_S)
+                pool.next_channel((0, 1))
+                pool.release(kept)
+                everyone.send(torch.ones(1), 1)
+            else:
+                pool.next_channel((0, 1))
+                pool.release(kept)
+                everyone.recv([1], torch.float32, 0)
+                thread.start()
+            thread.join(SOON_S)
+        made = facts.pop("made")
+        facts["sum"] = _sum_by_torch(made.process_group)
+        pool.release(made)
+    return facts
+
+
+def test_the_pool_is_not_locked_while_other_ranks_are_waited_for(pools: Pools) -> None:
+    results = pools(2).run(_made_beside_another, timeout_s=DEADLINE_S)
+    assert [facts["sum"] for facts in results] == [2.0, 2.0]
+    assert results[0]["inside"]

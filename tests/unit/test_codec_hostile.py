@@ -6,6 +6,7 @@ import collections
 import pickle
 import random
 import struct
+import sys
 import tracemalloc
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device_communicators import native
 from device_communicators.errors import MessageDecodeError
-from parallel_state import codec
+from parallel_state import codec, codec_values
 from parallel_state.codec import MAX_DEPTH
 from tests.unit.codec_classes import Access, Color, Pair, Record, Span
 
@@ -390,3 +392,93 @@ def test_broken_pickle():
     for data in (b"", b"\x80\x05", b"garbage", pickle.dumps(5)[:-1], b"cnot_there\nnot_there\n."):
         with pytest.raises(MessageDecodeError):
             codec.read(message_of(Ext(16, data)), allow_pickle=True)
+
+
+# Time, too, is bounded: a peer chooses numbers whose hashes collide, and containers of such.
+
+WAYS = ["python", "library"]
+
+
+def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codec with the compiled library, as in groups that share memory, or without."""
+    for name in ("look", "check_keys"):
+        monkeypatch.setattr(codec_values._library, name, None)
+    if way == "library":
+        try:
+            native.load()
+        except native.NativeUnavailableError as error:
+            pytest.skip(f"no compiled library: {error}")
+        codec_values.use_library()
+
+
+HASH_MODULUS = sys.hash_info.modulus
+
+
+def colliding(count: int) -> list[Ext]:
+    return [Ext(codec_values._INT, (i * HASH_MODULUS).to_bytes(12, "little", signed=True)) for i in range(count)]
+
+
+def colliding_list(number: int) -> list[int]:
+    return [HASH_MODULUS if number >> bit & 1 else 0 for bit in range(14)]
+
+
+def native_map(keys: list[Any]) -> bytes:
+    return b"\xdf" + struct.pack(">I", len(keys)) + b"".join(pack(key) + b"\x00" for key in keys)
+
+
+COLLIDING = {
+    "set": pack(Ext(codec_values._SET, pack(colliding(20_000)))),
+    "frozenset in a list": pack([1, Ext(codec_values._FROZENSET, pack(colliding(20_000)))]),
+    "dict": pack(Ext(codec_values._DICT, pack([x for key in colliding(20_000) for x in (key, 0)]))),
+    "msgpack's dict of extensions": native_map(colliding(2000)),
+    "msgpack's dict of lists": native_map([colliding_list(i) for i in range(8000)]),
+    "msgpack's dict in an extension": frame(
+        codec_values._TUPLE, b"\x91" + native_map([colliding_list(i) for i in range(8000)])
+    ),
+    "msgpack's dict of many numbers": native_map(list(range(1 << 33, (1 << 33) + 6000))),
+}
+
+
+@pytest.mark.parametrize("name", COLLIDING)
+@pytest.mark.parametrize("way", WAYS)
+def test_colliding_keys_are_refused_before_they_take_long(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_way(way, monkeypatch)
+    with pytest.raises(MessageDecodeError, match=r"which collide|keys that no sender"):
+        decode(HEADER + COLLIDING[name])
+
+
+LARGE: list[Any] = [
+    list(range(40_000)), {i: i for i in range(9000)}, {str(i): [i] for i in range(9000)}, frozenset(range(20_000)),
+    {(i, str(i)): None for i in range(5000)}, {2**i for i in range(1500)}, [{1: "a", None: {True: 1.5}}] * 4000,
+    {i / 7: b"x" for i in range(9000)}, ["é" * 300, -1, 2**40] * 100, (("x" * 70_000,),), {b"x": {"y": b"z" * 70_000}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", LARGE, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("way", WAYS)
+def test_large_values_are_not_taken_for_colliding_ones(value: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_way(way, monkeypatch)
+    assert decode(codec.encode(value).metadata) == value
+
+
+@given(value=st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner),
+), end=st.integers(0, 200), change=st.tuples(st.integers(0, 200), st.integers(0, 255)))  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_both_looks_at_keys_agree(value: Any, end: int, change: tuple[int, int]) -> None:
+    """The library's and Python's, of what a sender sends and of what was cut off or changed on the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_way("library", patch)
+        check = codec_values._library.check_keys
+    assert check is not None
+    try:
+        body = codec.encode(value).metadata[len(HEADER) :]
+    except codec.MessageEncodeError:  # unhashable, or a lone surrogate
+        return
+    assert check(body)
+    assert codec_values.has_plain_keys(body)
+    changed = bytearray(body[: end or None])
+    if changed:
+        changed[change[0] % len(changed)] = change[1]
+    assert check(bytes(changed)) == codec_values.has_plain_keys(bytes(changed)), bytes(changed)

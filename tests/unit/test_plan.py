@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -402,3 +403,38 @@ def test_a_file_on_stdout_comes_alone(option: str, capsys: pytest.CaptureFixture
     assert out.lstrip().startswith(("<", "{"))
     assert "long name" not in out.splitlines()[-1]
     assert out.rstrip().endswith((">", "}"))
+
+
+def kinds_by_their_lists(request_: Request) -> dict[str, tuple[object, ...]]:
+    """What `make_plan` tells of each kind, from all its lists of ranks."""
+    layout = request_.resolve()
+    lists = {axis.name: layout.groups(axis.name) for axis in AXES if axis.name in layout.names}
+    found = {}
+    for name, groups in lists.items():
+        touched = [len({rank // request_.gpus_per_node for rank in ranks}) for ranks in groups]
+        twins = tuple(other for other in lists if other != name and lists[other] == groups)
+        crossing = sum(nodes > 1 for nodes in touched)
+        found[name] = (len(groups), max(map(len, groups)), tuple(groups[0]), max(touched), crossing, twins)
+    return found
+
+
+def test_kinds_are_what_their_lists_of_ranks_are() -> None:
+    random_ = random.Random(7)
+    tried = 0
+    while tried < 150:
+        sizes = {name: random_.choice([1, 1, 2, 3, 4]) for name in random_.sample(["tp", "pp", "cp", "ep", "etp"], 3)}
+        order = random_.choice(["megatron", "vllm", "torchtitan", "pp-tp-cp-ep-dp", "dp-ep-cp-tp-pp"])
+        request_ = Request(random_.choice([8, 12, 24, 48, 72, 96]), sizes, order, random_.choice([1, 3, 4, 8, 9]))
+        try:
+            plan = make_plan(request_)
+        except LayoutError:
+            continue
+        tried += 1
+        found = {k.name: (k.count, k.size, k.first, k.nodes, k.crossing, k.same_as) for k in plan.kinds}
+        assert found == kinds_by_their_lists(request_), request_
+        for names, count in (
+            ([kind.name for kind in plan.kinds if kind.made], count_communicators(plan).groups_made),
+            ([kind.name for kind in plan.kinds], count_communicators(plan).groups_of_all_kinds),
+        ):
+            sets = {tuple(range(plan.world_size))}.union(*(map(tuple, plan.layout.groups(name)) for name in names))
+            assert sum(len(ranks) > 1 for ranks in sets) == count, (request_, names)

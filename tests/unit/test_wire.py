@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 import tracemalloc
@@ -109,6 +110,20 @@ def test_a_message_of_any_size_is_read_back(size: int, tensors: int) -> None:
     got = wire.build(message, outgoing.tensors, CONTEXT, SRC)
     assert got[0] == "x" * size
     assert all(torch.equal(a, b) for a, b in zip(got[1:], value[1:], strict=True))
+
+
+def test_a_long_head_is_not_copied_by_who_looks_at_it() -> None:
+    plain = wire.encode(["x" * 100_000, "y"], allow_pickle=False)
+    split = wire.Outgoing(plain.head[:100], [], more_head=plain.head[100:])
+    for outgoing in (plain, split):
+        one, other = outgoing.rest, outgoing.rest
+        assert one is not None
+        assert other is not None
+        assert one.data_ptr() == other.data_ptr()
+        assert wire.bytes_of(outgoing.frame) + wire.bytes_of(one) == plain.head
+    data = wire._view_of(bytes(range(100)), 10)
+    gc.collect()
+    assert data.tolist() == list(range(10, 100))  # the tensor keeps the bytes
 
 
 def test_the_form_of_a_frame() -> None:
