@@ -6,6 +6,8 @@ A command is a row here and a module with `main(arguments) -> exit code`; its op
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -44,5 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code
 
 
+def run() -> int:
+    """Runs the command of this process; returns its exit code, which for a closed pipe is that of SIGPIPE."""
+    try:
+        exit_code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `… | head` has read enough; Python would flush again at the end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return exit_code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

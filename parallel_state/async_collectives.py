@@ -23,10 +23,10 @@ class AsyncTensorCollectives(TensorCollectives):
     """The part of `GroupCoordinator` that starts tensor collectives."""
 
     @host_call(_WAITING)
-    def all_reduce_async(self, x: Tensor, op: str = "sum") -> TensorHandle:
+    def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
         """Starts `all_reduce(x, op)`."""
         checks.check_tensor(self.context, "all_reduce_async", x)
-        checks.check_reduce_op(self.context, "all_reduce_async", op)
+        op = checks.check_reduce_op(self.context, "all_reduce_async", op)
         if self._ends_here():
             return TensorHandle(None, x.detach())
         out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -46,10 +46,10 @@ class AsyncTensorCollectives(TensorCollectives):
         return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
 
     @host_call(_WAITING)
-    def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: str = "sum") -> TensorHandle:
+    def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
         """Starts `reduce_scatter(x, dim, op)`."""
         checks.check_tensor(self.context, "reduce_scatter_async", x)
-        checks.check_reduce_op(self.context, "reduce_scatter_async", op)
+        op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
         checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
         if self._ends_here():

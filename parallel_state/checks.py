@@ -6,9 +6,10 @@ Written so that torch.compile traces it: comparisons, and text only on the way t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.base import REDUCE_OPS, GroupContext
@@ -42,11 +43,24 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
         )
 
 
-def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> None:
-    if reduce_op not in REDUCE_OPS:
-        raise InvalidArgumentError(
-            f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, but is {reduce_op!r}"
-        )
+ReduceOp: TypeAlias = "str | dist.ReduceOp.RedOpType | dist.ReduceOp"
+"""`"sum"`, or torch's `ReduceOp.SUM`."""
+_TORCH_NAMES = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+
+
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> str:
+    """Returns the name of a reduce operation: itself, or that of torch's."""
+    if isinstance(reduce_op, str):
+        if reduce_op in REDUCE_OPS:
+            return reduce_op
+    else:
+        for torchs, name in _TORCH_NAMES.items():
+            if reduce_op == getattr(dist.ReduceOp, torchs, None):
+                return name
+    raise InvalidArgumentError(
+        f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of "
+        f"that name, but is {reduce_op!r}"
+    )
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:

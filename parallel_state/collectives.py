@@ -46,24 +46,25 @@ class TensorCollectives:
             self.route.check_usable()  # raises
         return True
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
 
         `op`: sum, avg (floating point), max, min or product; on bool tensors sum and max mean or, min and product and.
+        torch's `ReduceOp.SUM` and its like are taken, too.
         A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
         """
         checks.check_tensor(self.context, "all_reduce", x)
-        if op not in REDUCE_OPS:  # looked at here, because one call of a function less is 0.1 us of three
-            checks.check_reduce_op(self.context, "all_reduce", op)
+        if op.__class__ is not str or op not in REDUCE_OPS:  # looked at here: a call of a function is 0.1 us of three
+            op = checks.check_reduce_op(self.context, "all_reduce", op)
         if self.world_size == 1 and self._ends_here():
             return x
         return _ALL_REDUCE(x, self._token, op, self._key)
 
-    def all_reduce_(self, x: Tensor, op: str = "sum") -> Tensor:
+    def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """As all_reduce, in place; returns `x`."""
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
-        checks.check_reduce_op(self.context, "all_reduce_", op)
+        op = checks.check_reduce_op(self.context, "all_reduce_", op)
         if not self._ends_here():
             _OPS.all_reduce_(x, self._token, op, self._key)
         return x
@@ -96,22 +97,24 @@ class TensorCollectives:
             return x
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
-    def reduce_scatter(self, x: Tensor, dim: int = -1, op: str = "sum") -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
         checks.check_tensor(self.context, "reduce_scatter", x)
-        checks.check_reduce_op(self.context, "reduce_scatter", op)
+        op = checks.check_reduce_op(self.context, "reduce_scatter", op)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
         if self._ends_here():
             return x
         return _OPS.reduce_scatter(x, self._token, dim, op, self._key)
 
-    def reduce_scatterv(self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: str = "sum") -> Tensor:
+    def reduce_scatterv(
+        self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
+    ) -> Tensor:
         """As reduce_scatter with slices of `sizes`; every rank passes the same `sizes`."""
         if sizes is None:
             return self.reduce_scatter(x, dim, op)
         checks.check_tensor(self.context, "reduce_scatterv", x)
-        checks.check_reduce_op(self.context, "reduce_scatterv", op)
+        op = checks.check_reduce_op(self.context, "reduce_scatterv", op)
         dim = checks.normal_dim(self.context, "reduce_scatterv", x, dim)
         checks.check_sizes(self.context, "reduce_scatterv", "sizes", sizes)
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)

@@ -13,15 +13,20 @@ from math import cos, pi, sin
 
 from device_communicators.peer_probe import Pair, Probe
 from device_communicators.topology import PCIE_PATHS, Gpu, Path, Topology
-from parallel_state.plan.picture import LIGHT, STYLE
+from parallel_state.plan.picture import NEUTRAL, PAGE, SOFT, STYLE, colored, themed
 
 _WIDTH, _HEIGHT, _MARGIN, _LINE = 104.0, 50.0, 16.0, 18.0
-_STYLE = STYLE + (
-    ".nvlink{stroke:var(--text)}.pcie{stroke:var(--soft);stroke-width:1}.fails{stroke:#d22f2f;stroke-width:3}"
-    ".hub{fill:var(--box);stroke:var(--text);stroke-width:1.5}.drawing .hub-text{text-anchor:middle}"
+_STYLE = STYLE + themed(
+    lambda neutral, _: (
+        f".nvlink{{stroke:{neutral['text']}}}.pcie{{stroke:{neutral['soft']}}}"
+        f".hub{{fill:{neutral['box']};stroke:{neutral['text']}}}"
+    )
 )
 _PCIE_LINES = {"BRD": ("whole", ""), "PIX": ("whole", ""), "PXB": ("long dashes", "12 3"), "PHB": ("dashes", "7 4"),
                "NODE": ("short dashes", "3 4"), "SYS": ("dotted", "1 4")}  # fmt: skip
+
+_NVLINK = f'class="nvlink" stroke="{NEUTRAL["text"]}"'
+_PCIE = f'class="pcie" stroke="{NEUTRAL["soft"]}" stroke-width="1"'
 
 Point = tuple[float, float]
 
@@ -38,14 +43,15 @@ def topology_picture(topology: Topology, probes: Mapping[Pair, Probe] | None = N
     parts = [
         f'<text x="{_MARGIN:g}" y="{_MARGIN + _LINE * (row + 1) - 5:g}" {look}>{escape(line)}</text>'
         for row, line in enumerate(lines)
-        for look in ('font-size="16" font-weight="600"' if row == 0 else 'class="soft" font-size="13"',)
+        for look in ('font-size="16" font-weight="600"' if row == 0 else f'{SOFT} font-size="13"',)
     ]
     parts += [*_edges(topology, places, probes), *_hub(topology, places, middle)]
     parts += [_box(gpu, places[gpu.index]) for gpu in topology.gpus]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" class="drawing" role="img"><title>{escape(lines[0])}</title><style>{_STYLE}</style>'
-        f'<rect width="100%" height="100%" style="fill:var(--page)"/>{"".join(parts)}</svg>\n'
+        f'height="{height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
+        f"<title>{escape(lines[0])}</title><style>{_STYLE}</style>"
+        f"{PAGE}{''.join(parts)}</svg>\n"
     )
 
 
@@ -88,15 +94,20 @@ def _edges(topology: Topology, places: Mapping[int, Point], probes: Mapping[Pair
         path = topology.paths[one, two]
         told = f"GPU{one} – GPU{two}: {_about(path)}"
         if path.nvlinks and not path.switched:
-            look = f'class="nvlink" stroke-width="{1.5 + path.nvlinks / 2:g}"'
+            look = f'{_NVLINK} stroke-width="{1.5 + path.nvlinks / 2:g}"'
             yield _line(places[one], places[two], look, told)
         elif not path.nvlinks:
             _, dashes = _PCIE_LINES.get(path.pcie or "", ("", ""))
-            look = f'class="pcie" stroke-dasharray="{dashes}"' if dashes else 'class="pcie"'
+            look = f'{_PCIE} stroke-dasharray="{dashes}"' if dashes else _PCIE
             yield _line(places[one], places[two], look, told)
         tried = [(probes or {}).get((uuids[a], uuids[b])) for a, b in ((one, two), (two, one))]
         if failures := [probe.reason for probe in tried if probe is not None and probe.works is not True]:
-            yield _line(places[one], places[two], 'class="fails" stroke-dasharray="6 6"', f"{told}. {failures[0]}")
+            yield _line(
+                places[one],
+                places[two],
+                'class="fails" stroke="#d22f2f" stroke-width="3" stroke-dasharray="6 6"',
+                f"{told}. {failures[0]}",
+            )
 
 
 def _about(path: Path) -> str:
@@ -111,11 +122,12 @@ def _hub(topology: Topology, places: Mapping[int, Point], middle: Point) -> Iter
         return
     for gpu in topology.gpus:
         if gpu.switch_links:
-            look = f'class="nvlink" stroke-width="{1.5 + gpu.switch_links / 4:g}"'
+            look = f'{_NVLINK} stroke-width="{1.5 + gpu.switch_links / 4:g}"'
             yield _line(places[gpu.index], middle, look, f"GPU{gpu.index}: {gpu.switch_links} NVLinks into switches")
     x, y = middle
-    yield f'<rect class="hub" x="{x - 52:g}" y="{y - 20:g}" width="104" height="40" rx="20"/>'
-    yield f'<text class="hub-text" x="{x:g}" y="{y + 5:g}" font-size="14" font-weight="600">NVSwitch</text>'
+    hub = f'class="hub" fill="{NEUTRAL["box"]}" stroke="{NEUTRAL["text"]}" stroke-width="1.5"'
+    yield f'<rect {hub} x="{x - 52:g}" y="{y - 20:g}" width="104" height="40" rx="20"/>'
+    yield f'<text text-anchor="middle" x="{x:g}" y="{y + 5:g}" font-size="14" font-weight="600">NVSwitch</text>'
 
 
 def _line(one: Point, two: Point, look: str, told: str) -> str:
@@ -125,13 +137,13 @@ def _line(one: Point, two: Point, look: str, told: str) -> str:
 
 def _box(gpu: Gpu, at: Point) -> str:
     x, y = at[0] - _WIDTH / 2, at[1] - _HEIGHT / 2
-    color = "none" if gpu.numa_node is None else f"c{gpu.numa_node % len(LIGHT)}"
+    centered = f'x="{at[0]:.1f}" fill="{NEUTRAL["cell"]}" text-anchor="middle"'
     below = f"{len(gpu.slices)} MIG slices" if gpu.mig else gpu.pci_id or ""
     node = "NUMA node unknown" if gpu.numa_node is None else f"NUMA node {gpu.numa_node}"
     told = f"{gpu.uuid}, {gpu.name or 'unknown model'}, {node}"
     return (
-        f'<g class="gpu {color}"><title>{escape(told)}</title>'
+        f"<g {colored(-1 if gpu.numa_node is None else gpu.numa_node)}><title>{escape(told)}</title>"
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{_WIDTH:g}" height="{_HEIGHT:g}" rx="4"/>'
-        f'<text x="{at[0]:.1f}" y="{at[1] - 2:.1f}" font-size="16" font-weight="600">GPU{gpu.index}</text>'
-        f'<text x="{at[0]:.1f}" y="{at[1] + 16:.1f}" font-size="12">{escape(below)}</text></g>'
+        f'<text {centered} y="{at[1] - 2:.1f}" font-size="16" font-weight="600">GPU{gpu.index}</text>'
+        f'<text {centered} y="{at[1] + 16:.1f}" font-size="12">{escape(below)}</text></g>'
     )

@@ -51,6 +51,7 @@ def changes_that_fit(request: Request) -> list[Change]:
     if orders:
         return orders
     sizes = list(islice(_sizes(request, 1), 1)) or list(islice(_sizes(request, 2), 1))
+    sizes = [*_experts_whole(request), *sizes]
     worlds = _worlds(request)
     nodes, rest = divmod(request.world_size, request.gpus_per_node)
     return [*worlds, *sizes] if nodes and rest else [*sizes, *worlds]  # a partly filled node is likelier the slip
@@ -114,6 +115,15 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
         if _fits(replace(request, sizes=kept)):
             changed = {name: given[name] for name in request.sizes if given[name] != request.sizes[name]}
             yield Change(_by_option(changed), _by_option({name: request.sizes[name] for name in changed}))
+
+
+def _experts_whole(request: Request) -> list[Change]:
+    """`--etp 1`, where experts took the tensor-parallel size over and fit without it: no given size changes."""
+    tp = request.sizes.get("tp", 1)
+    if "etp" in request.sizes or tp == 1 or request.sizes.get("ep", 1) == 1:
+        return []
+    fits = _fits(replace(request, sizes={**request.sizes, "etp": 1}))
+    return [Change({"etp": 1}, {"etp": f"{tp}, the tensor-parallel size unless given"})] if fits else []
 
 
 def _nearest(before: int, candidates: Sequence[int]) -> list[int]:

@@ -6,7 +6,7 @@ The page in `page` holds the same drawing. Beyond `MAX_RANKED` ranks a cell has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import ceil, sqrt
@@ -26,19 +26,37 @@ DARK = ("#154d8c", "#a6552d", "#055959", "#9e4f7e", "#2d5a04", "#6863b1",
         "#93640c", "#00566e", "#a94e58", "#095b41", "#89579e", "#554f00")  # fmt: skip
 LIGHT_TEXT, DARK_TEXT = "#14181f", "#f4f6fa"
 
+NEUTRAL = {"page": "#ffffff", "text": "#14181f", "soft": "#5b6472", "line": "#c9d0da", "box": "#f3f5f8",
+           "none": "#e3e7ed", "cell": LIGHT_TEXT}  # fmt: skip
+_DARK_NEUTRAL = {"page": "#12151b", "text": "#e9edf4", "soft": "#9aa4b4", "line": "#3a424f", "box": "#1b2028",
+                 "none": "#2a313c", "cell": DARK_TEXT}  # fmt: skip
+
+
+def themed(rules: Callable[[Mapping[str, str], Sequence[str]], str]) -> str:
+    """The rules in light colours, and in dark ones for who prefers those.
+
+    librsvg and CairoSVG know no variables, and no rule with a condition: they get plain light colours, which are
+    attributes of the elements as well.
+    """
+    return f"{rules(NEUTRAL, LIGHT)}@media(prefers-color-scheme:dark){{{rules(_DARK_NEUTRAL, DARK)}}}"
+
+
+def _rules(neutral: Mapping[str, str], colors: Sequence[str]) -> str:
+    return (
+        f":root{{{';'.join(f'--{name}:{color}' for name, color in neutral.items())}}}"
+        f".drawing text{{fill:{neutral['text']}}}.drawing .soft{{fill:{neutral['soft']}}}"
+        f".drawing .box{{fill:{neutral['box']};stroke:{neutral['line']}}}.drawing .page{{fill:{neutral['page']}}}"
+        f".drawing .gpu text{{fill:{neutral['cell']}}}.none{{fill:{neutral['none']}}}"
+        + "".join(f".c{index}{{fill:{color}}}" for index, color in enumerate(colors))
+    )
+
+
 STYLE = (
-    ":root{--page:#ffffff;--text:#14181f;--soft:#5b6472;--line:#c9d0da;--box:#f3f5f8;--none:#e3e7ed;--cell:#14181f}"
-    "@media(prefers-color-scheme:dark){:root{--page:#12151b;--text:#e9edf4;--soft:#9aa4b4;--line:#3a424f;"
-    "--box:#1b2028;--none:#2a313c;--cell:#f4f6fa}}"
-    ".drawing text{font-family:system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:var(--text)}"
-    ".drawing .soft{fill:var(--soft)}.drawing .box{fill:var(--box);stroke:var(--line)}"
-    ".drawing .gpu text{fill:var(--cell);text-anchor:middle;pointer-events:none;font-variant-numeric:tabular-nums}"
-    ".none{fill:var(--none)}"
-    + "".join(f".c{index}{{fill:{color}}}" for index, color in enumerate(LIGHT))
-    + "@media(prefers-color-scheme:dark){"
-    + "".join(f".c{index}{{fill:{color}}}" for index, color in enumerate(DARK))
-    + "}"
-)
+    ".drawing text{font-family:system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
+    ".drawing .gpu text{text-anchor:middle;pointer-events:none;font-variant-numeric:tabular-nums}"
+) + themed(_rules)
+PAGE = f'<rect class="page" width="100%" height="100%" fill="{NEUTRAL["page"]}"/>'
+SOFT = f'class="soft" fill="{NEUTRAL["soft"]}"'
 
 
 @dataclass(frozen=True)
@@ -153,14 +171,14 @@ def picture(plan: Plan, name: str) -> str:
     parts, y = [], float(margin)
     for style, line in lines:
         y += 22 if style else 18
-        look = 'font-size="16" font-weight="600"' if style else 'class="soft" font-size="13"'
+        look = 'font-size="16" font-weight="600"' if style else f'{SOFT} font-size="13"'
         parts.append(f'<text x="{margin}" y="{y - 6:g}" {look}>{escape(line)}</text>')
     total_width, total_height = width + 2 * margin, top + geometry.height + margin
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_width:g} {total_height:g}" '
-        f'width="{total_width:g}" height="{total_height:g}" class="drawing" role="img">'
+        f'width="{total_width:g}" height="{total_height:g}" class="drawing" role="img" fill="{NEUTRAL["text"]}">'
         f"<title>{escape(str(plan.layout))}</title><style>{STYLE}</style>"
-        f'<rect width="100%" height="100%" style="fill:var(--page)"/>{"".join(parts)}'
+        f"{PAGE}{''.join(parts)}"
         f'<g transform="translate({margin},{top:g})">{"".join(nodes(plan, name, geometry))}</g></svg>\n'
     )
 
@@ -188,9 +206,10 @@ def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
     for node in range(plan.nodes):
         x, y = geometry.node_at(node)
         yield f'<g class="node" transform="translate({x:g},{y:g})">'
-        yield f'<rect class="box" width="{geometry.node_width:g}" height="{geometry.node_height:g}" rx="3"/>'
+        yield (f'<rect class="box" width="{geometry.node_width:g}" height="{geometry.node_height:g}" rx="3" '
+               f'fill="{NEUTRAL["box"]}" stroke="{NEUTRAL["line"]}"/>')  # fmt: skip
         if geometry.label_height:
-            yield (f'<text class="soft" x="{geometry.padding:g}" y="{geometry.label_height:g}" '
+            yield (f'<text {SOFT} x="{geometry.padding:g}" y="{geometry.label_height:g}" '
                    f'font-size="{min(12, geometry.label_height - 2):g}">node {node}</text>')  # fmt: skip
         first = node * plan.gpus_per_node
         for rank in range(first, min(first + plan.gpus_per_node, plan.world_size)):
@@ -200,22 +219,28 @@ def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
 
 def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> str:
     x, y = geometry.cell_at(rank % plan.gpus_per_node)
-    color = f"c{group % len(LIGHT)}" if group >= 0 else "none"
+    look = colored(group)
     width, height = geometry.cell_width, geometry.cell_height
     box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
     if plan.world_size > MAX_TITLED:
-        return f'<rect class="gpu {color}" {box}/>'
+        return f"<rect {look} {box}/>"
     node, gpu = plan.place(rank)
     told = f"{name} group {group}" if group >= 0 else f"in no {name} group"
     title = f"<title>rank {rank}: node {node}, GPU {gpu}, {escape(told)}</title>"
     if plan.world_size > MAX_NUMBERED:
-        return f'<g class="gpu {color}">{title}<rect {box}/></g>'
-    number, middle = str(group) if group >= 0 else "–", f"{x + width / 2:g}"
+        return f"<g {look}>{title}<rect {box}/></g>"
+    number = str(group) if group >= 0 else "–"
+    at = f'x="{x + width / 2:g}" fill="{NEUTRAL["cell"]}" text-anchor="middle"'
     if plan.world_size > MAX_RANKED:
-        text = (
-            f'<text x="{middle}" y="{y + height / 2 + 3.5:g}" font-size="{10 if height < 20 else 12}">{number}</text>'
-        )
+        text = f'<text {at} y="{y + height / 2 + 3.5:g}" font-size="{10 if height < 20 else 12}">{number}</text>'
     else:
-        text = (f'<text class="rank" x="{middle}" y="{y + 15:g}" font-size="11">{rank}</text>'
-                f'<text x="{middle}" y="{y + 32:g}" font-size="15" font-weight="600">{number}</text>')  # fmt: skip
-    return f'<g class="gpu {color}">{title}<rect {box} rx="2"/>{text}</g>'
+        text = (f'<text class="rank" {at} y="{y + 15:g}" font-size="11">{rank}</text>'
+                f'<text {at} y="{y + 32:g}" font-size="15" font-weight="600">{number}</text>')  # fmt: skip
+    return f'<g {look}>{title}<rect {box} rx="2"/>{text}</g>'
+
+
+def colored(number: int) -> str:
+    """The attributes of a GPU's cell: the colour of its group, or none where it is in none (-1)."""
+    if number < 0:
+        return f'class="gpu none" fill="{NEUTRAL["none"]}"'
+    return f'class="gpu c{number % len(LIGHT)}" fill="{LIGHT[number % len(LIGHT)]}"'

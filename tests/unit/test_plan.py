@@ -230,7 +230,7 @@ def test_each_change_fits_and_is_needed(world_size: int, tp: int, pp: int, ep: i
     for change in found:
         values = dict(change.values)
         world = values.pop("world-size", world_size)
-        sizes = {name: values.get(name, size) for name, size in request.sizes.items()}
+        sizes = {**request.sizes, **values}
         kept = {name: size for name, size in sizes.items() if size is not None}
         make_plan(Request(world, kept, "megatron", node))  # type: ignore[arg-type]
 
@@ -438,3 +438,26 @@ def test_kinds_are_what_their_lists_of_ranks_are() -> None:
         ):
             sets = {tuple(range(plan.world_size))}.union(*(map(tuple, plan.layout.groups(name)) for name in names))
             assert sum(len(ranks) > 1 for ranks in sets) == count, (request_, names)
+
+
+def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--etp 1` changes no size that was given: it is the smallest change wherever it fits."""
+    assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8"]) == 2
+    assert "smallest change: --etp 1 (from 8, the tensor-parallel size unless given)" in capsys.readouterr().err
+    assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8", "--etp", "1"]) == 0
+    for sizes in ({"tp": 8, "ep": 8, "etp": 8}, {"tp": 8, "ep": 64}, {"tp": 3}):
+        changes = changes_that_fit(Request(32, sizes, "megatron", 8))
+        assert changes
+        assert all(change.values != {"etp": 1} or "etp" in sizes for change in changes), sizes
+
+
+@pytest.mark.parametrize("command", [["topology"], ["plan", "--world-size", "64", "--json"], ["--help"]])
+def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback(command: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel_state", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert b"Traceback" not in errors
+    assert b"BrokenPipe" not in errors

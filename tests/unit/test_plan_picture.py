@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -31,6 +34,8 @@ from parallel_state.plan.picture import (
     picture,
 )
 from parallel_state.plan.remarks import Remark, remarks_on
+from parallel_state.topology_picture import topology_picture
+from tests.machines import machine
 
 SVG = "{http://www.w3.org/2000/svg}"
 MAX_BYTES = 2_000_000
@@ -183,7 +188,7 @@ def test_numbers_are_legible(colors: tuple[str, ...], text: str) -> None:
 
 
 def test_light_and_dark() -> None:
-    assert STYLE.count("prefers-color-scheme:dark") == 2
+    assert STYLE.count("prefers-color-scheme:dark") == 1
     assert all(color in STYLE for color in (*LIGHT, *DARK, LIGHT_TEXT, DARK_TEXT))
 
 
@@ -286,3 +291,39 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert svg.read_text(encoding="utf-8") == picture(plan, "pp")
     assert html.read_text(encoding="utf-8") == page(plan, "pp", remarks_on(plan))
     assert "64 ranks on 8 nodes" in capsys.readouterr().out
+
+
+DRAWN = ("rect", "text", "line", "circle", "path")
+
+
+def painted(element: ElementTree.Element, inherited: str | None = None) -> Iterator[tuple[str, str | None]]:
+    """Every drawn element with the fill that it has without any style sheet."""
+    fill = element.get("fill", inherited)
+    name = element.tag.removeprefix(SVG)
+    if name in DRAWN:
+        yield name, element.get("stroke") if name == "line" else fill
+    for child in element:
+        yield from painted(child, fill)
+
+
+@pytest.mark.parametrize("name", ["16", "1024", "72 a node"])
+def test_a_renderer_without_variables_and_style_sheets_shows_the_colours(name: str) -> None:
+    """librsvg and CairoSVG draw black what has no colour that they know."""
+    plan = make_plan(PLANS[name])
+    for text in (picture(plan, default_kind(plan)), topology_picture(machine("dgx-h100"))):
+        assert "var(" not in text
+        found = list(painted(ElementTree.fromstring(text)))
+        assert all(re.fullmatch("#[0-9a-f]{6}", color or "") for _, color in found)
+        assert {"#ffffff", LIGHT_TEXT, LIGHT[0]} <= {color for _, color in found}
+
+
+@pytest.mark.skipif(shutil.which("rsvg-convert") is None, reason="librsvg isn't installed")
+def test_librsvg_draws_the_colours(tmp_path: Path) -> None:
+    plan = make_plan(PLANS["16"])
+    (tmp_path / "plan.svg").write_text(picture(plan, default_kind(plan)), encoding="utf-8")
+    subprocess.run(["rsvg-convert", "-f", "svg", "-o", tmp_path / "drawn.svg", tmp_path / "plan.svg"], check=True)
+    drawn = (tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    found = {
+        tuple(round(float(part) * 2.55) for part in color.split("%,")) for color in re.findall(r"rgb\((.*?)%\)", drawn)
+    }
+    assert {tuple(bytes.fromhex(color[1:])) for color in ("#ffffff", LIGHT_TEXT, LIGHT[0], LIGHT[1])} <= found
