@@ -53,7 +53,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
     if isinstance(reduce_op, str):
         if reduce_op in REDUCE_OPS:
             return reduce_op
-    else:
+    elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # a number would be equal to one, too
         for torchs, name in _TORCH_NAMES.items():
             if reduce_op == getattr(dist.ReduceOp, torchs, None):
                 return name

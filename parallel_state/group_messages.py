@@ -154,9 +154,15 @@ class GroupMessages(AsyncTensorCollectives):
         return self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
 
     @host_call(_SPEC, "send_tensor_dict")
-    def _send_dict(self, tensor_dict: dict[Any, Any], dst: int | None, *args: Any) -> None:
+    def _send_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None,
+        all_gather_group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> None:
         dst = self._destination("send_tensor_dict", dst, message=True)
-        self._messenger.send(tensor_dict, dst, *args, must_be=dict)
+        self._messenger.send(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
 
     def recv_tensor_dict(
         self,

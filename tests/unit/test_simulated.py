@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel_state as ps
@@ -553,3 +554,21 @@ def test_layers_of_stages() -> None:
     pieces = ps.split_tensor_along_last_dim(torch.arange(8.0).view(2, 4), 2, contiguous_split_chunks=True)
     assert [piece.tolist() for piece in pieces] == [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]
     assert all(piece.is_contiguous() for piece in pieces)
+
+
+def test_torchs_reduce_operations_are_taken(group: ps.GroupCoordinator) -> None:
+    x = torch.ones(8)
+    for theirs, ours in (("SUM", "sum"), ("AVG", "avg"), ("MAX", "max"), ("MIN", "min"), ("PRODUCT", "product")):
+        operation = getattr(dist.ReduceOp, theirs)
+        for op in (operation, dist.ReduceOp(operation)):
+            assert torch.equal(group.all_reduce(x, op), group.all_reduce(x, ours))
+            assert torch.equal(group.all_reduce_(x.clone(), op), group.all_reduce_(x.clone(), ours))
+            assert torch.equal(group.all_reduce_async(x, op).wait(), group.all_reduce(x, ours))
+            for call in (group.reduce_scatter, lambda *args: group.reduce_scatter_async(*args).wait()):
+                assert torch.equal(call(x, 0, op), call(x, 0, ours))
+            assert torch.equal(group.reduce_scatterv(x, 0, [2] * 4, op), group.reduce_scatterv(x, 0, [2] * 4, ours))
+    compiled = torch.compile(lambda x: group.all_reduce(x, dist.ReduceOp.MAX), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), x)
+    for wrong in (dist.ReduceOp.BXOR, "SUM", 0, None):
+        with pytest.raises(ps.InvalidArgumentError, match="or torch's ReduceOp of that name, but is"):
+            group.all_reduce(x, wrong)  # type: ignore[arg-type]
