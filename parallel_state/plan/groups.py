@@ -152,7 +152,9 @@ def _shape_of(layout: Layout, name: str) -> Shape:
 def _known_shape(layout: Layout, shapes: Mapping[str, Shape], lists: Shape) -> Shape:
     """Returns the shape of the kind that has these sets of ranks, else the sets: a part of others may be any."""
     for name, shape in shapes.items():
-        alike = layout.size(name) * len(lists) == layout.world_size and layout.group_of(lists[0][0], name) == [*lists[0]]
+        alike = layout.size(name) * len(lists) == layout.world_size and layout.group_of(lists[0][0], name) == [
+            *lists[0]
+        ]
         if alike and tuple(map(tuple, layout.groups(name))) == lists:
             return shape
     return lists
