@@ -11,7 +11,7 @@ Ranks are ranks in the group. Public operations return contiguous tensors that s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import format_ranks
-from device_communicators.health import Watcher
+from device_communicators.health import Death, FailureDomain, Watcher
 from device_communicators.host_memory import HostMemory
 from device_communicators.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.recorder import Operation
@@ -75,6 +75,8 @@ class GroupContext:
     """What the group's ranks on this host share; None where the gloo group isn't made together with the group."""
     watcher: Watcher | None = None
     """Knows which ranks of the world have ended; None where nobody watches."""
+    domain: FailureDomain | None = None
+    """The ranks whose death fails the group; None: its own."""
     channel: int = 0
     """Tells the users of one process group apart: their transfers have other tags."""
     simulated: bool = False
@@ -107,6 +109,15 @@ class GroupContext:
         their keys.
         """
         return f"{self.name}@{self.rank}/{self.size}"
+
+    @property
+    def failure_ranks(self) -> Collection[int]:
+        """The global ranks whose death fails the group."""
+        return self.ranks if self.domain is None else self.domain.ranks
+
+    def deaths(self) -> list[Death]:
+        """Returns the deaths that fail the group, in the order in which they came to be known."""
+        return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def tag(self, kind: int) -> int:
         """The tag of transfers of a kind (0 … 3), apart from those of other groups over the same process groups."""

@@ -39,6 +39,23 @@ class Death:
     """False for one that is only not heard of."""
 
 
+class FailureDomain:
+    """The global ranks whose death fails a group: those of its root, or of the replicas that it touches.
+
+    A rank may wait for a live one that has failed in another group and won't come: so the death of any rank with which
+    the group's ranks work together ends its waits.
+    """
+
+    def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
+        """`root`: the name of what the ranks belong to, the same on all of them; the world's is empty.
+
+        `is_root`: whether the group is what its root begins with, so that each part of it is a root of its own.
+        """
+        self.ranks = frozenset(ranks)
+        self.root = root
+        self.is_root = is_root
+
+
 class Farewells:
     """Who said, through a connection of its own to the store, that it goes on purpose."""
 
@@ -72,6 +89,9 @@ class Watcher:
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
         self._processes: dict[int, int] = {}  # pidfd -> global rank
+        self._linked: set[int] = set()
+        self.bound_s = NOTICE_S
+        """How long after a connection broke a death may come to be known: over hosts, the heartbeats' limit."""
         self._has_left: Callable[[int], bool] = lambda rank: False
         self._thread: threading.Thread | None = None
         self._wake: int | None = None
@@ -103,22 +123,35 @@ class Watcher:
             self._thread.start()
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Whether the end of each of these ranks, of this host, would be noticed at once."""
-        return set(ranks) <= set(self._processes.values())
+        """Returns True if the end of each of these ranks would be noticed at once: by its pidfd, or by a link."""
+        return set(ranks) <= set(self._processes.values()) | self._linked
+
+    def is_neighbour(self, rank: int) -> bool:
+        """Returns True for a rank of this host whose process is watched: it is dead only if its pidfd says so."""
+        return rank in self._processes.values()
+
+    def link(self, rank: int, up: bool) -> None:
+        """Notes that a connection to a rank of another host tells of its end, or no longer does."""
+        with self._news:
+            self._linked = self._linked | {rank} if up else self._linked - {rank}
 
     def report(self, rank: int, reason: str, certain: bool = True) -> None:
-        """Notes a death; the first reason stays."""
+        """Notes a death; the first reason stays, but a certain one replaces a guess."""
         with self._news:
-            self._deaths.setdefault(rank, Death(rank, reason, certain))
+            known = self._deaths.get(rank)
+            if known is not None and (known.certain or not certain):
+                return
+            self._deaths[rank] = Death(rank, reason, certain)
             self._news.notify_all()
         for hear in list(self.on_death):
             hear()
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Of these global ranks, in their order. Cheap while nobody died."""
+        """Of these global ranks, in the order in which they came to be known. Cheap while nobody died."""
         if not self._deaths:
             return []
-        return [self._deaths[rank] for rank in ranks if rank in self._deaths]
+        wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
+        return [death for death in list(self._deaths.values()) if death.rank in wanted]
 
     def deaths(self) -> list[Death]:
         """Of all ranks of the world that have ended for certain, by rank."""

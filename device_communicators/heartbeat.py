@@ -2,8 +2,9 @@
 
 On each host the lowest rank that lives and hasn't left beats: it writes a number that changes, and which ranks of its
 host have died. Every rank reads all hosts' beats. A host whose number has stood still for longer than the limit is
-given up with all its ranks; where the store itself can't be reached, the host that serves it. Two threads, because a
-request to a store behind a dead link may block for minutes: one asks, the other one looks at the clock.
+given up with all its ranks; where the store itself can't be reached, the host that serves it, unless it is known that
+only the process has ended which serves it: then the silence says nothing of others. Two threads, because a request to a
+store behind a dead link may block for minutes: one asks, the other one looks at the clock.
 
 A rank that can't read doesn't beat: with a link that is dead in one direction only, both sides find out.
 """
@@ -62,10 +63,12 @@ class Heartbeats:
         self._rank = rank
         self._watcher = watcher
         self._interval_s = interval_s
-        self._limit_s = limit_s
+        self.limit_s = limit_s
         self._reached = time.monotonic()
         self._broken = False
         self._stop = threading.Event()
+        self._news = threading.Event()
+        """Set by the end, and by a death, which is told at once and not with the next beat."""
         self._threads = [
             threading.Thread(target=run, daemon=True, name=f"parallel_state-{name}")
             for name, run in (("heartbeat", self._exchange), ("heartbeat-limit", self._look))
@@ -74,6 +77,7 @@ class Heartbeats:
     def start(self) -> None:
         """Every rank calls it; returns once all hosts' first beats may be asked for."""
         self._write()
+        self._watcher.on_death.append(self._news.set)
         for thread in self._threads:
             thread.start()
 
@@ -83,6 +87,9 @@ class Heartbeats:
         Ends the threads; one that is stuck in the store ends with the process.
         """
         self._stop.set()
+        self._news.set()
+        with contextlib.suppress(ValueError):
+            self._watcher.on_death.remove(self._news.set)
         self._threads[1].join(1.0)
         self._threads[0].join(self._interval_s)
         if not self._threads[0].is_alive() and not self._broken:
@@ -90,7 +97,11 @@ class Heartbeats:
                 self._write(leaving=True)
 
     def _exchange(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        while True:
+            self._news.wait(self._interval_s)
+            self._news.clear()
+            if self._stop.is_set():
+                return
             try:
                 self._read()
                 self._write()
@@ -125,11 +136,12 @@ class Heartbeats:
         while not self._stop.wait(self._interval_s / _LOOKS_PER_INTERVAL):
             now = time.monotonic()
             silent_s = now - self._reached
-            if silent_s > self._limit_s and self._serving is not self._own:
+            server_ended = any(death.certain for death in self._watcher.deaths_of((0,)))
+            if silent_s > self.limit_s and self._serving is not self._own and not server_ended:
                 self._give_up(self._serving, silent_s)
             for host in self._hosts:
                 # A host is judged by what the store says, so only for as long as the store answers.
-                if host is not self._own and self._reached - host.seen > self._limit_s:
+                if host is not self._own and self._reached - host.seen > self.limit_s:
                     self._give_up(host, self._reached - host.seen)
 
     def _give_up(self, host: _Host, silent_s: float) -> None:

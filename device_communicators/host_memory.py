@@ -21,7 +21,7 @@ import torch
 from device_communicators import native, settings
 from device_communicators.channels import Channels
 from device_communicators.errors import CommunicationError
-from device_communicators.health import Watcher
+from device_communicators.health import FailureDomain, Watcher
 from device_communicators.native import NativeLibrary
 from device_communicators.native_group import Members, NativeGroup
 from device_communicators.queue_memory import QueueMapping
@@ -48,6 +48,7 @@ class HostMemory:
         self._neighbours = tuple(neighbours)
         self._waiting = (0, 0)
         self._watcher: Watcher | None = None
+        self._domain = FailureDomain(members.ranks)
         self.attached = False
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
@@ -135,9 +136,9 @@ class HostMemory:
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
         return f"{self.collectives.size} ranks, {library.ps_instruction_set().decode()}, {ops}; waits: {waits}, sleep"
 
-    def hear(self, watcher: Watcher) -> None:
-        """Waits in this memory end with what `watcher` hears, too: some ranks' processes can't be watched from here."""
-        self._watcher = watcher
+    def hear(self, watcher: Watcher, domain: FailureDomain) -> None:
+        """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""
+        self._watcher, self._domain = watcher, domain
         watcher.on_death.append(self._pass_on)
         self._pass_on()
 
@@ -149,6 +150,8 @@ class HostMemory:
         for rank in self.local_ranks:
             if ranks[rank] in dead:
                 collectives.note_end(rank)
+        if watcher.deaths_of(self._domain.ranks):
+            collectives.doom()
 
     def close(self) -> None:
         """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""

@@ -136,7 +136,7 @@ class Leaders:
         return parent, children
 
     def wait_for(self, transfers: Sequence[Transfer]) -> None:
-        """Until all are done, one fails, or a rank of the group has ended."""
+        """Until all are done, one fails, or a rank of the failure domain has ended."""
         if not transfers:
             return
         transfer, self._waiting = transfers[0], True
@@ -152,7 +152,7 @@ class Leaders:
             self._waiting = False
 
     def _deaths(self) -> list[Death]:
-        return [] if self.context.watcher is None else self.context.watcher.deaths_of(self.context.ranks)
+        return self.context.deaths()
 
     def _hear(self) -> None:
         """A wait that has begun doesn't look whether ranks have ended: where one has, somebody else ends the wait."""

@@ -29,7 +29,7 @@ from device_communicators.errors import (
     MessageDecodeError,
     PeerDiedError,
 )
-from device_communicators.native_group import Members, given_up
+from device_communicators.native_group import OUTSIDE, Members, given_up, outsider_died
 from device_communicators.work import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
@@ -120,6 +120,9 @@ class _End:
             self._library.raise_interruption()
             return self._failure
         elapsed_s = time.monotonic() - started
+        if status == _PEER_DIED and self._report[_SUSPECT] == OUTSIDE:
+            self._failure = outsider_died(operation, elapsed_s, members)
+            return self._failure
         suspect = members.ranks[self._report[_SUSPECT]] if status != _MALFORMED else members.ranks[self._place.ranks[0]]
         facts: dict[str, Any] = {
             "group": members.name,

@@ -29,7 +29,7 @@ from device_communicators.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 2
+_VERSION = 3
 _PACKAGED = Path(__file__).parent
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_version": (c_int, ()),
@@ -44,6 +44,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_leave": (None, (c_uint64,)),
     "ps_group_fail": (None, (c_uint64, c_int, c_int)),
     "ps_group_note_end": (None, (c_uint64, c_int)),
+    "ps_group_doom": (None, (c_uint64,)),
     "ps_group_has_left": (c_int, (c_uint64, c_int)),
     "ps_group_close": (None, (c_uint64,)),
     "ps_group_failure": (None, (c_uint64, POINTER(c_int64))),

@@ -23,6 +23,8 @@ _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED = 1, 2, 3, 4, 
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
 """c10::ScalarType."""
+OUTSIDE = 64
+"""`kOutside` in csrc/liveness.h."""
 _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
     _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
     _MISMATCH: (CollectiveMismatchError, "met another call than its own"),
@@ -102,6 +104,8 @@ class NativeGroup:
             return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")
         told = (ctypes.c_int64 * 5)()
         self.library.ps_group_failure(self.number, told)
+        if status == _PEER_DIED and told[0] == OUTSIDE:
+            return outsider_died(operation, elapsed_s, members)
         suspect = members.ranks[self.local_ranks[told[0]]] if told[0] >= 0 else -1
         elapsed_s = max(elapsed_s, told[3] / 1e6)
         facts: dict[str, Any] = {
@@ -198,6 +202,10 @@ class NativeGroup:
         """Ends the waits of this process for a rank of the group, on this host, whose end it heard of elsewhere."""
         self.library.ps_group_note_end(self.number, self.local_ranks.index(rank))
 
+    def doom(self) -> None:
+        """Ends all waits of this process in the group, and fails its calls: a rank of its failure domain has died."""
+        self.library.ps_group_doom(self.number)
+
     def leave(self) -> None:
         """Says that this rank goes on purpose, so that its end is no death to the others."""
         self.library.ps_group_leave(self.number)
@@ -215,6 +223,19 @@ class NativeGroup:
 
     def __del__(self) -> None:
         self.close()
+
+
+def outsider_died(operation: str, elapsed_s: float, members: Members) -> PeerDiedError:
+    """Returns the error for a death outside of the group; the route, which knows of deaths, says whose."""
+    return PeerDiedError(
+        f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside of the group, but of its failure "
+        "domain, has ended. The group can't be used further; look at that rank's log",
+        group=members.name,
+        operation=operation,
+        rank=members.rank,
+        elapsed_s=elapsed_s,
+        timeout_s=members.timeout_s,
+    )
 
 
 def given_up(status: int, reporter: int, facts: dict[str, Any], members: Members) -> CommunicationError:

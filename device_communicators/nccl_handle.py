@@ -55,8 +55,7 @@ class Patience:
 
     def step(self) -> None:
         """Sleeps a little. Raises PeerDiedError or CollectiveTimeoutError where waiting on is no use."""
-        watcher = self.context.watcher
-        if watcher is not None and watcher.deaths_of(self.context.ranks):
+        if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
         if elapsed_s > self._timeout_s:

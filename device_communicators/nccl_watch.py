@@ -172,7 +172,7 @@ class Watch:
     def _look(self, may_query: bool) -> CommunicationError | None:
         context = self._context
         operation, since = self._oldest(may_query) or ("nccl", self._started)
-        if context.watcher is not None and context.watcher.deaths_of(context.ranks):
+        if context.deaths():
             return died(context, operation, since)
         for handle in self._handles():
             state = handle.state()

@@ -174,8 +174,7 @@ class PeerGroup:
         return found, total
 
     def _raise_death(self) -> None:
-        watcher = self.context.watcher
-        if watcher is not None and watcher.deaths_of(self.context.ranks):
+        if self.context.deaths():
             raise self._failed("the first call in peer memory")
 
     def close(self) -> None:
@@ -221,8 +220,7 @@ class PeerGroup:
 
     def _hear(self) -> None:
         """A rank of the world has ended; in the thread that noticed it."""
-        watcher = self.context.watcher
-        if watcher is not None and watcher.deaths_of(self.context.ranks) and not self._words[_ABORT]:
+        if self.context.deaths() and not self._words[_ABORT]:
             self._words[_ABORT] = 1
             logger.error(
                 "%s: a rank has ended, so its kernels in peer memory end; their results are void", self.context
@@ -248,8 +246,7 @@ class PeerGroup:
     def _find_failure(self, operation: str) -> CommunicationError:
         context, report, started = self.context, read_report(self._words[_REPORT]), time.monotonic()
         self._words[_ABORT] = 1  # what is still in the stream waits for nobody
-        watcher = context.watcher
-        if watcher is not None and watcher.deaths_of(context.ranks):
+        if context.deaths():
             return died(context, operation, started)
         if report is None or report.reason != "deadline":
             return CommunicationError(

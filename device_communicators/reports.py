@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,9 @@ from device_communicators.errors import (
     CommunicationError,
     PeerDiedError,
 )
+from device_communicators.health import NOTICE_S
 from device_communicators.recorder import Operation
-from device_communicators.waiting import gave_up
+from device_communicators.waiting import died, gave_up
 
 _PATIENCE_S = 0.6
 """How long a rank waits for the others' reports: they come within the 0.2 s in which a death might come to be known."""
@@ -56,7 +57,25 @@ def explained(context: GroupContext, operation: Operation, failure: Communicatio
     )
     thread.start()
     thread.join(_LIMIT_S)
-    return _verdict(context, own, dict(reports), failure) if asked.is_set() else failure
+    if asked.is_set():
+        return _verdict(context, own, dict(reports), failure)
+    return _by_the_watcher(context, failure, [rank for rank in context.ranks if rank != context.ranks[context.rank]])
+
+
+def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
+    """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead.
+
+    A broken connection overtakes what tells of a host's end: where one of the `missing` can't be watched at once, that
+    may take as long as the heartbeats do.
+    """
+    watcher = context.watcher
+    if watcher is None or isinstance(failure, CollectiveTimeoutError):
+        return failure
+    started = time.monotonic() - (failure.elapsed_s or 0)
+    patience_s = NOTICE_S if watcher.watches(missing) else watcher.bound_s
+    if watcher.await_death_of(context.failure_ranks, patience_s):
+        return died(context, failure.operation or "an operation", started)
+    return failure
 
 
 def _exchange(
@@ -96,6 +115,10 @@ def _verdict(
         "timeout_s": failure.timeout_s,
     }
     missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
+    if missing:  # the watcher's word goes before the reports: who hears of a death writes none
+        found = _by_the_watcher(context, failure, missing)
+        if found is not failure:
+            return found
     others = {report for rank, report in reports.items() if rank != context.rank}
     if not missing and len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
         # They may have got through this operation with this rank's help, and given it up in the next one.
@@ -122,6 +145,11 @@ def _verdict(
         )
     if not missing:
         return gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+    if isinstance(failure, PeerDiedError) and context.watcher is not None:
+        # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
+        missing = [rank for rank in missing if not context.watcher.watches([rank])]
+        if not missing:
+            return gave_up(context, failure)
     who = ", ".join(f"global rank {rank}" for rank in missing)
     has = "has" if len(missing) == 1 else "have"
     began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"

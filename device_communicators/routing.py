@@ -34,7 +34,7 @@ from device_communicators.paths import Paths, check_recordable, table
 from device_communicators.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.reports import explained
 from device_communicators.started import Handle
-from device_communicators.waiting import TransferError, all_died, attributed
+from device_communicators.waiting import TransferError, all_died, attributed, died
 
 _RECENT = 8
 _MOST_CHOSEN = 4096
@@ -175,7 +175,7 @@ class Route:
         part_of: str | None,
         args: tuple[Any, ...],
     ) -> tuple[Communicator, Operation]:
-        self.check_usable()
+        self.check_usable(operation)
         kind: _Kind = (operation, None, "cpu", None)
         numel = 0
         if tensor is not None:
@@ -238,7 +238,8 @@ class Route:
         reasons = "; ".join(f"{c.name}: {c.refusal(request)}" for c in self.communicators)
         raise UnsupportedError(f"no communicator of {self.context} carries {request}: {reasons}")
 
-    def check_usable(self) -> None:
+    def check_usable(self, operation: str = "a call") -> None:
+        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the PeerDiedError that nobody has met yet."""
         if self.closed:
             if self.is_parents:
                 raise forks.error(str(self.context))
@@ -260,6 +261,10 @@ class Route:
                 elapsed_s=self.first_failure.elapsed_s,
                 timeout_s=self.first_failure.timeout_s,
             ) from self.first_failure
+        if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
+            self._poison(died(self.context, operation, time.monotonic()))
+            if self.first_failure is not None:
+                raise self.first_failure
 
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None
@@ -268,6 +273,8 @@ class Route:
 
         `record`: of the operation that failed, where it isn't the last that began.
         """
+        if error is self.first_failure:
+            return error
         record = record or next(reversed(self._recorder.last()), None)
         sequence = self.sequence if record is None else record.sequence
         if isinstance(error, ParallelStateError) or not is_communication_error(error):
@@ -302,10 +309,8 @@ class Route:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the group is beyond use: an operation failed, or a rank of it has ended, which none may have met."""
-        watcher = self.context.watcher
-        died = watcher is not None and bool(watcher.deaths_of(self.context.ranks))
-        return died or self.first_failure is not None
+        """Returns True if the group is beyond use: an operation failed, or a rank of its failure domain has ended."""
+        return bool(self.context.deaths()) or self.first_failure is not None
 
     @property
     def _spans_hosts(self) -> bool:
@@ -316,8 +321,7 @@ class Route:
         """`failure` of an operation, with what the other ranks say of where they are."""
         if last is None or last.name in PAIRS or self.first_failure is not None:
             return failure
-        watcher = self.context.watcher
-        if watcher is not None and watcher.deaths_of(self.context.ranks):
+        if self.context.deaths():
             return failure
         return explained(self.context, last, failure)
 

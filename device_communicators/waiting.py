@@ -1,4 +1,4 @@
-"""Waiting for torch.distributed: with a deadline, and with an ear for ranks that have ended.
+"""Waiting for torch.distributed: with a deadline, and with an ear for ranks of the failure domain that have ended.
 
 gloo tells a rank's end to its direct neighbours only; everyone else would wait until the deadline. So a wait goes in
 slices, between which the watcher is asked. A collective survives the time-out of a slice; a gloo point-to-point
@@ -19,7 +19,7 @@ import torch
 
 from device_communicators.base import GroupContext, Work
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
-from device_communicators.health import NOTICE_S, Death, Watcher
+from device_communicators.health import NOTICE_S, Watcher
 
 _SLICE = timedelta(milliseconds=50)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -27,7 +27,7 @@ _NO_LIMIT = timedelta(days=3650)
 
 
 class Watched:
-    """A collective's work on a CPU group whose wait ends when a rank of the group does."""
+    """A collective's work on a CPU group whose wait ends when a rank of the group's failure domain does."""
 
     def __init__(self, work: Work, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
         """`timeout_s`: the group's, if none is given."""
@@ -53,7 +53,7 @@ class Watched:
                     return
                 if time.monotonic() >= deadline:
                     raise
-            if watcher.deaths_of(self._context.ranks):
+            if self._context.deaths():
                 self._last_chance(started)
                 return
 
@@ -162,13 +162,12 @@ class WatchedByThread(ByThread):
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits for `ended(seconds)`, which waits so long at most, or until a rank of the group has ended."""
+    """Waits for `ended(seconds)`, which waits so long at most, or until a rank of the failure domain has ended."""
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
         if time.monotonic() - started > context.timeout_s + NOTICE_S:  # it may be several transfers, each with its own
             raise RuntimeError(f"{operation} timed out")
-        watcher = context.watcher
-        if watcher is not None and watcher.deaths_of(context.ranks) and not ended(NOTICE_S):
+        if context.deaths() and not ended(NOTICE_S):
             raise died(context, operation, started)
 
 
@@ -184,8 +183,8 @@ def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
 
 
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """The error for an operation that was given up because ranks of the group have ended."""
-    deaths: list[Death] = context.watcher.deaths_of(context.ranks) if context.watcher is not None else []
+    """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
+    deaths = context.deaths()
     elapsed = time.monotonic() - started
     who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
     kind = PeerDiedError if any(death.certain for death in deaths) else CollectiveTimeoutError
@@ -206,7 +205,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
     watcher = context.watcher
     if watcher is None:
         return failure
-    deaths = watcher.await_death_of(context.ranks, NOTICE_S)
+    deaths = watcher.await_death_of(context.failure_ranks, NOTICE_S)
     if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
@@ -232,7 +231,7 @@ def attributed(
     watcher = context.watcher
     if watcher is None:
         return failure
-    if watcher.await_death_of(context.ranks, NOTICE_S):
+    if watcher.await_death_of(context.failure_ranks, NOTICE_S):
         return died(context, operation, started)
     others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
     if not isinstance(failure, PeerDiedError) or not watcher.watches(others):

@@ -13,7 +13,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -54,7 +54,14 @@ class Agreement:
         self._rank = rank
         self._asked: Counter[str] = Counter()
 
-    def settle(self, what: str, ranks: Sequence[int], resolve: Callable[[], tuple[T, Request]], timeout_s: float) -> T:
+    def settle(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        resolve: Callable[[], tuple[T, Request]],
+        timeout_s: float,
+        domain: Collection[int] = (),
+    ) -> T:
         """What `resolve` gives beside its request, once all of `ranks` asked for the same; each of them calls it.
 
         A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
@@ -65,9 +72,9 @@ class Agreement:
         try:
             value, request = resolve()
         except Exception as error:
-            self.require(what, ranks, {}, timeout_s, wrong=error)
+            self.require(what, ranks, {}, timeout_s, domain, wrong=error)
             raise
-        self.require(what, ranks, request, timeout_s)
+        self.require(what, ranks, request, timeout_s, domain)
         return value
 
     def require(
@@ -76,10 +83,14 @@ class Agreement:
         ranks: Sequence[int],
         request: Request,
         timeout_s: float,
+        domain: Collection[int] = (),
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """As `settle`, for a request that is there; with `wrong`, which is raised, it can't be."""
+        """As `settle`, for a request that is there; with `wrong`, which is raised, it can't be.
+
+        `domain`: further ranks whose death ends the wait, as those that are waited for may have failed by it.
+        """
         if len(ranks) == 1:
             if wrong is not None:
                 raise wrong
@@ -89,7 +100,7 @@ class Agreement:
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         started = time.monotonic()
         try:
-            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s)
+            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, {*ranks, *domain})
         except dist.DistError as error:
             raise CommunicationError(
                 f"rank {self._rank} asks for {what} ({_words(mine)}), but the store through which the ranks agree "
@@ -134,13 +145,15 @@ class Agreement:
             "pass the same arguments on every rank"
         ) from wrong
 
-    def _verdict(self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float) -> Any:
+    def _verdict(
+        self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float, watched: Collection[int]
+    ) -> Any:
         store, key, before = self._store, f"{scope}/{number}", f"{scope}/{number - 1}"
         store.set(f"{key}/{self._rank}", json.dumps(mine))
         if number > 1 and self._rank != ranks[0]:
             self._forget(f"{before}/{self._rank}")
         try:
-            if self._read(f"{key}/{ranks[0]}", ranks, deadline) != mine:
+            if self._read(f"{key}/{ranks[0]}", watched, deadline) != mine:
                 store.set(f"{key}/differs", "1")
             if store.add(f"{key}/count", 1) == len(ranks):
                 if not store.check([f"{key}/verdict"]):  # others may have waited in vain before this one came
@@ -148,9 +161,9 @@ class Agreement:
                 if number > 1:  # all ranks are here, so all have read what was said before
                     shared = ("count", "verdict", "differs", str(ranks[0]))
                     self._forget(*(f"{before}/{name}" for name in shared))
-            return self._read(f"{key}/verdict", ranks, deadline)
+            return self._read(f"{key}/verdict", watched, deadline)
         except dist.DistStoreError:
-            deaths = self._watcher.deaths_of(ranks)
+            deaths = self._watcher.deaths_of(watched)
             if deaths:
                 text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
                 return self._decide(key, {"kind": "dead", "ranks": [death.rank for death in deaths], "text": text})
@@ -180,15 +193,15 @@ class Agreement:
             for key in keys:
                 self._store.delete_key(key)
 
-    def _read(self, key: str, ranks: Sequence[int], deadline: float) -> Any:
-        """DistStoreError at the deadline, or where one of `ranks` has ended before."""
+    def _read(self, key: str, watched: Collection[int], deadline: float) -> Any:
+        """DistStoreError at the deadline, or where one of the `watched` has ended before."""
         while True:
             left_s = max(0.001, deadline - time.monotonic())
             try:
                 self._store.wait([key], timedelta(seconds=min(left_s, _SLICE_S)))
                 return json.loads(self._store.get(key))
             except dist.DistStoreError:
-                if left_s <= _SLICE_S or self._watcher.deaths_of(ranks):
+                if left_s <= _SLICE_S or self._watcher.deaths_of(watched):
                     raise
 
 

@@ -17,6 +17,7 @@ import torch
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.host_memory import HostMemory
 from device_communicators.native_group import Members
@@ -157,7 +158,9 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         """A new group of these ranks *of this group*; None on ranks that aren't in it.
 
         Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
-        same at the same time. Raises InvalidArgumentError, or ConfigMismatchError on every rank where ranks differ.
+        same at the same time. A part of the world is a root of its own, which fails by deaths among its ranks; a part
+        of any other group belongs to that group's root. Raises InvalidArgumentError, or ConfigMismatchError on every
+        rank where ranks differ.
         """
         self.route.check_usable()
 
@@ -173,8 +176,15 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
                 self.context, name=unique_name(name), ranks=tuple(inside), rank=inside.index(self.rank)
             )
             return GroupCoordinator(context, self.traits)
-        inside = self.pool.agreement.settle("sub-group", self.ranks, resolve, self.context.timeout_s)
-        return create_group(self.pool, inside, name, self.traits) if self.rank in inside else None
+        inside = self.pool.agreement.settle(
+            "sub-group", self.ranks, resolve, self.context.timeout_s, self.context.failure_ranks
+        )
+        if self.rank not in inside:
+            return None
+        domain = self.context.domain
+        if domain is not None and domain.is_root:
+            domain = FailureDomain(inside, digest(("part", inside)), is_root=True)
+        return create_group(self.pool, inside, name, self.traits, domain=domain)
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
         """The global ranks of a sub-group; InvalidArgumentError for what can't be one."""
@@ -253,16 +263,19 @@ def create_group(
     *,
     division: Callable[[], RankLists] | None = None,
     near: Sequence[Acquired] = (),
+    domain: FailureDomain | None = None,
 ) -> GroupCoordinator:
     """The coordinator of the group of `ranks` (global, ascending), of which this rank is one.
 
     Who calls it, and `division` and `near`, as for ProcessGroupPool.acquire. Pairs a group for tensors of the
-    traits' device with a gloo group; where its backend is gloo the two are one.
+    traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death fails
+    the group, all of the world if none is given.
     """
+    domain = domain or FailureDomain(range(pool.world_size))
     taken: list[Acquired] = []
 
     def acquire(options: GroupOptions) -> Acquired:
-        taken.append(pool.acquire(ranks, options, division=division, near=near))
+        taken.append(pool.acquire(ranks, options, division=division, near=near, root=domain.root))
         return taken[-1]
 
     try:
@@ -277,7 +290,7 @@ def create_group(
         memory = HostMemory(members, pool.address, pool.neighbours) if cpu_group.made and len(ranks) > 1 else None
         if memory is not None:
             memory.attach(cpu_group())
-            memory.hear(pool.watcher)
+            memory.hear(pool.watcher, domain)
         context = GroupContext(
             name=members.name,
             ranks=members.ranks,
@@ -288,6 +301,7 @@ def create_group(
             make_cpu_group=cpu_group,
             host_memory=memory,
             watcher=pool.watcher,
+            domain=domain,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
             high_priority_stream=traits.options.high_priority_stream,

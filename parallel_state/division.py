@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from device_communicators import settings
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import mesh
 from parallel_state.agreement import Request, digest
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("parallel_state")
 
+_FAILURE_DOMAINS = ("root", "replica")
+
 
 @host_call(OUTSIDE)
 def create_parallel_groups(
@@ -57,6 +60,7 @@ def create_parallel_groups(
     get_embedding_ranks: RankPicker | None = None,
     get_position_embedding_ranks: RankPicker | None = None,
     device_mesh: DeviceMesh | None = None,
+    failure_domain: str = "root",
 ) -> ParallelGroups:
     """The groups of a layout over `world`, without touching the singletons.
 
@@ -65,6 +69,10 @@ def create_parallel_groups(
     initialize_model_parallel. Every rank of `world` calls it alike: ranks that differ get ConfigMismatchError, all of
     them, before any group is made. Raises LayoutError for sizes that don't fit and InvalidArgumentError for a backend,
     timeout or option that can't be.
+
+    `world` is the root of these groups: the death of any rank of it fails all of them, and no other death does. With
+    `failure_domain="replica"` a death fails only the groups that touch the data-parallel replica of the dead rank, and
+    `world` itself.
     """
     world.route.check_usable()
     if world.pool is None:
@@ -73,6 +81,10 @@ def create_parallel_groups(
     def resolve() -> tuple[_Division, Request]:
         if not isinstance(eager, bool):
             raise InvalidArgumentError(f"eager must be a bool, but is {eager!r}")
+        if failure_domain not in _FAILURE_DOMAINS:
+            raise InvalidArgumentError(
+                f"failure_domain must be one of {', '.join(map(repr, _FAILURE_DOMAINS))}, but is {failure_domain!r}"
+            )
         given, wanted = sizes, DEFAULT_ORDER if order is None else order
         adopted: Mapping[str, Any] = {}
         if device_mesh is not None:
@@ -98,10 +110,13 @@ def create_parallel_groups(
             allow_pickle=allow_pickle,
             custom_all_reduce=custom_all_reduce,
             adopted=adopted,
+            failure_domain=failure_domain,
         )
         return division, division.described()
 
-    division = world.pool.agreement.settle("parallel groups", world.ranks, resolve, world.context.timeout_s)
+    division = world.pool.agreement.settle(
+        "parallel groups", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
+    )
     groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline)
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
@@ -128,6 +143,7 @@ class _Division:
     custom_all_reduce: bool
     adopted: Mapping[str, Any]
     """Process groups that the caller made."""
+    failure_domain: str
 
     def described(self) -> dict[str, str]:
         """What must be the same on all ranks, each part with its name in messages."""
@@ -149,6 +165,7 @@ class _Division:
             "embedding ranks": f"{str(ends)[:80]} ({digest(ends)})",
             "numberings of the ranks": f"{'; '.join(map(str, layout.grids))} ({digest(sorted(layout.spans.items()))})",
             "groups made at start": ", ".join(self.made),
+            "failure domain": self.failure_domain,
         }
 
     def tuned(self) -> list[tuple[str, GroupOptions]]:
@@ -160,13 +177,15 @@ class _Division:
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
         """This rank's group of a kind that wasn't made at start; None where it is in none. Its ranks call it."""
         world = groups.world
-        world.route.check_usable()
         ranks = self._ranks(name, groups)
+        if world.route.closed or self.failure_domain == "root":
+            world.route.check_usable()
         if not ranks or world.pool is None:
             return None
         if len(ranks) > 1:
             request = {"group": name, "options": repr(self.options[name])}
-            world.pool.agreement.require("a group of one kind", ranks, request, self.options[name].timeout_s)
+            domain = self._domain(ranks, groups).ranks
+            world.pool.agreement.require("a group of one kind", ranks, request, self.options[name].timeout_s, domain)
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
@@ -180,8 +199,9 @@ class _Division:
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
         elif everyone:  # strategies that need all ranks need this one
+            root = self._domain(self.layout.groups(name)[0], groups).root  # that of all groups of a kind
             for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
-                acquired = pool.acquire([], options, division=lambda: self.layout.groups(name))
+                acquired = pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
                 groups.held.append(functools.partial(pool.release, acquired))
         # Behind the process groups on every rank: both are made by all ranks together.
         if everyone and not self._is_lazy(name, world):
@@ -207,6 +227,16 @@ class _Division:
         world = groups.world
         return [world.context.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
 
+    def _domain(self, ranks: Sequence[int], groups: ParallelGroups) -> FailureDomain:
+        """Returns the ranks whose death fails a group of these ranks: the root's, or its replicas'."""
+        world, pool = groups.world.ranks, groups.world.pool
+        touched = set(world)
+        if self.failure_domain == "replica":
+            replicas = [{world[position] for position in positions} for positions in replicas_of(self.layout)]
+            touched = {rank for replica in replicas if replica & set(ranks) for rank in replica}
+        whole = pool is not None and len(touched) == pool.world_size
+        return FailureDomain(touched, "" if whole else digest((world, self.failure_domain)))
+
     def _create(self, name: str, groups: ParallelGroups, ranks: list[int], everyone: bool) -> GroupCoordinator:
         world = groups.world
         pool = world.pool
@@ -220,7 +250,8 @@ class _Division:
             custom_all_reduce=self.custom_all_reduce and name == "tp",
             lazy_cpu_group=self._is_lazy(name, world),
         )
-        borrowed = [pool.adopt(ranks, traits.options, self.adopted[name])] if name in self.adopted else []
+        domain = self._domain(ranks, groups)
+        borrowed = [pool.adopt(ranks, traits.options, self.adopted[name], domain.root)] if name in self.adopted else []
         try:
             group = create_group(
                 pool,
@@ -229,6 +260,7 @@ class _Division:
                 traits,
                 division=(lambda: self.layout.groups(name)) if everyone else None,
                 near=[*borrowed, *(acquired for group in groups.groups.values() for acquired in group.acquired)],
+                domain=domain,
             )
         except BaseException:
             for acquired in borrowed:
@@ -236,6 +268,12 @@ class _Division:
             raise
         group.acquired.extend(borrowed)
         return group
+
+
+def replicas_of(layout: Layout) -> list[list[int]]:
+    """Returns the data-parallel replicas; in hybrid sharding, the ranks that hold one copy of the weights."""
+    sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
+    return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
 
 
 def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:

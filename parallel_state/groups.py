@@ -41,8 +41,9 @@ _NOBODYS_TAG = (1 << 31) - 1
 RankLists = Sequence[Sequence[int]]
 
 
-_Key = tuple[tuple[int, ...], GroupOptions, bool]
-"""Ranks, options, and whether it was made by all ranks together."""
+_Key = tuple[tuple[int, ...], GroupOptions, bool, str]
+"""Ranks, options, whether it was made by all ranks together, and the root by whose deaths its users fail: a group that
+goes on must not share connections with one that gave up in the middle of a call."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class ProcessGroupPool:
         self.timeout_s = timeout_s
         self.default_backend = str(dist.get_backend())
         self._prefix = f"parallel_state{token}"
-        default: _Key = (tuple(range(self.world_size)), self.default_options, False)
+        default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = Watcher()
         self.watcher.open_store = self.private_store
         self.agreement = Agreement(default_store(), self._prefix, self.rank, self.watcher)
@@ -120,23 +121,26 @@ class ProcessGroupPool:
         *,
         division: Callable[[], RankLists] | None = None,
         near: Sequence[Acquired] = (),
+        root: str = "",
     ) -> Acquired:
         """The group of `ranks` (global, ascending), of which this rank is one. Every member calls it in one order.
 
         With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
-        that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken.
+        that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken. `root`: the
+        failure domain's.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
-        same = (key for acquired in near for key in acquired.keys if key[:2] == (tuple(ranks), options))
-        own: _Key = next(same, (tuple(ranks), options, False))
+        wanted = (tuple(ranks), options)
+        same = (key for acquired in near for key in acquired.keys if key[:2] == wanted and key[3] == root)
+        own: _Key = next(same, (*wanted, False, root))
         known = division is None and (own in self._groups or len(ranks) == 1)
         strategy = "local" if known else self._strategy(options, everyone=division is not None)
         if strategy == "local" or division is None:
             keys = [own]
         else:
             # Every rank keeps account of every list: it must know when all of them make a group, and when not.
-            keys = [(tuple(each), options, len(each) < self.world_size) for each in division()]
+            keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
         # A bound device is set aside while members make a group: see `new_group_of_members`.
@@ -205,7 +209,7 @@ class ProcessGroupPool:
             )
             self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
         for key in keys:
-            ranks, options, _ = key
+            ranks, options, *_ = key
             if strategy == "global":
                 made = dist.new_group(
                     list(ranks), timedelta(seconds=options.timeout_s), options.backend, options.for_backend()
@@ -217,7 +221,7 @@ class ProcessGroupPool:
                 self._made[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        ranks, options, _ = key
+        ranks, options, *_ = key
         name = f"{self._prefix}/{digest(key)}/{self._tried[key]}"
         self._tried[key] += 1  # a name isn't used again after a failure: the store still has its addresses
         started = time.monotonic()
@@ -235,12 +239,12 @@ class ProcessGroupPool:
                 timeout_s=options.timeout_s,
             ) from error
 
-    def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any) -> Acquired:
+    def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
         """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.
 
         One that there is already stays. Every member calls it, as `acquire`.
         """
-        key: _Key = (tuple(ranks), options, False)
+        key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
             return Acquired(None, ())
         with self._lock:
@@ -281,7 +285,7 @@ class ProcessGroupPool:
             self._abandon(key, self._groups.get(key))
 
     def _abandon(self, key: _Key, group: Any) -> None:
-        ranks, options, _ = key
+        ranks, options, *_ = key
         if group is None:
             return
         if options.is_nccl:  # its destroy would wait for kernels that wait for a dead rank; not run on a GPU

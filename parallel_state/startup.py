@@ -25,6 +25,7 @@ from device_communicators.errors import (
 from device_communicators.group_topology import uuid_of
 from device_communicators.health import Farewells
 from device_communicators.heartbeat import Heartbeats
+from device_communicators.links import Links
 from device_communicators.segment import sweep
 from device_communicators.shared_gpus import find_shared_gpus
 from device_communicators.shared_gpus import warning as shared_gpus_warning
@@ -69,6 +70,11 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
             f"local_rank must be below the world size, but is {place.local_rank} of {place.world_size}"
         )
     return place
+
+
+def master_of(place: ProcessEnvironment) -> tuple[str, int] | None:
+    """Returns the host and port where the ranks meet, whoever serves there; None where the environment has none."""
+    return (place.master_addr, place.master_port) if place.master_addr and place.master_port else None
 
 
 def join_default_group(
@@ -231,7 +237,15 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
             interval_s=interval_s, limit_s=max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s),
         )  # fmt: skip
         beats.start()
+        pool.watcher.bound_s = beats.limit_s + 2 * interval_s
         pool.watcher.on_close.append(beats.close)
+        links = Links(pool.private_store(), apart, world.rank, pool.address, pool.watcher)
+        try:
+            links.start()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
+                           world.rank, pool.address, str(error).splitlines()[0])  # fmt: skip
+        pool.watcher.on_close.append(links.close)
     elif len(apart) > 1:
         logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late", world)
 

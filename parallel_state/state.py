@@ -30,6 +30,7 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
+from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import environment, mesh, nccl_environment, parallel_groups, recovery, startup
 from parallel_state.agreement import Request, digest
@@ -121,7 +122,7 @@ def init_distributed_environment(
             _OWNS_DEFAULT_GROUP = True
             server = recovery.server_of(distributed_init_method, place)
         pool = ProcessGroupPool(timeout_s, token="" if _OWNS_DEFAULT_GROUP else startup.agree_on_token(device))
-        pool.address = recovery.own_address(server)
+        pool.address = recovery.own_address(server or startup.master_of(place))
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
@@ -165,7 +166,8 @@ def init_world_group(
     pool = pool or ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
-    _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks])
+    domain = FailureDomain(ranks, is_root=True)
+    _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
     startup.watch(pool, _WORLD)
     startup.tell_of_shared_gpus(_WORLD)
     return _WORLD
@@ -222,6 +224,7 @@ def initialize_model_parallel(
     get_embedding_ranks: RankPicker | None = None,
     get_position_embedding_ranks: RankPicker | None = None,
     device_mesh: DeviceMesh | None = None,
+    failure_domain: str = "root",
     **sizes: int | None,
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
@@ -243,6 +246,10 @@ def initialize_model_parallel(
     for a group's name. `allow_pickle=True` lets objects of unregistered types travel by pickle, which runs what a peer
     sends: only among processes that you trust. `get_embedding_ranks` picks from a pipeline's ranks (first and last),
     `get_position_embedding_ranks` too (the first).
+
+    The death of any rank fails all groups, on all ranks: nobody waits for a rank that has failed elsewhere. With
+    `failure_domain="replica"` it fails those that touch the data-parallel replica of the dead rank (its tp, pp and cp
+    groups, and the dp groups that join it to others) and the world; the tp, pp and cp groups of other replicas go on.
 
     Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
     that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
@@ -270,6 +277,7 @@ def initialize_model_parallel(
         get_embedding_ranks=get_embedding_ranks,
         get_position_embedding_ranks=get_position_embedding_ranks,
         device_mesh=device_mesh,
+        failure_domain=failure_domain,
     )
     try:
         if warm_up:
@@ -392,7 +400,9 @@ def init_model_parallel_group(
         options = GroupOptions(backend).resolve(backend, world.context.timeout_s)
         return options, {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
 
-    options = pool.agreement.settle("groups by lists of ranks", world.ranks, resolve, world.context.timeout_s)
+    options = pool.agreement.settle(
+        "groups by lists of ranks", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
+    )
     ranks = group_ranks[position_in(group_ranks, world.rank)]
     traits = Traits(world.device, local_rank, options, allow_pickle, use_device_communicator)
     return create_group(pool, ranks, group_name, traits, division=lambda: group_ranks)

@@ -22,7 +22,7 @@ int with(std::uint64_t group, Call call) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 2; }
+int ps_version() { return 3; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -74,6 +74,11 @@ int ps_group_has_left(std::uint64_t group, int rank) {
 
 void ps_group_note_end(std::uint64_t group, int rank) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().note_end(rank);
+}
+
+// A rank of the group's failure domain has died: waits of this process in the group end, and its calls fail.
+void ps_group_doom(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
 }
 
 // This rank gave up, with a status of its choice and about this one (-1: about nobody).

@@ -71,6 +71,14 @@ void Handle::note(Status status, double elapsed_s) {
   if (arena_ != nullptr) arena_->retire();
 }
 
+// The group fails by a death that no wait in it has met.
+void Handle::doom() {
+  if (failure_.status != Status::kDone) return;
+  failure_.status = Status::kPeerDied;
+  failure_.suspect = kOutside;
+  if (arena_ != nullptr) arena_->retire();
+}
+
 double coarse_now_s() {
   timespec time{};
   clock_gettime(CLOCK_MONOTONIC_COARSE, &time);

@@ -60,6 +60,7 @@ class Handle {
   template <typename Call>
   Status run(Call call) {
     const std::lock_guard<std::mutex> turn(turn_);
+    if (liveness_.is_doomed()) doom();
     if (failure_.status != Status::kDone) return failure_.status;
     const double started_s = coarse_now_s();
     const Status status = call(group_, timeout_s_);
@@ -87,6 +88,7 @@ class Handle {
  private:
   static std::size_t members_offset(int size) { return (Group::segment_bytes(size) + 63) / 64 * 64; }
   void note(Status status, double elapsed_s);
+  void doom();
 
   std::mutex turn_;
   void* memory_;

@@ -32,6 +32,7 @@ Loss ProcessLiveness::loss(int awaited) const {
   for (int rank = 0; rank < static_cast<int>(pidfds_.size()); ++rank) {
     if (rank != me_ && has_ended(rank) && !has_left(rank)) return {rank, -1, 0};
   }
+  if (is_doomed()) return {kOutside, -1, 0};
   for (int rank = 0; members_ != nullptr && rank < static_cast<int>(pidfds_.size()); ++rank) {
     const std::uint32_t failed = members_[rank].failed.load(std::memory_order_acquire);
     if (rank != me_ && failed != 0) return {static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16)};

@@ -3,6 +3,9 @@
 // A rank that waits for one which is alive may wait in vain all the same: that one has failed, or waits itself for one
 // that died. So a wait ends with the death of any rank of the group, and with the failure of any, whose reason is passed
 // on. A rank that left on purpose is missed only by who still waits for it: what it owed has been published.
+//
+// The awaited rank may also have failed in another group, by the death of a rank that isn't in this one. So this process
+// dooms the group when it hears of a death in the group's failure domain, and all waits end.
 #pragma once
 
 #include <atomic>
@@ -18,6 +21,9 @@ struct alignas(64) Member {
   std::atomic<std::uint32_t> has_left{0};  // on purpose
   std::atomic<std::uint32_t> failed{0};    // 0, or 1 + suspect, above it 8 bits of the status
 };
+
+// To blame for the end of a doomed group: a rank that isn't in it, known to the caller.
+constexpr int kOutside = 64;
 
 struct Loss {
   int rank = -1;       // who is to blame; -1: nobody is lost
@@ -47,11 +53,16 @@ class ProcessLiveness : public Liveness {
   void note_end(int rank) { ended_.fetch_or(std::uint64_t{1} << rank, std::memory_order_release); }
   bool has_left(int rank) const;
 
+  // A rank of the group's failure domain has died: from any thread, for good.
+  void doom() { doomed_.store(true, std::memory_order_relaxed); }  // carries no data
+  bool is_doomed() const { return doomed_.load(std::memory_order_relaxed); }
+
  private:
   bool has_ended(int rank) const;
 
   std::vector<int> pidfds_;
   std::atomic<std::uint64_t> ended_{0};  // by rank, a bit each
+  std::atomic<bool> doomed_{false};
   Member* const members_;
   const int me_;
 };

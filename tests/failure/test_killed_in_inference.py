@@ -1,7 +1,7 @@
 """The soak of random kills: a rank of tensor- and pipeline-parallel inference is killed at a random time.
 
 Every step's answer is compared with that of the same model on one process. No rank may get a wrong answer, and every
-one that is left gets a typed error soon, those as well whose groups lack the dead rank: whoever fails leaves. 4 seeds
+one that is left gets a typed error soon, those as well whose groups lack the dead rank, and lives on. 4 seeds
 by default, 200 with FAILURE_TESTS=long. How long it took is in the JUnit file (--junitxml).
 """
 

@@ -1,0 +1,292 @@
+"""Row 39: random layouts, random kills of one or two ranks, and survivors that stay alive whatever they are told.
+
+A trial follows from its seed and its transport. Each rank runs the same random program over all groups that it has,
+and now and then sleeps or computes, so that others wait for a live rank. When a call fails, the rank calls each of its
+groups once, and lives on until all survivors have told, or until `STAY_S` after the kill: one that left at once would
+tell its neighbours by leaving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import random
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, settings_of
+from tests.hosts import Hosts
+from tests.workers import WorkerPool
+
+TRANSPORTS = ("shared memory", "gloo", "two hosts")
+STAY_S = 15.0
+LAYOUTS = tuple(
+    (tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2, 4) if 3 <= tp * pp * dp <= 8 if tp * pp > 1
+)
+_STEPS = 100_000
+_BEFORE_S = 0.3
+"""The kill comes so long after all have begun, at most."""
+
+
+class Told(NamedTuple):
+    """What became of one call of a survivor after the kill."""
+
+    group: str
+    outcome: Outcome
+    at_s: float
+    """On this machine's monotonic clock."""
+    slept: bool
+    """Whether this rank slept or computed right before: then only the length of the call counts."""
+
+
+@dataclass
+class Trial:
+    """What one seed comes to, and what was found."""
+
+    transport: str
+    seed: int
+    layout: tuple[int, int, int] = (0, 0, 0)
+    victims: tuple[int, ...] = ()
+    store_on_rank_0: bool = False
+    late_s: dict[int, float] = field(default_factory=dict)
+    """By survivor: how long after the kill its first call failed."""
+    wrong: list[str] = field(default_factory=list)
+    """What broke the promise, each in words; empty where all was well."""
+
+
+def run_trial(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> Trial:
+    """Runs one trial in an empty `folder`."""
+    chance = random.Random(f"{transport} {seed}")
+    layout = chance.choice([sizes for sizes in LAYOUTS if math.prod(sizes) <= most_ranks])
+    size = math.prod(layout)
+    victims = tuple(chance.sample(range(size), chance.choice((1, 1, 2)) if size > 3 else 1))
+    trial = Trial(transport, seed, layout, victims, transport == "two hosts" or chance.random() < 0.3)
+    delay_s, gap_s = chance.uniform(0.0, _BEFORE_S), chance.choice((0.0, 0.0, 0.02, 0.2))
+    with _ranks(transport, size, trial.store_on_rank_0) as pool:
+        killed: list[float] = []
+        killer = threading.Thread(target=_kill, args=(pool, size, victims, delay_s, gap_s, folder, killed), daemon=True)
+        killer.start()
+        try:
+            results = pool.survivors(_live, transport, layout, seed, str(folder), timeout_s=DEADLINE_S + STAY_S)
+        except AssertionError as error:
+            trial.wrong.append(f"a rank raised or was late: {error}")
+            return trial
+        finally:
+            (folder / "stop").touch()
+            killer.join(DEADLINE_S)
+    _judge(trial, results, killed)
+    return trial
+
+
+@contextlib.contextmanager
+def _ranks(transport: str, size: int, store_on_rank_0: bool) -> Iterator[WorkerPool]:
+    if transport == "two hosts":
+        with Hosts(2) as hosts, hosts.ranks([0] * (size // 2) + [1] * (size - size // 2)) as ranks:
+            yield ranks
+        return
+    pool = _PoolWithStore(size) if store_on_rank_0 else WorkerPool(size)
+    try:
+        yield pool
+    finally:
+        pool.kill()
+
+
+class _PoolWithStore(WorkerPool):
+    """Ranks of which rank 0 serves the store, on a port that was free a moment ago."""
+
+    def _serve_store(self) -> None:
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            self._port = holder.getsockname()[1]
+
+    def _environment(self, rank: int) -> dict[str, str]:
+        return {**super()._environment(rank), "MASTER_PORT": str(self._port), "TORCHELASTIC_USE_AGENT_STORE": ""}
+
+
+def _kill(
+    pool: WorkerPool, size: int, victims: Sequence[int], delay_s: float, gap_s: float, folder: Path, killed: list[float]
+) -> None:
+    """Kills the victims once all ranks have begun, and ends the trial when all survivors have told, or at its end."""
+    if not _until(lambda: len(list(folder.glob("begun-*"))) == size, DEADLINE_S):
+        return
+    time.sleep(delay_s)
+    for victim in victims:
+        os.kill(pool._processes[victim].pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+        time.sleep(gap_s)
+    _until(lambda: len(list(folder.glob("told-*"))) == size - len(victims), STAY_S)
+    (folder / "stop").touch()
+
+
+def _until(true: Callable[[], bool], limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# In the ranks.
+
+
+def _live(transport: str, layout: tuple[int, int, int], seed: int, folder: str) -> list[Told]:
+    with environment(**settings_of(transport)):
+        ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+        ps.initialize_model_parallel(*layout[:2], data_parallel_size=layout[2])
+    try:
+        return _work(seed, Path(folder))
+    finally:
+        ps.destroy_distributed_environment()
+
+
+def _work(seed: int, folder: Path) -> list[Told]:
+    world = ps.get_world_group()
+    kinds = {"tp": ps.get_tp_group(), "pp": ps.get_pp_group(), "dp": ps.get_dp_group(), "world": world}
+    groups = {name: group for name, group in kinds.items() if group.world_size > 1}
+    shared, own = random.Random(seed), random.Random(f"{seed} {world.rank}")
+    for name in groups:
+        _call(name, groups[name], "all_reduce")
+    (folder / f"begun-{world.rank}").touch()
+    told: list[Told] = []
+    for _ in range(_STEPS):
+        # What all ranks draw alike: the next call. A pipeline's goes from stage to stage, so ranks wait in a chain.
+        name, kind = shared.choice([*groups]), shared.choice(_CALLS)
+        name = name if name in groups and not (name == "world" and shared.random() < 0.7) else next(iter(groups))
+        slept = own.random() < 0.02
+        if slept:
+            _pass_time(own)
+        outcome = attempt(_call, name, groups[name], kind)
+        if outcome.kind != "ok":
+            told.append(Told(name, outcome, time.monotonic(), slept))
+            break
+    if own.random() < 0.3:  # it serves requests, and comes to its other groups later
+        time.sleep(own.uniform(0.0, 1.5))
+    for name, group in groups.items():
+        told.append(Told(name, attempt(_call, name, group, "all_reduce"), time.monotonic(), True))
+    (folder / f"told-{world.rank}").touch()
+    _until(lambda: (folder / "stop").exists(), STAY_S + DEADLINE_S)
+    return told
+
+
+_CALLS = (
+    "all_reduce",
+    "all_reduce_async",
+    "all_gather",
+    "barrier",
+    "broadcast_object",
+    "chain",
+    "chain of dicts",
+    "ring",
+)
+
+
+def _call(name: str, group: ps.GroupCoordinator, kind: str) -> None:
+    """One call of all ranks of a group, its answer checked."""
+    rank, size = group.rank_in_group, group.world_size
+    x = torch.full((5,), float(rank))
+    total = torch.full((5,), float(size * (size - 1) // 2))
+    found, expected = x, x
+    if kind == "all_reduce":
+        found, expected = group.all_reduce(x), total
+    elif kind == "all_reduce_async":
+        found, expected = group.all_reduce_async(x).wait(), total
+    elif kind == "all_gather":
+        found, expected = group.all_gather(x), torch.arange(size).repeat_interleave(5).float()
+    elif kind == "barrier":
+        group.barrier()
+    elif kind == "broadcast_object":
+        found = torch.tensor(group.broadcast_object([rank] * 5, size - 1)).float()
+        expected = torch.full((5,), size - 1.0)
+    elif kind == "chain":
+        if rank > 0:
+            found, expected = group.recv((5,), torch.float32, rank - 1), x - 1
+        if rank < size - 1:
+            group.send(x, rank + 1)
+    elif kind == "chain of dicts":
+        if rank > 0:
+            found, expected = group.recv_tensor_dict(rank - 1)["x"], x - 1
+        if rank < size - 1:
+            group.send_tensor_dict({"x": x, "name": name}, rank + 1)
+    else:
+        sent = group.isend(x, (rank + 1) % size)
+        found = group.irecv((5,), torch.float32, (rank - 1) % size).wait()
+        expected = torch.full((5,), float((rank - 1) % size))
+        sent.wait()
+    if not torch.equal(found, expected):
+        raise ValueError(f"{kind} on {group}: {found.tolist()} is not {expected.tolist()}")
+
+
+def _pass_time(own: random.Random) -> None:
+    length_s = own.uniform(0.0, 0.4)
+    if own.random() < 0.5:
+        time.sleep(length_s)
+        return
+    until = time.monotonic() + length_s
+    while time.monotonic() < until:
+        torch.ones(100, 100).exp()
+
+
+# The verdict.
+
+
+def _judge(trial: Trial, results: dict[int, list[Told]], killed: list[float]) -> None:
+    size = math.prod(trial.layout)
+    survivors = [rank for rank in range(size) if rank not in trial.victims]
+    wrong = trial.wrong
+    if sorted(results) != survivors or len(killed) != len(trial.victims):
+        wrong.append(f"of the survivors {survivors}, {sorted(results)} told; {len(killed)} ranks were killed")
+        return
+    for rank, told in results.items():
+        first = told[0]
+        trial.late_s[rank] = round(first.outcome.seconds if first.slept else first.at_s - killed[0], 3)
+        for each in told:
+            outcome, what = each.outcome, f"rank {rank}, {each.group}"
+            if outcome.kind not in ("PeerDiedError", "GroupFailedError"):
+                wrong.append(f"{what}: {outcome.kind} {outcome.text[:300]}")
+            elif not outcome.suspect_ranks or not set(outcome.suspect_ranks) <= set(trial.victims):
+                wrong.append(f"{what}: names {outcome.suspect_ranks}: {outcome.text[:300]}")
+        if first.outcome.kind != "PeerDiedError":
+            wrong.append(f"rank {rank}, first: {first.outcome.kind} {first.outcome.text[:300]}")
+
+
+# Many trials.
+
+
+def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
+    """Runs those that no process has run, or is running, of those that share `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        result = folder / f"{transport.replace(' ', '-')}-{seed}.json"
+        claim = result.with_suffix(".lock")
+        with open(claim, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process, however that ends
+            except BlockingIOError:
+                continue
+            if result.exists():
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                trial = run_trial(transport, seed, Path(scratch))
+            result.with_suffix(".new").write_text(json.dumps(asdict(trial)))
+            result.with_suffix(".new").rename(result)
+
+
+def results_in(folder: Path, transport: str) -> list[Trial]:
+    """Returns what all runs in `folder` have found."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{transport.replace(' ', '-')}-*.json"))]
+    return [Trial(**each) for each in found]

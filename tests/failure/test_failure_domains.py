@@ -1,0 +1,190 @@
+"""Rows 39 and 50: a death fails every group of each root that holds the dead rank, on all ranks, and no other.
+
+5 trials of row 39 a transport by default, of 4 ranks at most. With FAILURE_TESTS=long 200 of up to 8, whose results lie
+in FAILURE_TRIALS=folder: a run that was ended goes on there, and several may run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.domains import TRANSPORTS, results_in, run_trial, run_trials
+from tests.failure.worlds import DEADLINE_S, LONG, LONG_TIMEOUT_S, ROUTES, SLACK_S, kill_me, settings_of
+from tests.hosts import INTERFACE, Hosts, problem
+from tests.workers import WorkerPool
+
+WITHIN_S = 1.0
+BEAT_S, LIMIT_S = 0.2, 2.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_row_39_random_layouts_random_kills(transport: str, tmp_path: Path) -> None:
+    if transport == "two hosts" and problem() is not None:
+        pytest.skip(f"no hosts can be made here: {problem()}")
+    if LONG:
+        folder = Path(os.environ.get("FAILURE_TRIALS", tmp_path))
+        run_trials(transport, range(200), folder)
+        trials = results_in(folder, transport)
+    else:
+        trials = [run_trial(transport, seed, _new(tmp_path / str(seed)), most_ranks=4) for seed in range(5)]
+    wrong = [f"seed {trial.seed}, {trial.layout}: {text}" for trial in trials for text in trial.wrong]
+    assert not wrong, "\n".join(wrong)
+    late_s = [max(trial.late_s.values()) for trial in trials]
+    assert statistics.median(late_s) < WITHIN_S and max(late_s) < WITHIN_S + SLACK_S, sorted(late_s)
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _live_in(route: str, tp: int, pp: int, folder: str, victims: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """Divides the world, sees the victims die, and tells what then becomes of a call on each group."""
+    with environment(**settings_of(route)):
+        ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+        ps.initialize_model_parallel(tp, pp, **options)
+    groups = {"tp": ps.get_tp_group(), "pp": ps.get_pp_group(), "dp": ps.get_dp_group(), "world": ps.get_world_group()}
+    return _after_deaths(groups, folder, victims)
+
+
+def _after_deaths(groups: dict[str, ps.GroupCoordinator], folder: str, victims: tuple[int, ...]) -> Any:
+    """Three calls on each group; a rank stays until all survivors have made theirs."""
+    world = ps.get_world_group()
+    time.sleep(0.5)  # all links are there
+    world.barrier()
+    if world.rank in victims:
+        kill_me()
+    watcher = world.context.watcher
+    assert watcher is not None
+    assert len(watcher.await_death_of(victims, 1.0 + SLACK_S)) > 0
+    until = time.monotonic() + 1.0 + SLACK_S
+    while len(watcher.deaths_of(victims)) < len(victims) and time.monotonic() < until:
+        time.sleep(0.01)
+    found = {
+        name: [attempt(group.all_reduce, torch.ones(3)) for _ in range(3)]
+        for name, group in groups.items()
+        if group.world_size > 1
+    }
+    Path(folder, f"done-{world.rank}").touch()
+    while len(list(Path(folder).glob("done-*"))) < world.world_size - len(victims) and time.monotonic() < until:
+        time.sleep(0.01)
+    ps.destroy_distributed_environment()
+    return found
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_other_replicas_go_on(route: str, tmp_path: Path) -> None:
+    with _pool(8) as pool:
+        told = pool.survivors(
+            _live_in, route, 2, 2, str(tmp_path), (6,), {"failure_domain": "replica"}, timeout_s=2 * DEADLINE_S
+        )
+    assert sorted(told) == [0, 1, 2, 3, 4, 5, 7]
+    broken = {2, 3, 6, 7}  # tp-dp-pp: ranks 2 and 3 are the first stage of the replica of 6 and 7
+    for rank, calls in told.items():
+        for name, outcomes in calls.items():
+            kinds = [outcome.kind for outcome in outcomes]
+            if rank in broken or name in ("dp", "world"):
+                assert kinds == ["PeerDiedError", "GroupFailedError", "GroupFailedError"], (rank, name, outcomes)
+                assert outcomes[0].suspect_ranks == (6,)
+            else:
+                assert kinds == ["ok"] * 3 and outcomes[0].text == "tensor([2., 2., 2.])", (rank, name, outcomes)
+
+
+def _two_roots(route: str, folder: str) -> Any:
+    """Two models, each on half of the ranks; the world's groups beside them."""
+    os.environ.update({name: value for name, value in settings_of(route).items() if value is not None})
+    ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+    world = ps.get_world_group()
+    halves = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    (half,) = (sub for sub in [world.make_sub_group(ranks) for ranks in halves] if sub is not None)
+    own = ps.create_parallel_groups(half, {"tp": 2, "pp": 2})
+    inner = own.tp.make_sub_group([0, 1])
+    beside = world.make_sub_group([0, 1, 2])
+    assert inner is not None
+    groups = {"tp": own.tp, "pp": own.pp, "half": half, "inner": inner, "world": world}
+    if beside is not None:
+        groups["beside"] = beside
+    return _after_deaths(groups, folder, (6,))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_other_roots_go_on(route: str, tmp_path: Path) -> None:
+    with _pool(8) as pool:
+        told = pool.survivors(_two_roots, route, str(tmp_path), timeout_s=2 * DEADLINE_S)
+    assert sorted(told) == [0, 1, 2, 3, 4, 5, 7]
+    for rank, calls in told.items():
+        for name, outcomes in calls.items():
+            if rank >= 4 or name == "world":
+                assert outcomes[0].suspect_ranks == (6,), (rank, name, outcomes)
+            else:
+                assert [outcome.kind for outcome in outcomes] == ["ok"] * 3, (rank, name, outcomes)
+
+
+@contextmanager
+def _pool(size: int) -> Iterator[WorkerPool]:
+    pool = WorkerPool(size)
+    try:
+        yield pool
+    finally:
+        pool.kill()
+
+
+def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Outcome, float, list[int]]:
+    """TP4 over two hosts in a loop; all of `dying` are killed, behind a link that is down if `silently`.
+
+    Returns how the loop ended, after how long, and which ranks are taken for dead when the heartbeats' limit is over.
+    """
+    ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
+    ps.initialize_model_parallel(4)
+    group = ps.get_tp_group()
+    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    group.barrier()
+    started = time.monotonic()
+    if group.rank in dying:
+        if silently and group.rank == dying[0]:
+            subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
+            Path(folder, "down").touch()
+        while silently and not Path(folder, "down").exists():
+            time.sleep(0.01)
+        kill_me()
+    outcome = attempt(group.all_reduce, torch.ones(10))
+    while outcome.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:
+        outcome = attempt(group.all_reduce, torch.ones(10))
+    took_s = time.monotonic() - started
+    time.sleep(LIMIT_S + 1.0)
+    watcher = group.context.watcher
+    dead = [] if watcher is None else [death.rank for death in watcher.deaths_of(range(4))]
+    ps.destroy_distributed_environment()
+    return outcome, took_s, sorted(dead)
+
+
+@pytest.mark.parametrize(
+    ("dying", "silently"), [((2, 3), False), ((0, 1), False), ((3,), False), ((0,), False), ((0, 1), True)], ids=str
+)
+def test_row_50_a_host_or_a_rank_of_it_dies(tmp_path: Path, dying: tuple[int, ...], silently: bool) -> None:
+    """Of 2 hosts with 2 ranks each; rank 0 serves the store."""
+    if problem() is not None:
+        pytest.skip(f"no hosts can be made here: {problem()}")
+    limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), **limits) as ranks:
+        told = ranks.survivors(_one_group, str(tmp_path), dying, silently, timeout_s=2 * DEADLINE_S)
+    assert sorted(told) == [rank for rank in range(4) if rank not in dying]
+    within_s = LIMIT_S + 1.0 if silently else 1.0
+    for rank, (outcome, took_s, dead) in told.items():
+        assert outcome.kind == ("CollectiveTimeoutError" if silently else "PeerDiedError"), (rank, outcome)
+        assert sorted(outcome.suspect_ranks) == list(dying), (rank, outcome)
+        assert took_s < within_s + SLACK_S, (rank, took_s)
+        assert dead == list(dying), (rank, dead)
+    assert statistics.median(took_s for _, took_s, _ in told.values()) < within_s, told
