@@ -25,6 +25,8 @@ NOTICE_S = 0.2
 _FAREWELL_S = 0.1
 _TOGETHER_S = 0.05
 """Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
+_HOST_TOGETHER_S = 0.25
+"""The same for ranks of another host, all of which may be ending."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ class Watcher:
         ranks = list(ranks)
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
-        if self.deaths_of(ranks):
-            time.sleep(_TOGETHER_S)
+        found = self.deaths_of(ranks)
+        if found:
+            time.sleep(_TOGETHER_S if all(self.is_neighbour(death.rank) for death in found) else _HOST_TOGETHER_S)
         return self.deaths_of(ranks)
 
     def close(self) -> None:

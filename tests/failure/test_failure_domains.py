@@ -7,6 +7,7 @@ in FAILURE_TRIALS=folder: a run that was ended goes on there, and several may ru
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -153,12 +154,16 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
     group.barrier()
     started = time.monotonic()
     if group.rank in dying:
-        if silently and group.rank == dying[0]:
+        Path(folder, f"new-{group.rank}").write_text(str(os.getpid()))
+        Path(folder, f"new-{group.rank}").rename(Path(folder, f"pid-{group.rank}"))
+        while group.rank == dying[0] and len(pids := list(Path(folder).glob("pid-*"))) < len(dying):
+            time.sleep(0.001)
+        while group.rank != dying[0]:
+            time.sleep(1.0)  # the first one kills all, at once
+        if silently:
             subprocess.run(["ip", "link", "set", INTERFACE, "down"], check=True)
-            Path(folder, "down").touch()
-        while silently and not Path(folder, "down").exists():
-            time.sleep(0.01)
-        kill_me()
+        for pid in sorted((int(path.read_text()) for path in pids), key=lambda pid: pid == os.getpid()):
+            os.kill(pid, signal.SIGKILL)
     outcome = attempt(group.all_reduce, torch.ones(10))
     while outcome.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:
         outcome = attempt(group.all_reduce, torch.ones(10))
