@@ -17,7 +17,7 @@ from torch import Tensor
 NCCL, ONE_SHOT = "NCCL, 1 rank", "symm_mem.one_shot_all_reduce, 1 rank"
 SEVERAL_RANKS = (
     "several ranks need a process each, which take turns on one GPU: on a GPU for each rank, torchrun "
-    "benchmarks/collectives.py and benchmarks/tune.py have them in turns with these kernels"
+    "benchmarks/collectives.py and `python -m parallel_state tune` have them in turns with these kernels"
 )
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
         "parallel_state.debug",
         "what each rank did last, by the records in a folder: who is missing",
     ),
+    "tune": ("parallel_state.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
 }
 """Name -> module, what it is for."""
 

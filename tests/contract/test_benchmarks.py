@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 from measure.rounds import Plan, measure
 from measure.teams import Team, started
-from tune import ORDERS
-
-from device_communicators import peer_thresholds
-from tests import cuda_on_cpu, peer_stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -120,30 +116,3 @@ def test_a_team_that_fails_is_left_out_and_the_others_go_on(fault: str) -> None:
     assert set(row.us) == {"sound"}
     assert [team.name for team in there] == ["sound"]
     assert all(process.poll() is not None for team in teams for process in team._processes)
-
-
-@pytest.mark.parametrize("launcher", ["own ranks", "torchrun"])
-def test_tune(tmp_path: Path, launcher: str) -> None:
-    """Over the kernels on a CPU, which are slower than what they are compared with at any size."""
-    folder = tmp_path / "peers"
-    folder.mkdir()
-    own = {peer_stand_in.FOLDER: str(folder), peer_stand_in.LIBRARY: str(cuda_on_cpu.build()), "OMP_NUM_THREADS": "1"}
-    names = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(names)} | own
-    environment["PYTHONPATH"] = str(ROOT)
-    out, raw = tmp_path / "table.json", tmp_path / "raw.json"
-    runs = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
-    command = [sys.executable, *runs, "benchmarks/tune.py", "--emulate", "--ranks", "2", "--sizes", "1024", "4096"]
-    few = ["--rounds", "1", "--round-ms", "0.1", "--json", str(raw), "--out", str(out)]
-    process = subprocess.run(
-        [*command, *few], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "WRONG" not in process.stderr
-    assert process.stdout.count("2 ranks, 9.0: ") == 1
-    for row in json.loads(raw.read_text())["rows"]:
-        assert set(row["us"]) == set(ORDERS[row["case"]["operation"]]) - {"symmetric"}
-    table = peer_thresholds.load(out)
-    assert [(row.arch, row.world_size) for row in table.rows if row.measured] == [("9.0", 2)]
-    assert len(table.rows) == len(peer_thresholds.load(peer_thresholds.PACKAGED).rows)
-    assert list(folder.iterdir()) == []

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from math import inf, log
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from measure.choice import boundaries
-from measure.rounds import Row
-from measure.tensors import Exchange
-from tune import FUSED, ORDERS, choose
-from tune_ranks import TuneTeam, other_of
 
 from device_communicators.device_group import DeviceGroupCommunicator
+from device_communicators.measured import Conditions
+from device_communicators.peer_thresholds import load
 from device_communicators.shared_memory import SharedMemoryCommunicator
+from parallel_state import __main__ as commands
+from parallel_state.tune import (
+    CALLS_IN_A_GRAPH,
+    FUSED,
+    ORDERS,
+    OTHER,
+    TORCHS,
+    UNBOUNDED,
+    TuneError,
+    Tuning,
+    choose,
+    other_of,
+    write,
+)
+from parallel_state.tune_choice import boundaries
 
 ORDER = ("push", "pull", "two_shot", "nccl")
 
@@ -79,29 +94,43 @@ def test_no_other_division_is_better(seed: int) -> None:
     assert cost(mine) == pytest.approx(min(map(cost, combinations_with_replacement(range(4), len(sizes)))))
 
 
-def _row(operation: str, size: int, **us: float) -> Row:
-    return Row({"operation": operation, "bytes": size}, {name: [time] for name, time in us.items()})
+HERE = Conditions("9.0", 4, True, "NV18", "580.1", "2.28.9", "2.11.0")
 
 
 def test_each_operation_has_thresholds_of_its_own() -> None:
-    rows = [_row("all_reduce", 1 << 10, push=1, pull=2, two_shot=3, other=4)]
-    for operation in ("all_gather", "reduce_scatter"):
-        rows += [
-            _row(operation, 1 << 10, push=1, pull=2, other=4),
-            _row(operation, 1 << 12, push=3, pull=2, other=4),
-            _row(operation, 1 << 14, push=9, pull=8, other=4),
-        ]
-    rows += [_row(FUSED, 1 << 10, fused=1, push=2, other=3), _row(FUSED, 1 << 12, fused=5, push=2, other=3)]
-    found = choose(rows, "9.0", 4, "a test")
+    small, middle, large = 1 << 10, 1 << 12, 1 << 14
+    moves = {small: {"push": 1, OTHER: 4, "pull": 2}, middle: {"push": 3, "pull": 2, OTHER: 4}}
+    moves[large] = {"push": 9, "pull": 8, OTHER: 4}
+    times: dict[str, Any] = {
+        "all_reduce": {small: {"push": 1, "pull": 2, "two_shot": 3, OTHER: 4, TORCHS: 6}},
+        "all_gather": moves,
+        "reduce_scatter": moves,
+        FUSED: {small: {"fused": 1, "push": 2, OTHER: 3}, middle: {"fused": 5, "push": 2, OTHER: 3}},
+    }
+    found = choose(times, HERE, "a test")
     assert (found.push, found.pull, found.two_shot, found.fused) == (1 << 10, 0, 0, 1 << 10)
     assert (found.all_gather, found.all_gather_push) == (1 << 12, 1 << 10)
     assert (found.reduce_scatter, found.reduce_scatter_push) == (1 << 10, 1 << 8)
+    assert found.measured and found.own_nccl and found.proven_calls == 0, "to be proven yet"
+    assert (found.arch, found.world_size, found.link, found.driver) == ("9.0", 4, "NV18", "580.1")
+    times["all_reduce"][small][TORCHS] = 3
+    assert not choose(times, HERE, "a test").own_nccl
 
 
-def test_what_was_not_measured_gives_no_table() -> None:
-    rows = [_row(operation, 1 << 10, other=1) for operation in ORDERS if operation != FUSED]
-    with pytest.raises(SystemExit, match=f"nothing was measured of {FUSED} on 4 ranks"):
-        choose([*rows, _row(FUSED, 1 << 10)], "9.0", 4, "a test")
+def test_what_was_not_measured_gives_no_row() -> None:
+    times = {operation: {1 << 10: {OTHER: 1.0}} for operation in ORDERS if operation != FUSED}
+    for nothing in ({}, {1 << 10: {}}):
+        with pytest.raises(TuneError, match=f"nothing was measured of {FUSED} on 4 ranks"):
+            choose({**times, FUSED: nothing}, HERE, "a test")
+
+
+def test_a_row_takes_the_place_of_one_with_the_same_conditions(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.json"
+    row = replace(UNBOUNDED, **dataclasses.asdict(HERE))
+    for each in (row, replace(row, push=1), replace(row, driver="590.1")):
+        write(each, path)
+    assert [(each.push, each.driver) for each in load(path).rows] == [(1, "580.1"), (1 << 40, "590.1")]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() -> None:
@@ -109,20 +138,24 @@ def test_on_gpus_nobody_is_compared_with_who_carries_only_tensors_of_the_host() 
     host, nccl = object.__new__(SharedMemoryCommunicator), object.__new__(DeviceGroupCommunicator)
     host.context = nccl.context = context
     assert other_of([host, nccl], "cuda") is nccl
-    with pytest.raises(RuntimeError, match="nothing to compare with: no communicator carries tensors on cuda"):
+    with pytest.raises(TuneError, match="nothing to compare with: no communicator carries tensors on cuda"):
         other_of([host], "cuda")
 
 
-def test_calls_are_captured_with_the_tensors_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu(TuneTeam):
-        def __init__(self) -> None:
-            self.rank, self.size, self._graphs = 0, 1, {}
-
-        def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
-            return {"copy": Exchange(lambda x: x.add_(1))}
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+def test_calls_are_captured_by_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning, calls, replays = object.__new__(Tuning), [], []
+    tuning.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replays.append(1)))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    team = OnGpu()
-    team.prepare({"operation": "all_reduce", "bytes": 64, "dtype": "bfloat16", "loop": "produced"})
-    assert team._replay("copy", 3).elapsed_s >= 0
+    run = tuning._repeated(lambda x: calls.append(x) or x, torch.ones(1))
+    assert len(calls) == CALLS_IN_A_GRAPH
+    run(3 * CALLS_IN_A_GRAPH)
+    assert (len(calls), len(replays)) == (CALLS_IN_A_GRAPH, 3)
+
+
+def test_without_a_gpu_there_is_nothing_to_tune(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert commands.main(["tune"]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
