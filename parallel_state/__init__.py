@@ -85,6 +85,7 @@ from parallel_state.current import (
     try_get_current_groups,
 )
 from parallel_state.division import (
+    create_fsdp_groups,
     create_parallel_groups,
 )
 from parallel_state.environment import (
@@ -226,6 +227,7 @@ __all__ = [
     "broadcast_tensor_dict",
     "cleanup_dist_env_and_memory",
     "copy_to_tensor_model_parallel_region",
+    "create_fsdp_groups",
     "create_parallel_groups",
     "current_groups",
     "destroy_distributed_environment",

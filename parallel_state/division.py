@@ -117,7 +117,31 @@ def create_parallel_groups(
     division = world.pool.agreement.settle(
         "parallel groups", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
     )
-    groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline)
+    again = functools.partial(
+        create_parallel_groups,
+        world,
+        order=order,
+        backend=backend,
+        axis_options=axis_options,
+        timeout=timeout,
+        allow_pickle=allow_pickle,
+        custom_all_reduce=custom_all_reduce,
+        eager=eager,
+        virtual_pipeline_size=virtual_pipeline_size,
+        ranks_per_node=ranks_per_node,
+        get_embedding_ranks=get_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks,
+        device_mesh=device_mesh,
+        failure_domain=failure_domain,
+    )
+    groups = ParallelGroups(
+        division.layout,
+        world,
+        {},
+        division.make,
+        division.virtual_pipeline,
+        lambda changed: again({**by_axis(sizes), **changed}),
+    )
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
         for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
@@ -126,6 +150,22 @@ def create_parallel_groups(
         groups.close()
         raise
     return groups
+
+
+@host_call(OUTSIDE)
+def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
+    """Returns groups like `groups`, whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
+
+    `sdp` is `dp` and `rdp` one rank; with `intra_node_size` (hybrid sharding) `sdp` has so many neighbours of a `dp`
+    group, and `rdp` the ranks with equal shards. Every rank of the world calls it alike, and closes both; groups of
+    equal ranks share a process group. Raises LayoutError for an `intra_node_size` below 2, or that doesn't divide dp.
+    """
+    if groups.divide is None:
+        raise GroupNotInitializedError(f"only groups that this library has divided can be sharded, but not {groups!r}")
+    if intra_node_size is not None and intra_node_size < 2:
+        raise LayoutError(f"intra_node_size must be at least 2, or None for all of dp, but is {intra_node_size!r}")
+    size = groups.layout.size("dp") if intra_node_size is None else intra_node_size
+    return groups.divide({"dp_shard": size, "dp_replicate": None})
 
 
 @dataclass(frozen=True)

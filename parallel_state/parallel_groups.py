@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +51,8 @@ class ParallelGroups:
     make: Callable[[str, ParallelGroups], GroupCoordinator | None] | None = None
     """Makes one more, at its first use; None for a kind that this rank is in no group of."""
     virtual_pipeline: VirtualPipeline | None = None
+    divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
+    """Makes groups of the same world as these were made, but for some sizes, by axis name."""
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
     """The global ranks of this rank's group of each kind, made or not; compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)

@@ -11,6 +11,8 @@ raises UnsupportedError. Works before any init and beside a real one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from device_communicators import settings
@@ -18,7 +20,7 @@ from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.registry import unique_name
-from parallel_state.axes import DEFAULT_ORDER, named_sizes, other_sizes_by_name
+from parallel_state.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.division import made_at_start, virtual_pipeline
 from parallel_state.parallel_groups import ParallelGroups
@@ -55,7 +57,20 @@ def simulate(
         return simulated_group(ranks, rank, name=name, device=device) if ranks else None
 
     world = simulated_group(list(range(world_size)), rank, name="world", device=device)
-    groups = ParallelGroups(layout, world, {}, make, virtual_pipeline(layout, virtual_pipeline_model_parallel_size))
+
+    def divide(changed: Mapping[str, int | None]) -> ParallelGroups:
+        return simulate(
+            rank,
+            world_size,
+            order=order,
+            device=device,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+            ranks_per_node=ranks_per_node,
+            **{**by_axis(asked), **changed},
+        )
+
+    stages = virtual_pipeline(layout, virtual_pipeline_model_parallel_size)
+    groups = ParallelGroups(layout, world, {}, make, stages, divide)
     for name in made_at_start(layout, asked):
         groups.get(name)
     return groups

@@ -144,6 +144,30 @@ def test_without_sharding_the_replicated_group_is_the_data_parallel_one() -> Non
     assert (copies.sdp.ranks, copies.rdp.ranks) == ([3], copies.dp.ranks)
 
 
+def _sharded_afterwards() -> dict[str, Any]:
+    with world(2):
+        groups = ps.get_parallel_groups()
+        found = {"before": (groups.rdp is groups.dp, groups.sdp.world_size)}
+        for size in (None, 2):
+            sharded = ps.create_fsdp_groups(groups, size)
+            found[str(size)] = (whose(sharded.sdp), whose(sharded.rdp), whose(sharded.tp) == whose(groups.tp))
+            sharded.close()
+        found["after"] = whose(groups.dp)
+        return found
+
+
+def test_groups_are_sharded_afterwards(pools: Pools) -> None:
+    for rank, found in enumerate(pools(8).run(_sharded_afterwards, timeout_s=DEADLINE_S)):
+        data = [rank % 2 + 2 * at for at in range(4)]
+        first = data[:2] if rank < 4 else data[2:]
+        assert found == {
+            "before": (True, 1),
+            "None": (data, [rank], True),
+            "2": (first, [rank % 4, rank % 4 + 4], True),
+            "after": data,
+        }
+
+
 def test_nodes_that_cut_a_group_unevenly() -> None:
     groups = simulate(0, 12, 2, ranks_per_node=8)
     with pytest.raises(ps.LayoutError, match="unevenly"):

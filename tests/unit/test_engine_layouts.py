@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from device_communicators.errors import LayoutError
-from parallel_state import simulate
+from parallel_state import create_fsdp_groups, simulate
 from parallel_state.layout import Layout
 from parallel_state.resolution import resolve_layout
 from tests import references
@@ -281,14 +281,18 @@ def ranks_of(gangs: Any) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 2), (8, 8), (12, 3), (24, 2)])
 def test_the_gangs_of_fairseq2(world_size: int, tp: int) -> None:
-    """Not sharded, rdp is dp and sdp has one rank: a DDP user reduces over rdp. `fully_sharded` divides them."""
+    """Not sharded, rdp is dp and sdp has one rank: a DDP user reduces over rdp. `create_fsdp_groups` divides them."""
     fairseq2 = Fairseq2()
     for rank in range(world_size):
         theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp)
         assert ranks_of(ours) == ranks_of(theirs)
-        fully = simulate(rank, world_size, tp, data_parallel_shard_size=-1)
-        assert ranks_of(fully) == ranks_of(fairseq2.sharded(theirs, None))
-        dp = world_size // tp
-        for intra in (size for size in range(2, dp + 1) if dp % size == 0):
-            hybrid = simulate(rank, world_size, tp, data_parallel_shard_size=intra)
-            assert ranks_of(hybrid) == ranks_of(fairseq2.sharded(theirs, intra)), intra
+        for intra in (None, 0, 1, 2, 3, 4, 5, 6, 12):
+            try:
+                expected = ranks_of(fairseq2.sharded(theirs, intra))
+            except ValueError:
+                with pytest.raises(LayoutError):
+                    create_fsdp_groups(ours, intra)
+                continue
+            assert ranks_of(create_fsdp_groups(ours, intra)) == expected, intra
+            at_once = simulate(rank, world_size, tp, data_parallel_shard_size=-1 if intra is None else intra)
+            assert ranks_of(at_once) == expected, intra
