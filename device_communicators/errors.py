@@ -10,6 +10,7 @@
     │   ├── GroupNotInitializedError  a group was used before it was made
     │   ├── AlreadyInitializedError   something was initialised twice
     │   ├── GroupDestroyedError       a group was used after it was destroyed
+    │   ├── RenamedError              an attribute that was renamed, as its old name misled (AttributeError)
     │   ├── ForkedError               a group was used in a process that was forked from its rank
     │   └── ConfigMismatchError       two ranks, or two calls, disagree about sizes (ValueError)
     ├── CommunicationError            the group is poisoned; each later call fails at once
@@ -69,6 +70,10 @@ class AlreadyInitializedError(UsageError, RuntimeError):
 
 class GroupDestroyedError(UsageError, RuntimeError):
     """A group was used after it was destroyed."""
+
+
+class RenamedError(UsageError, AttributeError):
+    """An attribute has another name here; the message has the names that replace it."""
 
 
 class ForkedError(UsageError, RuntimeError):

@@ -110,22 +110,22 @@ def _data_parallel(context: bool, partial: bool) -> str:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Global rank of this pipeline's first stage."""
-    return get_pp_group().first_rank
+    return get_pp_group().first_global_rank
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Global rank of this pipeline's last stage."""
-    return get_pp_group().last_rank
+    return get_pp_group().last_global_rank
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Global rank of the next stage, round the end."""
-    return get_pp_group().next_rank
+    return get_pp_group().next_global_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Global rank of the previous stage, round the end."""
-    return get_pp_group().prev_rank
+    return get_pp_group().prev_global_rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:

@@ -16,7 +16,7 @@ import torch
 
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, format_ranks
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, RenamedError, format_ranks
 from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.host_memory import HostMemory
@@ -45,6 +45,33 @@ class Traits(NamedTuple):
     custom_all_reduce: bool = True
     lazy_cpu_group: bool = False
     """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
+
+
+class _Renamed:
+    """A name of vLLM's for a global rank. `send(x, group.next_rank)` would go to the wrong rank: `dst` is one in the
+    group. So it has no value here, and says which two names do."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self.__doc__ = f"Replaced by `{name}_in_group` and `{self._global_name}`."
+
+    @property
+    def _global_name(self) -> str:
+        return self._name.replace("_rank", "_global_rank")
+
+    def __get__(self, group: GroupCoordinator | None, owner: type) -> Any:
+        if group is None:
+            return self
+        raise self._error(group)
+
+    def __set__(self, group: GroupCoordinator, value: object) -> None:
+        raise self._error(group)
+
+    def _error(self, group: GroupCoordinator) -> RenamedError:
+        return RenamedError(
+            f"{self._name} of {group.context} could mean a rank in the group or a global one: use "
+            f"{self._name}_in_group, which send, recv, src and dst take, or {self._global_name}"
+        )
 
 
 class GroupCoordinator(GroupMessages, FusedCollectives):
@@ -93,14 +120,49 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         return self.world_size
 
     @property
-    def first_rank(self) -> int:
-        """Global rank of the group's first."""
+    def first_rank_in_group(self) -> int:
+        """Returns the group's first rank, as `src` and `dst` are counted: 0."""
+        return 0
+
+    @property
+    def last_rank_in_group(self) -> int:
+        """Returns the group's last rank, as `src` and `dst` are counted."""
+        return self.world_size - 1
+
+    @property
+    def next_rank_in_group(self) -> int:
+        """Returns the next rank, round the end, as `src` and `dst` are counted."""
+        return (self.rank_in_group + 1) % self.world_size
+
+    @property
+    def prev_rank_in_group(self) -> int:
+        """Returns the previous rank, round the end, as `src` and `dst` are counted."""
+        return (self.rank_in_group - 1) % self.world_size
+
+    @property
+    def first_global_rank(self) -> int:
+        """Returns the global rank of the group's first."""
         return self.context.ranks[0]
 
     @property
-    def last_rank(self) -> int:
-        """Global rank of the group's last."""
+    def last_global_rank(self) -> int:
+        """Returns the global rank of the group's last."""
         return self.context.ranks[-1]
+
+    @property
+    def next_global_rank(self) -> int:
+        """Returns the global rank of the next, round the end."""
+        return self.context.ranks[self.next_rank_in_group]
+
+    @property
+    def prev_global_rank(self) -> int:
+        """Returns the global rank of the previous, round the end."""
+        return self.context.ranks[self.prev_rank_in_group]
+
+    first_rank, last_rank, next_rank, prev_rank = _Renamed(), _Renamed(), _Renamed(), _Renamed()
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not isinstance(getattr(type(self), name, None), _Renamed)]
 
     @property
     def is_first_rank(self) -> bool:
@@ -111,16 +173,6 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     def is_last_rank(self) -> bool:
         """Whether this rank is the group's last."""
         return self.rank_in_group == self.world_size - 1
-
-    @property
-    def next_rank(self) -> int:
-        """Global rank of the next, round the end."""
-        return self.context.ranks[(self.rank_in_group + 1) % self.world_size]
-
-    @property
-    def prev_rank(self) -> int:
-        """Global rank of the previous, round the end."""
-        return self.context.ranks[(self.rank_in_group - 1) % self.world_size]
 
     @property
     @host_call(OUTSIDE)

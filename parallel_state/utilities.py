@@ -45,7 +45,7 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     if failure is not None:
         raise failure
     if not isinstance(content, Tensor):
-        raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.first_rank)
+        raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.ranks[0])
     return io.BytesIO(bytes_of(content))
 
 

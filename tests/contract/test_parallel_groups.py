@@ -246,8 +246,8 @@ def test_every_getter_says_what_the_group_says(rank: int) -> None:
             )
             assert same, (name, found, expected)
         assert ps.is_local_first_rank()
-        assert ps.get_tp_group().first_rank == groups.tp.ranks[0]
-        assert ps.get_pp_group().last_rank == groups.pp.ranks[-1]
+        assert ps.get_tp_group().first_global_rank == groups.tp.ranks[0]
+        assert ps.get_pp_group().last_global_rank == groups.pp.ranks[-1]
 
 
 def test_getters_give_lists_of_their_own() -> None:

@@ -119,7 +119,7 @@ def through_the_stages() -> None:
     if not pp.is_last_rank:
         pp.send_tensor_dict({"hidden": hidden})
     else:
-        assert torch.equal(hidden, torch.full((4, 8), pp.first_rank + 100.0 * pp.world_size))
+        assert torch.equal(hidden, torch.full((4, 8), pp.first_global_rank + 100.0 * pp.world_size))
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 2), (1, 4)])

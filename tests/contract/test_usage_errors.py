@@ -287,7 +287,7 @@ def test_a_global_rank_is_explained() -> None:
 def _global_rank_body(member: Member) -> None:
     """In the group of global ranks 2 and 3, 2 is no rank, and it is told which one is meant."""
     with member.case("a global rank"):
-        first = member.group.first_rank
+        first = member.group.first_global_rank
         with pytest.raises(InvalidArgumentError) as caught:
             member.group.send(torch.ones(1), first + 2)
         assert "of this group" not in str(caught.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pydoc
 import random
 import threading
 import time
@@ -62,8 +64,12 @@ def test_every_rank_of_a_layout(tp: int, dp: int, pp: int, order: str) -> None:
             assert group.ranks == [rank + (other - position) * strides[axis] for other in range(size)]
             assert group.is_first_rank == (position == 0)
             assert group.is_last_rank == (position == size - 1)
-            assert group.next_rank == group.ranks[(position + 1) % size]
-            assert group.prev_rank == group.ranks[(position - 1) % size]
+            assert group.next_rank_in_group == (position + 1) % size
+            assert group.prev_rank_in_group == (position - 1) % size
+            assert (group.first_rank_in_group, group.last_rank_in_group) == (0, size - 1)
+            for end in ("next", "prev", "first", "last"):
+                in_group, found = getattr(group, f"{end}_rank_in_group"), getattr(group, f"{end}_global_rank")
+                assert found == group.ranks[in_group]
         with groups.use():
             assert ps.is_pipeline_first_stage() == (groups.pp.rank_in_group == 0)
             assert ps.is_pipeline_last_stage() == (groups.pp.rank_in_group == pp - 1)
@@ -439,6 +445,24 @@ def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
+
+
+@pytest.mark.parametrize("end", ["next", "prev", "first", "last"])
+def test_names_that_mean_two_things_are_gone(end: str) -> None:
+    """On [0, 2, 4, 6] the global rank of the next, 2, is a rank in the group as well: another one."""
+    group = ps.simulated_group([0, 2, 4, 6], 0)
+    old = f"{end}_rank"
+    for touch in (lambda: getattr(group, old), lambda: setattr(group, old, 1)):
+        with pytest.raises(ps.RenamedError, match=rf"{end}_rank_in_group.*{end}_global_rank") as raised:
+            touch()
+        assert isinstance(raised.value, AttributeError)
+        assert isinstance(raised.value, ps.UsageError)
+    assert not hasattr(group, old)
+    assert getattr(group, old, 7) == 7
+    assert old not in dir(group)
+    assert {f"{end}_rank_in_group", f"{end}_global_rank", "ranks", "all_reduce"} <= set(dir(group))
+    assert old not in vars(copy.copy(group))
+    assert f"{end}_global_rank" in pydoc.plain(pydoc.render_doc(type(group)))
 
 
 # Whose groups a thread sees.
