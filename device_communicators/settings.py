@@ -151,6 +151,10 @@ NCCL_LIBRARY: Setting[str | None] = Setting(
     "PARALLEL_STATE_NCCL_LIBRARY", None, _word, "the path of a libnccl.so",
     "The NCCL to use, 2.27 or newer; else the one that torch uses.",
 )  # fmt: skip
+SHARE_GPUS: Setting[bool] = Setting(
+    "PARALLEL_STATE_SHARE_GPUS", False, _on_off, "on or off",
+    "Whether a host may have more ranks than GPUs: rank r of the host then takes GPU r % GPUs.",
+)  # fmt: skip
 PEER_MEMORY: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY", "auto", _auto_on_off, "auto, on or off",
     "Whether small CUDA tensors within a host go over kernels of our own in memory that all ranks map; auto: where a "
@@ -203,8 +207,9 @@ LOG_LEVEL: Setting[str] = Setting(
 
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
-    SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, PEER_MEMORY, PEER_MEMORY_ALGORITHM, PEER_MEMORY_TABLE,
-    SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, LOG_LEVEL,
+    SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
+    DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

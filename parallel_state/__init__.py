@@ -90,6 +90,7 @@ from parallel_state.division import (
     create_parallel_groups,
 )
 from parallel_state.environment import (
+    ProcessEnvironment,
     is_rank_zero,
 )
 from parallel_state.fuse_pass import (
@@ -153,6 +154,7 @@ from parallel_state.state import (
     get_nodes,
     get_parallel_groups,
     get_pp_group,
+    get_process_environment,
     get_tp_group,
     get_world_group,
     init_distributed_environment,
@@ -174,6 +176,7 @@ from parallel_state.tensor_dict import (
     TensorDictSpec,
 )
 from parallel_state.utilities import (
+    all_to_all,
     divide,
     get_pp_indices,
     local_master_first,
@@ -213,6 +216,7 @@ __all__ = [
     "PRESETS",
     "ParallelGroups",
     "ParallelStateError",
+    "ProcessEnvironment",
     "PeerDiedError",
     "ReceiveHandle",
     "RemoteError",
@@ -226,6 +230,7 @@ __all__ = [
     "UsageError",
     "VirtualPipeline",
     "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
     "broadcast_tensor_dict",
     "cleanup_dist_env_and_memory",
     "copy_to_tensor_model_parallel_region",
@@ -264,6 +269,7 @@ __all__ = [
     "get_pipeline_model_parallel_prev_rank",
     "get_pp_group",
     "get_pp_indices",
+    "get_process_environment",
     "get_rank",
     "get_tensor_and_data_parallel_group",
     "get_tp_group",

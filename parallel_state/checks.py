@@ -43,6 +43,18 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
         )
 
 
+def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim: int) -> None:
+    """`out` can hold the ranks' `x`, joined along `dim`."""
+    check_tensor(context, f"out of {operation}", out)
+    check_writable(context, operation, out)
+    shape = [n * context.size if at == dim else n for at, n in enumerate(x.shape)] or [context.size]
+    if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+        raise InvalidArgumentError(
+            f"out of {operation} on {context} must have shape {shape}, {x.dtype} and device {x.device}, "
+            f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
+        )
+
+
 ReduceOp: TypeAlias = "str | dist.ReduceOp.RedOpType | dist.ReduceOp"
 """`"sum"`, or torch's `ReduceOp.SUM`."""
 _TORCH_NAMES = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}

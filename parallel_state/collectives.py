@@ -69,16 +69,22 @@ class TensorCollectives:
             _OPS.all_reduce_(x, self._token, op, self._key)
         return x
 
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
-        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others.
+        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. With `out`, a
+        tensor of the result's shape and dtype on the same device, of any strides, the result is copied there (with its
+        gradient, as by `copy_`), and `out` is returned.
         """
         checks.check_tensor(self.context, "all_gather", x)
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
+        if out is not None:
+            checks.check_out(self.context, "all_gather", out, x, dim)
         if self._ends_here():
-            return x if x.dim() else x.reshape(1)
-        return _OPS.all_gather(x, self._token, dim, self._key)
+            gathered = x if x.dim() else x.reshape(1)
+        else:
+            gathered = _OPS.all_gather(x, self._token, dim, self._key)
+        return gathered if out is None else out.copy_(gathered)
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order, as views of one new tensor."""
@@ -221,13 +227,16 @@ class TensorCollectives:
             return x
         if scatter_dim == 0 and gather_dim == 0:
             splits = [x.shape[0] // size] * size
-            return _OPS.all_to_all(x, self._token, splits, splits, self._key)
+            return self._exchange_rows(x, splits, splits)
         shape = list(x.shape)
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
-        received = _OPS.all_to_all(blocks, self._token, [1] * size, [1] * size, self._key)
+        received = self._exchange_rows(blocks, [1] * size, [1] * size)
         # Where the dims are 1 long, flatten gives a view of other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
+
+    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
+        return _OPS.all_to_all(x, self._token, outputs, inputs, self._key)
 
     def _all_to_all_rows(
         self, x: Tensor, scatter_dim: int, gather_dim: int, outputs: Sequence[int] | None, inputs: Sequence[int] | None
@@ -247,7 +256,7 @@ class TensorCollectives:
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
         if self._ends_here():
             return x
-        return _OPS.all_to_all(x, self._token, list(outputs), list(inputs), self._key)
+        return self._exchange_rows(x, list(outputs), list(inputs))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""

@@ -43,6 +43,8 @@ class Traits(NamedTuple):
     options: GroupOptions = GroupOptions()
     allow_pickle: bool = False
     custom_all_reduce: bool = True
+    high_priority_stream: bool = False
+    """Beside that of the options, which name a process group."""
     lazy_cpu_group: bool = False
     """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
 
@@ -189,6 +191,11 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         every rank of the group makes (a barrier, a broadcast of an object).
         """
         return self._process_group(lambda: self.context.cpu_group, self.traits.options.for_cpu)
+
+    @property
+    def supports_process_group(self) -> bool:
+        """Returns False for a simulated group, whose `device_group`, `cpu_group` and `as_process_group()` raise."""
+        return not self.context.simulated
 
     @host_call(OUTSIDE)
     def as_process_group(self) -> Any:
@@ -356,7 +363,7 @@ def create_group(
             domain=domain,
             channel=pool.next_channel(ranks),
             custom_all_reduce=traits.custom_all_reduce,
-            high_priority_stream=traits.options.high_priority_stream,
+            high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
             nccl_config=traits.options.nccl_config,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)

@@ -7,11 +7,13 @@ not: this library's own variables (`device_communicators.settings`), sockets, a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Literal
+from urllib.parse import urlsplit
 
 from device_communicators.errors import SettingError
 
@@ -136,6 +138,16 @@ def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | 
     new = {name: str(value) for name, value in values.items() if value is not None and not _get(env, name)}
     env.update(new)
     return new
+
+
+def with_address_of(init_method: str, environment: ProcessEnvironment) -> ProcessEnvironment:
+    """Returns a copy with the address in `init_method`, tcp://host:port; the same for other methods."""
+    if not init_method.startswith("tcp://"):
+        return environment
+    with contextlib.suppress(ValueError):  # told by who connects
+        parts = urlsplit(init_method)
+        return replace(environment, master_addr=parts.hostname, master_port=parts.port)
+    return environment
 
 
 def expand_hostlist(text: str) -> Iterator[str]:

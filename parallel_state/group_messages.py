@@ -140,18 +140,24 @@ class GroupMessages(AsyncTensorCollectives):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         spec: TensorDictSpec | None = None,
-    ) -> None:
+    ) -> dict[Any, Any] | None:
         """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
+
+        Returns None; in a group of one rank, which has no next, the dict itself, as vLLM's.
 
         With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
         that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
         differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
         With `spec` no metadata is sent, and the call compiles.
         """
+        if dst in (None, 0) and self._ends_here():
+            return _own(tensor_dict)
         if spec is not None:
             dst = self._destination("send_tensor_dict", dst)
-            return by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
-        return self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+            by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
+        else:
+            self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        return None
 
     @host_call(_SPEC, "send_tensor_dict")
     def _send_dict(
@@ -171,9 +177,13 @@ class GroupMessages(AsyncTensorCollectives):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         spec: TensorDictSpec | None = None,
-    ) -> dict[Any, Any]:
-        """The dict that rank `src` (default: the previous) sends. Without `spec`, what is cut into slices is told
-        by the sender, and `all_gather_tensors` is not needed."""
+    ) -> dict[Any, Any] | None:
+        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
+
+        Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
+        """
+        if src in (None, 0) and self._ends_here():
+            return None
         src = self._source("recv_tensor_dict", src, message=spec is None)
         if spec is not None:
             return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)

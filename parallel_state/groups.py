@@ -75,22 +75,28 @@ class OnFirstUse:
 class ProcessGroupPool:
     """The process groups of one initialised world; equal rank sets with equal options are one group."""
 
-    def __init__(self, timeout_s: float, *, token: str = "") -> None:
-        """`token` tells this world's names from those of others on the same store."""
-        self.world_size = dist.get_world_size()
-        self.rank = dist.get_rank()
+    def __init__(self, timeout_s: float, *, token: str = "", alone_over: str | None = None) -> None:
+        """`token` tells this world's names from those of others on the same store.
+
+        `alone_over`: the backend of a world of one without a default group. `alone` makes one at its first use, unless
+        the program has made its own by then.
+        """
+        self.world_size = 1 if alone_over else dist.get_world_size()
+        self.rank = 0 if alone_over else dist.get_rank()
         self.timeout_s = timeout_s
-        self.default_backend = str(dist.get_backend())
+        self.default_backend = alone_over or str(dist.get_backend())
+        self._default_made: Any = None
         self._prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = Watcher()
         self.watcher.open_store = self.private_store
-        self.agreement = Agreement(default_store(), self._prefix, self.rank, self.watcher)
+        store = dist.HashStore() if alone_over else default_store()
+        self.agreement = Agreement(store, self._prefix, self.rank, self.watcher)
         self.address = ""
         """Where other hosts reach this process, where that is known."""
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank of the world on this host, a bit each."""
-        self._groups: dict[_Key, Any] = {default: dist.group.WORLD}
+        self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
         self._channels: Counter[tuple[int, ...]] = Counter()
         self._made: Counter[_Key] = Counter()
@@ -164,7 +170,7 @@ class ProcessGroupPool:
         """A connection of its own to the store of this world; None where the store can't give another one."""
         try:
             return dist.PrefixStore(self._prefix, default_store().clone())  # type: ignore[attr-defined]
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, ValueError):
             return None
 
     def next_channel(self, ranks: Sequence[int]) -> int:
@@ -299,20 +305,27 @@ class ProcessGroupPool:
         self._closed = True
         self.watcher.close()
         alone, self._alone = self._alone, {}
-        for group in alone.values():
+        for group in [*alone.values(), self._default_made]:
             _destroy(group)
 
     def alone(self, options: GroupOptions) -> Any:
         """A process group of this rank only, made at its first use and without the other ranks."""
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
-        if self.world_size == 1 and options.backend == self.default_backend:
-            return dist.group.WORLD
         with self._lock:
-            if options not in self._alone:
-                name = f"{self._prefix}/alone/{self.rank}/{len(self._alone)}"
+            if not dist.is_initialized():
+                timeout = timedelta(seconds=self.timeout_s)
+                dist.init_process_group(
+                    self.default_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                )
+                self._default_made = dist.group.WORLD
+            if dist.get_world_size() == 1 and options.backend == str(dist.get_backend()):
+                return dist.group.WORLD
+            if not is_registered(self._alone.get(options)):  # or its default group, which we didn't make, is gone
+                rank = dist.get_rank()
+                name = f"{self._prefix}/alone/{rank}/{len(self._alone)}"
                 self._alone[options] = new_group_of_members(
-                    name, [self.rank], str(options.backend), options.timeout_s, options.for_backend()
+                    name, [rank], str(options.backend), options.timeout_s, options.for_backend()
                 )
             return self._alone[options]
 

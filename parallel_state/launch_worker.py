@@ -183,11 +183,16 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
     before = dict(os.environ)
     os.environ.update(environ)
     _take_secret(secret)
+    root = logging.getLogger()
+    logging_before = root.handlers, root.level
+    root.handlers = []  # else basicConfig closes those of this process
     try:
+        _log_as_rank(call.config, environ["RANK"])
         return call.run(inline=True)
     except (Exception, SystemExit) as error:
         raise LaunchError(f"rank 0, in this process, raised {type(error).__name__}: {error}", rank=0) from error
     finally:
+        root.handlers, root.level = logging_before
         HANDED.put(None)
         find_stores_by(None)
         _keep_variables(before)
@@ -209,17 +214,21 @@ def work(start: Start, index: int) -> None:
             torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago
         _take_secret(start.secret)
         call: Call = pickle.loads(start.content)
-        logging.basicConfig(
-            level=call.config.log_level or settings.LOG_LEVEL.get(),
-            format=f"%(asctime)s rank {environ['RANK']} %(levelname)s %(name)s: %(message)s",
-            force=True,
-        )
+        _log_as_rank(call.config, environ["RANK"])
         _write_result(records, environ["RANK"], call.run(inline=False))
     except BaseException as error:  # nothing is left for elastic's `record`, whose times are whole seconds
         failure = _error_report(error)
         _write(records, failure)
         faulthandler.dump_traceback_later(EXIT_S, file=stacks, exit=True)
         sys.exit(failure.exit_code)
+
+
+def _log_as_rank(config: LaunchConfig, rank: str) -> None:
+    logging.basicConfig(
+        level=config.log_level or settings.LOG_LEVEL.get(),
+        format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
 
 
 def _take_secret(secret: bytes) -> None:

@@ -6,6 +6,7 @@ for it; here each group's ranks are checked against the rank's coordinates.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
@@ -21,8 +22,10 @@ from parallel_state.coordinator import GroupCoordinator
 from parallel_state.layout import Grid, Layout
 from parallel_state.parallel_groups import ParallelGroups
 
+logger = logging.getLogger("parallel_state")
 
-def device_mesh(groups: ParallelGroups, names: Sequence[str] = ()) -> DeviceMesh:
+
+def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
     """The mesh of this rank with these dims, slowest first, over the groups of these names, which it makes if need be.
 
     Every rank of the world calls it with the same names. They are axes, or groups made of axes (`dp`, `fsdp`), of one
@@ -30,19 +33,34 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = ()) -> DeviceMesh
     `dp_shard` also with one rank where tp or ep has more, as FSDP needs a dim to shard; and a mesh of one dim,
     `world`, for one rank. Axes that aren't named are dims of the root mesh that the result is a slice of.
 
+    With `experts`, and no names: the axes of the experts' numbering (`ep`, `etp`, `efsdp`, `dp_replicate`, `pp`).
     Raises LayoutError for names that no mesh can have, GroupNotInitializedError in a simulated world.
     """
     world, layout = groups.world, groups.layout
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")
-    grid = _grid_of(layout, names)
+    if experts and names:
+        raise InvalidArgumentError(f"get_device_mesh takes names or experts=True, but has both: {', '.join(names)}")
+    grid = _grid_of(layout, ("ep",) if experts else names)
     wanted = list(names) or _usual(layout, grid)
+    if not (names or experts) and groups.is_coordinator and tuple(wanted) not in groups.meshes:
+        _tell_of_experts(layout, wanted)
     dims = _dims_of_root(layout, grid, wanted)
     process_groups = [_process_group(groups, name) for name in dims]
     root = groups.meshes.get(tuple(dims))
     if root is None or root.get_all_groups() != process_groups:  # patch_tensor_parallel_group has others
         root = groups.meshes[tuple(dims)] = _root(groups, grid, dims, process_groups)
     return root if wanted == dims else root[tuple(wanted)]
+
+
+def _tell_of_experts(layout: Layout, dims: Sequence[str]) -> None:
+    if _size(layout, "ep") > 1:
+        left_out = [name for name, size in reversed(layout.grid_of("ep").axes) if size > 1 and name not in dims]
+        logger.warning(
+            "the mesh (%s) leaves out %s, as experts number the ranks in their own way; "
+            "get_device_mesh(experts=True) is the experts' mesh",
+            ", ".join(dims), ", ".join(left_out),
+        )  # fmt: skip
 
 
 def _grid_of(layout: Layout, names: Sequence[str]) -> Grid:

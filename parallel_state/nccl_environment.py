@@ -28,21 +28,33 @@ class Choice(NamedTuple):
     why: str
 
 
-def choices(place: ProcessEnvironment, find_interface: Callable[[], str | None] = first_infiniband) -> list[Choice]:
-    """What NCCL should be told about this world."""
-    if (
-        not settings.NCCL_ENVIRONMENT.get()
-        or place.local_world_size is None
-        or place.local_world_size >= place.world_size
-    ):
+def choices(
+    place: ProcessEnvironment,
+    find_interface: Callable[[], str | None] = first_infiniband,
+    *,
+    uses_nccl: bool = True,
+) -> list[Choice]:
+    """Returns what NCCL and gloo should be told about this world; gloo alone where NCCL isn't used."""
+    if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
+        return []
+    if place.local_world_size is None:
+        logger.info(
+            "no network interface is chosen for NCCL and gloo: the launcher doesn't tell how many ranks are on this "
+            "host, so the world of %d may be on one; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
+            place.world_size,
+            GLOO_INTERFACE,
+        )
         return []
     interface = find_interface()
     if interface is None:
         return []
     why = f"the world has several nodes, and {interface} is this node's first InfiniBand interface that is up"
+    of_gloo = Choice(GLOO_INTERFACE, interface, why)  # gloo knows names only
+    if not uses_nccl:
+        return [of_gloo]
     return [
         Choice("NCCL_SOCKET_IFNAME", f"={interface}", why),  # `=`: this one, not all that begin so
-        Choice(GLOO_INTERFACE, interface, why),  # gloo knows names only
+        of_gloo,
         Choice("NCCL_IB_DISABLE", "0", why),
         Choice("NCCL_NET_GDR_LEVEL", "PXB", "GPUs and network cards below one PCIe switch or several talk directly"),
     ]
@@ -52,12 +64,15 @@ def settle(
     place: ProcessEnvironment,
     environ: MutableMapping[str, str] | None = None,
     find_interface: Callable[[], str | None] = first_infiniband,
+    *,
+    uses_nccl: bool = True,
 ) -> dict[str, str]:
     """Sets what nobody has set, logs what and why, and returns it."""
     env = os.environ if environ is None else environ
-    _warn_of_silence(env)
+    if uses_nccl:
+        _warn_of_silence(env)
     written: dict[str, str] = {}
-    for choice in choices(place, find_interface):
+    for choice in choices(place, find_interface, uses_nccl=uses_nccl):
         if env.get(choice.name, "") != "":
             logger.info("%s stays %s, as it was set", choice.name, env[choice.name])
             continue

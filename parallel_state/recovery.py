@@ -38,6 +38,7 @@ class Start:
     """The rank that serves the store; None where a launcher, or the file system, does."""
     server: tuple[str, int] | None
     """Host and port of the store, where a rank serves it."""
+    high_priority_stream: bool = False
     generation: int = 0
     """How many worlds this process was in before by `reinitialize`."""
 
@@ -157,6 +158,7 @@ def reinitialize(
         start.timeout_s if timeout is None else timeout,
         allow_pickle=start.allow_pickle,
         bind_device=start.bind_device,
+        high_priority_stream=start.high_priority_stream,
     )
     state._note_generation(start.generation + 1)
     state.initialize_model_parallel(

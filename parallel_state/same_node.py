@@ -24,9 +24,14 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
 
     Every rank of the group calls it. The source writes a secret into a new segment and tells its name; a rank that
     reads the secret back is on the same host. Where the source can't make a segment, only itself counts.
-    Raises InvalidArgumentError for a source that is no rank of the group.
+    Raises InvalidArgumentError for a source that is no rank of the group, and for a ProcessGroup of NCCL's.
     """
     group = pg.cpu_group if isinstance(pg, GroupCoordinator) else pg
+    if "nccl" in (backend := str(dist.get_backend(group))):
+        raise InvalidArgumentError(
+            f"in_the_same_node_as needs a group that carries CPU tensors, but the backend of pg is {backend!r}: "
+            "pass the GroupCoordinator, or its cpu_group"
+        )
     rank, size = group.rank(), group.size()
     if not 0 <= source_rank < size:
         raise InvalidArgumentError(f"source_rank must be a rank in the group, 0 … {size - 1}, but is {source_rank}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import socket
 from dataclasses import replace
 from datetime import timedelta
 
@@ -34,7 +35,7 @@ from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
-from parallel_state.options import check_backend
+from parallel_state.options import GroupOptions, check_backend
 from parallel_state.rendezvous import make_store
 from parallel_state.same_node import nodes_of
 
@@ -107,10 +108,12 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
         raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
     count = torch.cuda.device_count()
     index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
+    if index >= count and settings.SHARE_GPUS.get():
+        index %= count
     if index >= count:
         raise InvalidArgumentError(
             f"local rank {place.local_rank} needs {place.local_rank + 1} visible GPUs, but there are {count}; "
-            "start fewer ranks per node or pass local_rank"
+            f"start fewer ranks per node, pass local_rank, or let ranks share GPUs with {settings.SHARE_GPUS.name}=on"
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -135,8 +138,9 @@ def backend_of(backend: str | None) -> str:
 
 
 def make_default_group(
-    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False
-) -> torch.device:
+    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False,
+    high_priority_stream: bool = False,
+) -> torch.device:  # fmt: skip
     """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
     backend = backend_of(backend)
     check_backend(backend)
@@ -154,6 +158,7 @@ def make_default_group(
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=device if bind_device else None,
+            pg_options=GroupOptions(backend, timeout_s, high_priority_stream).for_backend(),
         )
     except RuntimeError as error:
         if dist.is_initialized():
@@ -164,6 +169,23 @@ def make_default_group(
             rank=place.rank,
             timeout_s=start_timeout_s,
         ) from error
+    return device
+
+
+def with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
+    """Returns a copy in which a world of one has a port, by which its owner may make a default group over env://."""
+    if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
+        return place
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return replace(place, master_port=probe.getsockname()[1])
+
+
+def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
+    """Returns the device of a world of one, which needs no default group."""
+    check_backend(backend)
+    device = device_of(backend, place)
+    prepare(device, place.world_size)
     return device
 
 

@@ -45,6 +45,7 @@ from parallel_state.axes import (
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.current import try_get_current_groups
 from parallel_state.division import create_parallel_groups
+from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
 from parallel_state.layout import Layout, check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
@@ -85,6 +86,7 @@ def init_distributed_environment(
     *,
     allow_pickle: bool = False,
     bind_device: bool = False,
+    high_priority_stream: bool = False,
 ) -> None:
     """Joins this process with the others of its world; every process calls it once.
 
@@ -94,6 +96,10 @@ def init_distributed_environment(
     timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
     PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group.
     `bind_device` makes NCCL's communicator now, for this rank's device; those of groups are then split from it.
+    `high_priority_stream` gives the world's NCCL collectives a stream of high priority; other backends have none.
+
+    Ranks, sizes and the address, a found one or that of tcp://, are exported for torch's env:// where nothing is set.
+    A world of one leaves torch's default group to its owner: there is none until a process group is asked for.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -109,32 +115,46 @@ def init_distributed_environment(
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
     timeout_s = seconds(timeout)
     server: tuple[str, int] | None = None
+    alone_over, made_here = None, False
     try:
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
-            if distributed_init_method == "env://":
-                _EXPORTED.update(environment.export(place))
-            if "nccl" in startup.backend_of(backend):
-                _EXPORTED.update(nccl_environment.settle(place))
-            device = startup.make_default_group(place, distributed_init_method, backend, timeout_s, bind_device)
-            _OWNS_DEFAULT_GROUP = True
+            place = startup.with_free_port(place)
+            _EXPORTED.update(environment.export(environment.with_address_of(distributed_init_method, place)))
+            _EXPORTED.update(nccl_environment.settle(place, uses_nccl="nccl" in startup.backend_of(backend)))
+            alone_over = startup.backend_of(backend) if place.world_size == 1 and not bind_device else None
+            if alone_over is not None:
+                device = startup.device_alone(alone_over, place)
+            else:
+                device = startup.make_default_group(
+                    place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream
+                )
+                _OWNS_DEFAULT_GROUP = True
+            made_here = True
             server = recovery.server_of(distributed_init_method, place)
-        pool = ProcessGroupPool(timeout_s, token="" if _OWNS_DEFAULT_GROUP else startup.agree_on_token(device))
+        token = "" if made_here else startup.agree_on_token(device)
+        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over)
         pool.address = recovery.own_address(server or startup.master_of(place))
         everyone = list(range(place.world_size))
         world = init_world_group(
-            everyone, place.local_rank, pool.default_backend, pool=pool, device=device, allow_pickle=allow_pickle
+            everyone,
+            place.local_rank,
+            pool.default_backend,
+            pool=pool,
+            device=device,
+            allow_pickle=allow_pickle,
+            high_priority_stream=high_priority_stream,
         )
         if bind_device:
             world.route.set_up(divisible=True)
         startup.prove(world)
         _NODES = startup.hosts_of(world)
-        if _OWNS_DEFAULT_GROUP:
+        if made_here:
             _START = recovery.Start(
                 distributed_init_method, pool.default_backend, place.local_rank, timeout_s, allow_pickle, bind_device,
-                None if server is None else 0, server,
+                None if server is None else 0, server, high_priority_stream=high_priority_stream,
             )  # fmt: skip
     except BaseException:
         destroy_distributed_environment()
@@ -151,26 +171,59 @@ def init_world_group(
     pool: ProcessGroupPool | None = None,
     device: torch.device | None = None,
     allow_pickle: bool = False,
+    high_priority_stream: bool = False,
 ) -> GroupCoordinator:
     """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
     global _WORLD
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
-    _need_default_group("init_world_group")
+    if pool is None:
+        _need_default_group("init_world_group")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    if list(ranks) != list(range(dist.get_world_size())):
-        raise LayoutError(
-            f"the ranks of the world must be 0 … {dist.get_world_size() - 1} in ascending order, but are {list(ranks)}"
-        )
+    size = dist.get_world_size() if pool is None else pool.world_size
+    if list(ranks) != list(range(size)):
+        raise LayoutError(f"the ranks of the world must be 0 … {size - 1} in ascending order, but are {list(ranks)}")
     pool = pool or ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
+    if high_priority_stream and options.is_nccl:
+        # Of our own communicators; torch's group is there already, and is found by its options.
+        traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
     startup.watch(pool, _WORLD)
     startup.tell_of_shared_gpus(_WORLD)
     return _WORLD
+
+
+@contextmanager
+def world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
+    """Gives the world's group and its ranks by host; over torch's default group, for the body only, without a world.
+
+    None in one process. Then every rank of the default group enters it.
+    """
+    world = try_get_world_group()
+    if world is not None:
+        alone = world.world_size == 1 or world.context.simulated
+        yield None if alone else (world, get_nodes())
+    elif not dist.is_initialized() or dist.get_world_size() == 1:
+        yield None
+    else:
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+        device = torch.device(device)
+        pool = ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
+        options = GroupOptions(pool.default_backend).resolve(pool.default_backend, pool.timeout_s)
+        ranks = list(range(pool.world_size))
+        try:
+            traits, domain = Traits(device, options=options), FailureDomain(ranks, is_root=True)
+            world = create_group(pool, ranks, "default", traits, division=lambda: [ranks], domain=domain)
+            startup.watch(pool, world)
+            yield world, startup.hosts_of(world)
+        finally:
+            if world is not None:
+                world.destroy()
+            pool.close()
 
 
 @host_call(OUTSIDE)
@@ -382,29 +435,35 @@ def init_model_parallel_group(
     group_name: str = "group",
     use_device_communicator: bool = True,
     use_message_queue_broadcaster: bool = False,
+    use_custom_allreduce: bool | None = None,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
     """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
 
-    `use_message_queue_broadcaster` is taken for vLLM's callers: within a host objects go through a queue in any case.
+    `use_custom_allreduce`: whether communicators with kernels of our own may carry its tensors; None: as
+    `set_custom_all_reduce` says; never with `use_device_communicator=False`. `use_message_queue_broadcaster` is taken
+    for vLLM's callers: within a host objects go through a queue in any case.
     """
     world = get_world_group()
     pool = world.pool
     if pool is None:
         raise GroupNotInitializedError("the current world is simulated; it has no process groups to make more of")
 
+    custom = use_device_communicator and (_CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce)
+
     def resolve() -> tuple[GroupOptions, Request]:
         check_backend(backend)
         check_division(group_ranks, pool.world_size)
         lists = ", ".join(format_ranks(each) for each in group_ranks[:4]) + (", …" if len(group_ranks) > 4 else "")
         options = GroupOptions(backend).resolve(backend, world.context.timeout_s)
-        return options, {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
+        request = {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
+        return options, {**request, "custom_all_reduce": str(custom)}
 
     options = pool.agreement.settle(
         "groups by lists of ranks", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
     )
     ranks = group_ranks[position_in(group_ranks, world.rank)]
-    traits = Traits(world.device, local_rank, options, allow_pickle, use_device_communicator)
+    traits = Traits(world.device, local_rank, options, allow_pickle, custom)
     return create_group(pool, ranks, group_name, traits, division=lambda: group_ranks)
 
 
@@ -493,14 +552,15 @@ def get_parallel_groups() -> ParallelGroups:
 
 
 @host_call(OUTSIDE)
-def get_device_mesh(*names: str) -> DeviceMesh:
+def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     """torch's DeviceMesh over this rank's groups, with these dims, slowest first: `get_device_mesh("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
     names all axes of more than one rank, and `dp_shard` where tp or ep has more. Slices and flattens as any mesh.
-    Raises LayoutError for names that overlap or number the ranks in different ways.
+    Experts number the ranks in their own way, so `ep`, `etp` and `efsdp` are in no mesh with tp: `experts=True` gives
+    theirs, without names. Raises LayoutError for names that overlap or number the ranks in different ways.
     """
-    return mesh.device_mesh(get_parallel_groups(), names)
+    return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 
 
 def get_group(name: str) -> GroupCoordinator:
@@ -549,16 +609,31 @@ def get_nodes() -> list[list[int]]:
     return [list(node) for node in _NODES]
 
 
+def get_process_environment() -> ProcessEnvironment:
+    """Returns this process's rank, local rank, world size and, if known, local world size; works before any init.
+
+    After init_distributed_environment they are the world's, else those of torch's default group if there is one, else
+    what the launcher left in the environment (RANK, …, SLURM_PROCID, …), else rank 0 of 1. No call to other ranks, no
+    address is looked for. Raises SettingError for variables that contradict each other.
+    """
+    if _WORLD is not None:
+        local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)
+        return ProcessEnvironment(_WORLD.rank, _WORLD.local_rank, _WORLD.world_size, local, None, None, "explicit")
+    if dist.is_initialized():
+        return environment.explicit(dist.get_rank(), dist.get_world_size(), rendezvous=False)
+    return environment.detect(rendezvous=False)
+
+
 def is_global_first_rank() -> bool:
-    """Whether this is rank 0 of the world; before init, by what the environment says."""
+    """Returns True on rank 0 of the world; before init, as get_process_environment says."""
     world = try_get_world_group()
-    return environment.is_rank_zero() if world is None else world.is_first_rank
+    return get_process_environment().rank == 0 if world is None else world.is_first_rank
 
 
 def is_local_first_rank() -> bool:
-    """Whether this is the first rank on its host; before init, by what the environment says."""
+    """Returns True on the first rank of a host; before init, as get_process_environment says."""
     world = try_get_world_group()
-    return (environment.detect(rendezvous=False).local_rank if world is None else world.local_rank) == 0
+    return (get_process_environment().local_rank if world is None else world.local_rank) == 0
 
 
 def _need_default_group(caller: str) -> None:

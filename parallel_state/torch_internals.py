@@ -35,7 +35,7 @@ def default_store() -> dist.Store:
 def store_in_words() -> str:
     """Which store that is, and who may come to it."""
     if not dist.is_initialized():
-        return "none any more"
+        return "none: torch.distributed has no default group"
     store: Any = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

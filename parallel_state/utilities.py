@@ -1,6 +1,7 @@
-"""Small helpers around the groups: files read once, "this rank first", seeds, unwrapping.
+"""Small helpers around the groups: files read once, "this rank first", all-to-all over any group, seeds, unwrapping.
 
-Each works without any init too, as in one process. Where one rank fails, the others are told and raise.
+Each works without any init too: over torch's default group if the program has made one, else as in one process. Where
+one rank fails, the others are told and raise.
 """
 
 from __future__ import annotations
@@ -13,14 +14,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from device_communicators.errors import InvalidArgumentError, RemoteError
+from device_communicators.base import GroupContext
+from device_communicators.errors import (
+    CommunicationError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    RemoteError,
+)
 from device_communicators.host_calls import OUTSIDE, host_call
+from parallel_state.collectives import TensorCollectives
 from parallel_state.coordinator import GroupCoordinator
-from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
+from parallel_state.state import try_get_pp_group, world_or_default_group
 from parallel_state.wire import bytes_of
 
 
@@ -30,9 +40,11 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
 
     Raises the OSError (or what else is wrong with the path) on rank 0, RemoteError on the others.
     """
-    world = try_get_world_group()
-    if world is None or _is_one_process(world):
-        return io.BytesIO(Path(path).read_bytes())
+    with world_or_default_group() as found:
+        return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
+
+
+def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> io.BytesIO:
     content: object = None
     failure: Exception | None = None
     if world.is_first_rank:
@@ -47,10 +59,6 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     if not isinstance(content, Tensor):
         raise RemoteError(f"rank 0 could not read {str(path)!r}: {content}", rank=world.ranks[0])
     return io.BytesIO(bytes_of(content))
-
-
-def _is_one_process(world: GroupCoordinator) -> bool:
-    return world.world_size == 1 or world.context.simulated
 
 
 def unwrap_dist(model: nn.Module) -> nn.Module:
@@ -68,12 +76,12 @@ def master_first() -> Iterator[None]:
     The body calls nothing that other ranks must call too, as they are not in it at the same time.
     All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
     """
-    world = try_get_world_group()
-    if world is None or _is_one_process(world):
-        yield
-    else:
-        with _leader_first(world, list(range(world.world_size))):
+    with world_or_default_group() as found:
+        if found is None:
             yield
+        else:
+            with _leader_first(found[0], list(range(found[0].world_size))):
+                yield
 
 
 @contextmanager
@@ -83,12 +91,13 @@ def local_master_first() -> Iterator[None]:
 
     Exceptions as in master_first, among the ranks of one host.
     """
-    world = try_get_world_group()
-    if world is None or _is_one_process(world):
-        yield
-    else:
-        with _leader_first(world, next(ranks for ranks in get_nodes() if world.rank_in_group in ranks)):
+    with world_or_default_group() as found:
+        if found is None:
             yield
+        else:
+            world, nodes = found
+            with _leader_first(world, next(ranks for ranks in nodes if world.rank_in_group in ranks)):
+                yield
 
 
 @contextmanager
@@ -124,6 +133,89 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
     if verdict is not None:
         rank, text = verdict
         raise RemoteError(f"the body failed on rank {rank} of {world.context}:\n{text}", rank=world.ranks[rank])
+
+
+class _PlainGroup(TensorCollectives):
+    """As much of a coordinator as all_to_all takes, over a ProcessGroup that somebody else has made."""
+
+    def __init__(self, group: Any) -> None:
+        self._group, self._destroyed = group, False
+        self.world_size, self.rank_in_group = group.size(), group.rank()
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
+
+    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
+        return _AllToAllRows.apply(x, outputs, inputs, self)
+
+    def exchange(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
+        out = x.new_empty([sum(outputs), *x.shape[1:]])
+        try:
+            dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"all_to_all on {self.context} failed: {str(error).splitlines()[0]}. Look for a rank that ended, "
+                "didn't come, or passed other split sizes",
+                group=self.context.name,
+                operation="all_to_all",
+                rank=self.rank_in_group,
+            ) from error
+        return out
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, outputs: list[int], inputs: list[int], plain: _PlainGroup) -> Tensor:
+        ctx.outputs, ctx.inputs, ctx.plain = outputs, inputs, plain
+        return plain.exchange(x, outputs, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.plain.exchange(grads[0], ctx.inputs, ctx.outputs), None, None, None
+
+
+def all_to_all(
+    x: Tensor,
+    group: Any = None,
+    scatter_dim: int = 0,
+    gather_dim: int = 0,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
+
+    `group`: a torch ProcessGroup, made by whomever, a GroupCoordinator, or None for torch's default group, whether this
+    library was initialised or not. Any layout of `x`; the result is new and contiguous (in a group of one rank: `x`).
+    The backward is an all-to-all too: where one rank's `x` requires a gradient, all ranks' must. Split sizes as in
+    `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, GroupNotInitializedError where
+    `group` is None and there is no default group, CommunicationError for what torch raises on the way.
+    """
+    if isinstance(group, GroupCoordinator):
+        return group.all_to_all(
+            x, scatter_dim, gather_dim, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes
+        )
+    if group is None and not dist.is_initialized():
+        raise GroupNotInitializedError("all_to_all without a group needs torch's default group; call an init first")
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
+        raise InvalidArgumentError(
+            f"group of all_to_all must be a ProcessGroup of which this rank is one, but is {group!r}"
+        )
+    return _all_to_all_over(group, x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
+
+
+@host_call("pass a GroupCoordinator, whose all_to_all compiles", "all_to_all")
+def _all_to_all_over(
+    group: Any,
+    x: Tensor,
+    scatter_dim: int,
+    gather_dim: int,
+    outputs: Sequence[int] | None,
+    inputs: Sequence[int] | None,
+) -> Tensor:
+    return _PlainGroup(group).all_to_all(
+        x, scatter_dim, gather_dim, output_split_sizes=outputs, input_split_sizes=inputs
+    )
 
 
 @host_call(OUTSIDE)

@@ -164,7 +164,8 @@ CALLS: dict[str, Call] = {
     "device_group": Call(lambda group, x: (x + 1, group.device_group.size())[0], STATE),
     "empty": Call(lambda group, x: group.empty([2, 3], torch.float32).fill_(2)),
     "explain": Call(lambda group, x: (x + 1, group.explain()), STATE),
-    "first_rank": Call(lambda group, x: x + group.first_rank),
+    "first_global_rank": Call(lambda group, x: x + group.first_global_rank),
+    "first_rank_in_group": Call(lambda group, x: x + group.first_rank_in_group),
     "gather": Call(lambda group, x: group.gather(x, 1, 0)),
     "graph_capture": Call(_captured, STATE),
     "irecv": Call(_started, WAITING),
@@ -175,10 +176,13 @@ CALLS: dict[str, Call] = {
     "isend": Call(_started, WAITING),
     "isend_object": Call(_started_object, OBJECTS),
     "isend_tensor_dict": Call(_broken_up, "with spec="),
-    "last_rank": Call(lambda group, x: x + group.last_rank),
+    "last_global_rank": Call(lambda group, x: x + group.last_global_rank),
+    "last_rank_in_group": Call(lambda group, x: x + group.last_rank_in_group),
     "make_sub_group": Call(_sub_group, STATE),
-    "next_rank": Call(lambda group, x: x + group.next_rank),
-    "prev_rank": Call(lambda group, x: x + group.prev_rank),
+    "next_global_rank": Call(lambda group, x: x + group.next_global_rank),
+    "next_rank_in_group": Call(lambda group, x: x + group.next_rank_in_group),
+    "prev_global_rank": Call(lambda group, x: x + group.prev_global_rank),
+    "prev_rank_in_group": Call(lambda group, x: x + group.prev_rank_in_group),
     "recv": Call(_to_second(lambda g, x: g.send(x * 2), lambda g, x: g.recv(list(x.shape), x.dtype))),
     "recv_object": Call(_to_second(lambda g, x: g.send_object([x, 1]), lambda g, x: g.recv_object()), OBJECTS),
     "recv_tensor_dict": Call(
@@ -203,12 +207,14 @@ CALLS: dict[str, Call] = {
     ),
     "size": Call(lambda group, x: x + group.size),
     "split": Call(lambda group, x: group.split(x, 0) + 1),
+    "supports_process_group": Call(lambda group, x: x + 1 if group.supports_process_group else x),
     "traffic": Call(lambda group, x: (x + 1, sorted(group.traffic())), STATE),
 }
 
 
 def _public(of: type) -> set[str]:
-    return {name for name in dir(of) if not name.startswith("_")}
+    names = {name for name in dir(of) if not name.startswith("_")}
+    return {name for name in names if type(inspect.getattr_static(of, name)).__name__ != "_Renamed"}
 
 
 def test_every_public_method_has_a_row() -> None:

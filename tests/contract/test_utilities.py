@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel_state as ps
 from device_communicators import segment
-from parallel_state import same_node, utilities
+from parallel_state import same_node, state
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
 LOOK_S = 0.15  # how long a rank looks whether another one is where it must not be
@@ -134,7 +134,7 @@ BOTH = pytest.mark.parametrize("first", [ps.master_first, ps.local_master_first]
 def hosts(nodes: list[list[int]]) -> Iterator[None]:
     """As if the ranks were spread over several hosts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilities, "get_nodes", lambda: nodes)
+        patch.setattr(state, "get_nodes", lambda: nodes)
         yield
 
 

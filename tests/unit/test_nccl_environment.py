@@ -44,6 +44,23 @@ def test_on_one_node_and_where_that_is_unknown_nothing_is_set(place: ProcessEnvi
     assert settle(place, {}, lambda: "ib0") == {}
 
 
+def test_where_the_number_of_nodes_is_unknown_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "parallel_state"):
+        assert settle(ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit"), {}, lambda: "ib0") == {}
+    assert "no network interface is chosen" in caplog.text
+    assert "set LOCAL_WORLD_SIZE" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "parallel_state"):
+        settle(ONE_NODE, {}, lambda: "ib0")
+        settle(ProcessEnvironment(0, 0, 1, None, None, None, "single"), {}, lambda: "ib0")
+    assert not caplog.text
+
+
+def test_a_world_over_gloo_alone_is_bound_too() -> None:
+    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert settle(TWO_NODES, env, lambda: "ib0", uses_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
+
+
 def test_switched_off_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLEL_STATE_NCCL_ENVIRONMENT", "off")
     assert settle(TWO_NODES, {}, lambda: "ib0") == {}
