@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from device_communicators.base import GroupContext
 from device_communicators.errors import (
     CommunicationError,
-    GroupNotInitializedError,
     InvalidArgumentError,
     RemoteError,
 )
@@ -185,17 +184,17 @@ def all_to_all(
     """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
 
     `group`: a torch ProcessGroup, made by whomever, a GroupCoordinator, or None for torch's default group, whether this
-    library was initialised or not. Any layout of `x`; the result is new and contiguous (in a group of one rank: `x`).
-    The backward is an all-to-all too: where one rank's `x` requires a gradient, all ranks' must. Split sizes as in
-    `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent, GroupNotInitializedError where
-    `group` is None and there is no default group, CommunicationError for what torch raises on the way.
+    library was initialised or not; without one, as in one process, the result is `x`. Any layout of `x`; else the
+    result is new and contiguous. The backward is an all-to-all too: where one rank's `x` requires a gradient, all
+    ranks' must. Split sizes as in `GroupCoordinator.all_to_all`. Raises InvalidArgumentError before anything is sent,
+    CommunicationError for what torch raises on the way.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(
             x, scatter_dim, gather_dim, output_split_sizes=output_split_sizes, input_split_sizes=input_split_sizes
         )
     if group is None and not dist.is_initialized():
-        raise GroupNotInitializedError("all_to_all without a group needs torch's default group; call an init first")
+        return x
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup) or group.rank() < 0:
         raise InvalidArgumentError(

@@ -1,0 +1,88 @@
+"""docs/seeds.md: each name of ours that it gives is there, and what their users call is named."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import parallel_state as ps
+from device_communicators import settings
+from tests.references import FAIRSEQ2, VLLM, Reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "seeds.md"
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| theirs")
+]
+OURS = sorted({name for _, ours, _ in ROWS for name in re.findall(r"`([^`]+)`", ours)})
+GROUPS = ps.simulate(0, 8, 2, 2, ranks_per_node=8)
+OWNERS: dict[str, Any] = {
+    "group": GROUPS.tp,
+    "groups": GROUPS,
+    "LaunchConfig": {field.name for field in dataclasses.fields(ps.LaunchConfig)},
+    "get_dp_group()": GROUPS.dp,
+}
+
+
+def find(name: str) -> Any:
+    """What a name of ours stands for; raises where there is none."""
+    if name.startswith("PARALLEL_STATE_"):
+        return next(setting for setting in settings.ALL if setting.name == name)
+    owner, _, attribute = name.rpartition(".")
+    if not owner:
+        return getattr(ps, name)
+    holder = OWNERS[owner]
+    if isinstance(holder, set):
+        assert attribute in holder
+        return attribute
+    # On the class: a simulated group has no process groups, for one.
+    return inspect.getattr_static(holder, attribute)
+
+
+def test_every_row_has_three_cells() -> None:
+    assert len(ROWS) > 60
+    assert {len(row) for row in ROWS} == {3}
+    for theirs, ours, note in ROWS:
+        assert ours.startswith("`") or (ours == "–" and note), theirs
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_name_of_ours_exists(name: str) -> None:
+    name, _, arguments = name.partition("(") if not name.startswith("get_dp_group()") else (name, "", "")
+    found = find(name)
+    for argument in re.findall(r"(\w+)=", arguments):
+        parameters = inspect.signature(found).parameters
+        assert argument in parameters or f"{argument}" in {row.size_parameter for row in ps.AXES}, argument
+
+
+def public_functions(reference: Reference, *classes: str) -> set[str]:
+    """The public functions of a module, and the public methods of these classes."""
+    tree = ast.parse(reference.read())
+    inside = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
+    nodes = [*tree.body, *(each for node in inside for each in node.body)]
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("reference", "classes"),
+    [(VLLM, ["GroupCoordinator"]), (FAIRSEQ2, ["Gang", "Gangs"])],
+    ids=["vllm", "fairseq2"],
+)
+def test_what_their_users_call_is_named(reference: Reference, classes: list[str]) -> None:
+    """By their own source."""
+    theirs = " ".join(row[0] for row in ROWS)
+    missing = {name for name in public_functions(reference, *classes) if not re.search(rf"[`.]{name}\b", theirs)}
+    fakes = {name for name in missing if name.endswith("_fake")}  # in one row
+    assert missing == fakes
+
+
+def test_the_readme_links_the_page() -> None:
+    assert "docs/seeds.md" in (ROOT / "README.md").read_text()
