@@ -150,7 +150,7 @@ class GroupMessages(AsyncTensorCollectives):
         differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
         With `spec` no metadata is sent, and the call compiles.
         """
-        if dst in (None, 0) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
             return _own(tensor_dict)
         if spec is not None:
             dst = self._destination("send_tensor_dict", dst)
@@ -182,7 +182,7 @@ class GroupMessages(AsyncTensorCollectives):
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
         """
-        if src in (None, 0) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
             return None
         src = self._source("recv_tensor_dict", src, message=spec is None)
         if spec is not None:
@@ -237,6 +237,10 @@ class GroupMessages(AsyncTensorCollectives):
                 f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
                 "group make together at its first use; call barrier() on every rank once before"
             )
+
+
+def _is_only_rank(rank: object) -> bool:
+    return rank is None or (type(rank) is int and rank == 0)
 
 
 def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
