@@ -181,6 +181,7 @@ CALLS: dict[str, Call] = {
     "make_sub_group": Call(_sub_group, STATE),
     "next_global_rank": Call(lambda group, x: x + group.next_global_rank),
     "next_rank_in_group": Call(lambda group, x: x + group.next_rank_in_group),
+    "ranks": Call(lambda group, x: x + group.ranks[-1]),
     "prev_global_rank": Call(lambda group, x: x + group.prev_global_rank),
     "prev_rank_in_group": Call(lambda group, x: x + group.prev_rank_in_group),
     "recv": Call(_to_second(lambda g, x: g.send(x * 2), lambda g, x: g.recv(list(x.shape), x.dtype))),
