@@ -78,8 +78,8 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
 
     A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
     the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
-    the ends of pipelines `places` lists which places of the whole group are in it, and of a part of a group `part` is
-    the size.
+    the ends of pipelines `places` lists which places of the whole group are in it, and for
+    parts of groups `parts` has the numbers of the parts of each whole group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
@@ -121,8 +121,14 @@ def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
         "grid": plan.layout.grids.index(grid),
         "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
         "places": places,
-        "part": kind.size if kind.name in plan.layout.parts else None,
+        "parts": _numbers_of_parts(kind, plan) if kind.name in plan.layout.parts else None,
     }
+
+
+def _numbers_of_parts(kind: Kind, plan: Plan) -> list[list[int]]:
+    numbers = {ranks[0]: number for number, ranks in enumerate(plan.layout.groups(kind.name))}
+    wholes = plan.layout.groups(plan.layout.parts[kind.name][0])
+    return [[numbers[rank] for rank in ranks[:: kind.size]] for ranks in wholes]
 
 
 def _remarks(remarks: Sequence[Remark]) -> str:

@@ -68,7 +68,7 @@ function locate(rank, kind) {
     else { group += digit * groups; groups *= size; }
   }
   if (kind.places) { place = kind.places.indexOf(place); if (place < 0) group = -1; }
-  if (kind.part) { group += Math.floor(place / kind.part) * groups; place %= kind.part; }
+  if (kind.parts) { group = kind.parts[group][Math.floor(place / kind.size)]; place %= kind.size; }
   return {group, place};
 }
 

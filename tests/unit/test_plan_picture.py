@@ -47,6 +47,8 @@ PLANS = {
     "partly filled": Request(30, {"tp": 2}, "megatron", 8),
     "vllm": Request(32, {"tp": 4, "pp": 2, "dcp": 2}, "vllm", 8),
     "replicas": Request(32, {"tp": 2, "dp_shard": 4, "dp_replicate": 4}, "torchtitan", 4),
+    "optimizer instances": Request(48, {"tp": 2, "cp": 4, "inter_dist_opt": 4}, "cp-ep-tp-dp-pp", 8),
+    "dcp over pcp": Request(32, {"tp": 2, "pcp": 4, "dcp": 4}, "vllm", 8),
     "1024": Request(1024, {"tp": 8, "cp": 2, "pp": 8, "ep": 8}, "megatron", 8),
     "72 a node": Request(144, {"tp": 8}, "megatron", 72),
     "one": Request(1, {}, "megatron", 8),
@@ -215,6 +217,8 @@ def locate(rank: int, kind: dict[str, Any], data: dict[str, Any]) -> tuple[int, 
         if place not in kind["places"]:
             return -1, -1
         place = kind["places"].index(place)
+    if kind["parts"] is not None:
+        group, place = kind["parts"][group][place // kind["size"]], place % kind["size"]
     return group, place
 
 
