@@ -92,8 +92,7 @@ STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
         Step("kernels answer", 120, "peer_kernels.py", ["--check"], ["--check", "--emulate"]),
     )),
     ("kernels", (
-        Step("2 ranks first", 100, "peer_kernels.py", ["--ranks", "2", "--case-s", "3", *_KERNELS]),
-        Step("all ranks", 240, "peer_kernels.py", ["--case-s", "3", *_KERNELS],
+        Step("all ranks", 330, "peer_kernels.py", ["--case-s", "3", *_KERNELS],
              ["--emulate", "--sizes", "1024", *_FEW, *_KERNELS]),
     )),
     ("sanitizer", (

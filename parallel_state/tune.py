@@ -31,12 +31,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators import Communicator, Request, gpu_sharing, measured, nccl_library, settings
-from device_communicators.peer_communicator import PeerMemoryCommunicator
+from device_communicators import (
+    CATALOG,
+    Communicator,
+    GroupContext,
+    Request,
+    gpu_sharing,
+    measured,
+    nccl_library,
+    settings,
+)
 from device_communicators.peer_device import PeerDevice
 from device_communicators.peer_thresholds import ALGORITHMS, Thresholds, dump, load, user_path
-from device_communicators.symmetric_memory import DTYPES as SYMMETRIC_DTYPES
-from device_communicators.symmetric_memory import SymmetricMemoryCommunicator
 from parallel_state import environment
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.tune_choice import boundaries
@@ -118,11 +124,11 @@ class Tuning:
     def __init__(
         self,
         group: GroupCoordinator,
-        peers: PeerMemoryCommunicator,
-        symmetric: SymmetricMemoryCommunicator | None = None,
+        peers: Any,
+        symmetric: Communicator | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """`peers`: admitted with UNBOUNDED thresholds, as is `symmetric`."""
+        """`peers`: the communicator in peer memory, admitted with UNBOUNDED thresholds, as is `symmetric`."""
         self.group, self.plan = group, plan or Plan()
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
         self._peers, self._symmetric = peers, symmetric
@@ -140,10 +146,10 @@ class Tuning:
 
     # Measuring.
 
-    def candidates(self, operation: str, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
+    def candidates(self, operation: str) -> dict[str, Callable[[Tensor], Tensor]]:
         call, other, symmetric, torchs = CALLS[operation], self._other, self._symmetric, self._torchs
         found = {name: self._only(call, name) for name in ORDERS[operation] if name not in ("symmetric", OTHER)}
-        if operation == "all_reduce" and symmetric is not None and dtype in SYMMETRIC_DTYPES:
+        if operation == "all_reduce" and symmetric is not None:
             found["symmetric"] = lambda x: call(symmetric, x)
         found[OTHER] = lambda x: call(other, x)
         if operation == "all_reduce" and torchs is not None and torchs is not other:
@@ -173,7 +179,7 @@ class Tuning:
         numel = max(1, size_bytes // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
         x, expected = self._given(operation, numel, 0, self.rank), self._answer(operation, numel, 0)
         runs: dict[str, Callable[[int], None]] = {}
-        for name, call in self.candidates(operation, dtype).items():
+        for name, call in self.candidates(operation).items():
             made: list[Callable[[int], None]] = []
             problem = _problem(call, x, expected)
             if not any(self._told(problem)):
@@ -355,6 +361,12 @@ def write(row: Thresholds, path: Path) -> None:
 # Starting.
 
 
+def _unbounded(name: str, context: GroupContext, device: PeerDevice) -> Any:
+    """Makes a communicator of the catalog that takes every size."""
+    make: Any = next(row for row in CATALOG if row.name == name).load()
+    return make(context, device, UNBOUNDED)
+
+
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     """One rank's whole life. Returns the row on the first rank."""
     from parallel_state import (
@@ -378,14 +390,14 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         initialize_model_parallel(get_world_group().world_size)
         group = get_tp_group()
         device = PeerDevice(group.device)
-        peers = PeerMemoryCommunicator(group.context, device, UNBOUNDED)
+        peers = _unbounded("peer_memory", group.context, device)
         problem = peers.admit()
         if problem is not None:
             raise TuneError(f"there is nothing to measure: {problem}")
         made.append(peers)
-        symmetric: SymmetricMemoryCommunicator | None = None
+        symmetric: Communicator | None = None
         if settings.SYMMETRIC_MEMORY_BYTES.get():
-            symmetric = SymmetricMemoryCommunicator(group.context, device, thresholds=UNBOUNDED)
+            symmetric = _unbounded("symmetric_memory", group.context, device)
             if symmetric.admit() is None:
                 made.append(symmetric)
             else:
