@@ -37,6 +37,7 @@ STAY_S = 15.0
 LAYOUTS = tuple(
     (tp, pp, dp) for tp in (1, 2, 4) for pp in (1, 2, 4) for dp in (1, 2, 4) if 3 <= tp * pp * dp <= 8 if tp * pp > 1
 )
+_START_S = 60.0
 _STEPS = 100_000
 _BEFORE_S = 0.3
 """The kill comes so long after all have begun, at most."""
@@ -64,6 +65,8 @@ class Trial:
     store_on_rank_0: bool = False
     late_s: dict[int, float] = field(default_factory=dict)
     """By survivor: how long after the kill its first call failed."""
+    began: bool = True
+    """False where the ranks did not come to their first calls in time, so that nobody was killed: it proves nothing."""
     wrong: list[str] = field(default_factory=list)
     """What broke the promise, each in words; empty where all was well."""
 
@@ -81,9 +84,12 @@ def run_trial(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> T
         killer = threading.Thread(target=_kill, args=(pool, size, victims, delay_s, gap_s, folder, killed), daemon=True)
         killer.start()
         try:
-            results = pool.survivors(_live, transport, layout, seed, str(folder), timeout_s=DEADLINE_S + STAY_S)
+            results = pool.survivors(
+                _live, transport, layout, seed, str(folder), timeout_s=_START_S + DEADLINE_S + STAY_S
+            )
         except AssertionError as error:
             trial.wrong.append(f"a rank raised or was late: {error}")
+            trial.began = bool(killed)
             return trial
         finally:
             (folder / "stop").touch()
@@ -121,7 +127,7 @@ def _kill(
     pool: WorkerPool, size: int, victims: Sequence[int], delay_s: float, gap_s: float, folder: Path, killed: list[float]
 ) -> None:
     """Kills the victims once all ranks have begun, and ends the trial when all survivors have told, or at its end."""
-    if not _until(lambda: len(list(folder.glob("begun-*"))) == size, DEADLINE_S):
+    if not _until(lambda: len(list(folder.glob("begun-*"))) == size, _START_S):
         return
     time.sleep(delay_s)
     for victim in victims:
@@ -282,6 +288,8 @@ def run_trials(transport: str, seeds: Sequence[int], folder: Path) -> None:
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 trial = run_trial(transport, seed, Path(scratch))
+            if not trial.began:  # on a machine that is too busy; the next run tries again
+                continue
             result.with_suffix(".new").write_text(json.dumps(asdict(trial)))
             result.with_suffix(".new").rename(result)
 
