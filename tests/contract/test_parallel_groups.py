@@ -109,7 +109,8 @@ OTHERS = {
         "try_get_current_groups", "get_device_mesh", "get_group", "get_group_rank", "get_group_ranks", "try_get_group",
         "get_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_world_size",
         "is_rank_in_embedding_group", "is_rank_in_position_embedding_group", "get_all_ranks",
-        "get_process_environment", "get_amax_reduction_group", "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
+        "get_process_environment",
+        "get_amax_reduction_group", "get_data_parallel_group_gloo", "get_expert_data_parallel_group_gloo",
 }  # fmt: skip
 
 
