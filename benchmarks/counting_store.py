@@ -165,7 +165,9 @@ def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager
     dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     try:
         with calls_counted() as calls:
-            ps.init_world_group(list(range(world_size)), 0, "fake")
+            world = ps.init_world_group(list(range(world_size)), 0, "fake")
+            if world.pool is not None:
+                world.pool.agreement.alone = False  # the store plays the others
             ps.initialize_model_parallel(**sizes, backend="fake", eager=eager)
         groups = ps.get_parallel_groups().groups.values()
         rank_sets = {tuple(group.ranks) for group in groups}

@@ -13,15 +13,17 @@ import ctypes
 import functools
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from device_communicators import native, settings
 from device_communicators.channels import Channels
-from device_communicators.errors import CommunicationError
-from device_communicators.health import FailureDomain, Watcher
+from device_communicators.errors import CommunicationError, PeerDiedError
+from device_communicators.health import NOTICE_S, FailureDomain, Watcher
 from device_communicators.native import NativeLibrary
 from device_communicators.native_group import Members, NativeGroup
 from device_communicators.queue_memory import QueueMapping
@@ -31,6 +33,7 @@ MAX_RANKS = 64  # csrc/group.h
 _TOLD_BYTES = 512
 _PAGE_BYTES = 4096
 _MESSAGE_SPIN_NS = 2_000_000
+_SLICE = timedelta(milliseconds=50)
 
 
 class HostMemory:
@@ -75,24 +78,39 @@ class HostMemory:
         """Whether all ranks of the group work in one segment."""
         return self.problem is None and len(self.hosts) == 1
 
-    def attach(self, cpu_group: Any) -> None:
-        """Every rank of the group calls it, with its gloo ProcessGroup. Raises CommunicationError."""
+    def attach(self, cpu_group: Any, watcher: Watcher | None = None, watched: Sequence[int] = ()) -> None:
+        """Every rank of the group calls it, with its gloo ProcessGroup. Raises CommunicationError.
+
+        `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
+        wait. The deadline is that of the start.
+        """
         if self.attached:
             return
+        limit_s = min(self.members.timeout_s, settings.START_TIMEOUT_S.get())
+        started = time.monotonic()
         try:
             with contextlib.ExitStack() as stack:
-                self._attach(_Meeting(self.members, cpu_group, stack, self._address))
+                exchange = functools.partial(
+                    _wait, ranks=watched or self.members.ranks, watcher=watcher, deadline=started + limit_s
+                )
+                self._attach(_Meeting(self.members, cpu_group, stack, self._address, exchange))
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
-            text = str(error).splitlines()[0]
-            raise CommunicationError(
-                f"the ranks of {self.members} could not look for shared memory together: {text}. Look for the first "
+            # A connection breaks with its rank, or a moment before that is heard of.
+            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NOTICE_S)
+            who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            raise kind(
+                f"the ranks of {self.members} could not look for shared memory together: "
+                f"{who or str(error).splitlines()[0].encode('ascii', 'ignore').decode().strip()}. Look for the first "
                 "rank that failed",
                 group=self.members.name,
                 operation="attach",
                 rank=self.members.rank,
-                timeout_s=self.members.timeout_s,
+                suspect_ranks=[death.rank for death in deaths],
+                elapsed_s=time.monotonic() - started,
+                timeout_s=limit_s,
             ) from error
         self.attached = True
 
@@ -212,7 +230,15 @@ class _Memory:
 class _Meeting:
     """The exchange by which the ranks of a group find out who shares memory, and agree on it."""
 
-    def __init__(self, members: Members, cpu_group: Any, stack: contextlib.ExitStack, address: str) -> None:
+    def __init__(
+        self,
+        members: Members,
+        cpu_group: Any,
+        stack: contextlib.ExitStack,
+        address: str,
+        wait: Callable[[Any], None],
+    ) -> None:
+        self._wait = wait
         self.members = members
         self.problem: str | None = None
         self.local_ranks: tuple[int, ...] = (members.rank,)
@@ -356,8 +382,22 @@ class _Meeting:
             text = json.dumps({**mine, "problem": str(mine["problem"])[:80]}).encode()
         padded = torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8)
         out = torch.empty(len(self.members.ranks), _TOLD_BYTES, dtype=torch.uint8)
-        self._cpu_group._allgather_base(out.view(-1), padded).wait()
+        self._wait(self._cpu_group._allgather_base(out.view(-1), padded))
         return [json.loads(bytes(row.tolist())) for row in out]
+
+
+def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: float) -> None:
+    """Waits for a collective that gloo does, which survives the time-outs of slices; until a rank ends, at most."""
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # by a failure, or just after the slice
+                work.wait()
+                return
+            if time.monotonic() >= deadline or (watcher is not None and watcher.deaths_of(ranks)):
+                raise
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:

@@ -109,7 +109,7 @@ TIMEOUT_S: Setting[float] = Setting(
 )  # fmt: skip
 START_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _positive_seconds, "a positive number of seconds",
-    "How long the ranks look for each other at start.",
+    "How long the ranks look for each other at start, connect, agree on their groups and make them.",
 )  # fmt: skip
 BARRIER_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_BARRIER_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,6 +36,7 @@ _WRONG = "wrong"
 """The key of a request that can't be: its value is the error."""
 
 
+_PAUSE_S = 0.002
 _SLICE_S = 0.5
 """Between two looks at whether those that are waited for live."""
 
@@ -47,12 +49,16 @@ def digest(value: object) -> str:
 class Agreement:
     """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, watcher: Watcher) -> None:
+    def __init__(self, store: dist.Store, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
+        """`alone`: the other ranks are imagined, and ask for whatever this one does."""
+        self.alone = alone
         self._store = store
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
         self._asked: Counter[str] = Counter()
+        self._names: dict[str, str] = {}
+        """By key of a meeting, the last name under which this rank was there: it doesn't come there again."""
 
     def settle(
         self,
@@ -91,7 +97,7 @@ class Agreement:
 
         `domain`: further ranks whose death ends the wait, as those that are waited for may have failed by it.
         """
-        if len(ranks) == 1:
+        if len(ranks) == 1 or self.alone:
             if wrong is not None:
                 raise wrong
             return
@@ -102,16 +108,7 @@ class Agreement:
         try:
             verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, {*ranks, *domain})
         except dist.DistError as error:
-            raise CommunicationError(
-                f"rank {self._rank} asks for {what} ({_words(mine)}), but the store through which the ranks agree "
-                f"doesn't answer: {str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the "
-                "launcher",
-                group="world",
-                operation="new_group",
-                rank=self._rank,
-                elapsed_s=time.monotonic() - started,
-                timeout_s=timeout_s,
-            ) from error
+            raise self._no_store(what, _words(mine), started, timeout_s, error) from error
         if verdict["kind"] == "same" and wrong is None:
             return
         if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
@@ -144,6 +141,119 @@ class Agreement:
             f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
             "pass the same arguments on every rank"
         ) from wrong
+
+    def meet(self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = ()) -> str:
+        """Returns a name for `what` that no earlier attempt had, once all of `ranks`, who call it alike, are there.
+
+        The first of them opens a new name, the others come to it, and it gives the word. Who finds a name that is left
+        of an attempt that failed gets no word there, and goes on to the next. Raises as `settle` where a rank is
+        missing, or where one of `watched`, by default `ranks`, has ended.
+        """
+        watched = watched or ranks
+        if len(ranks) == 1 or self.alone:
+            return f"{self._prefix}/{secrets.token_hex(8)}"
+        key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
+        started = time.monotonic()
+        deadline = started + timeout_s
+        name = ""
+        try:
+            if self._rank == ranks[0]:
+                name = secrets.token_hex(8)
+                self._store.set(key, name)
+                for rank in ranks[1:]:
+                    self._wait(f"{key}/{name}/{rank}", watched, deadline)
+                self._store.set(f"{key}/{name}/all", "1")
+            else:
+                name = self._come(key, watched, deadline)
+        except dist.DistStoreError as error:
+            raise self._nobody(what, key, name, ranks, watched, started, timeout_s) from error
+        except dist.DistError as error:
+            raise self._no_store(what, "", started, timeout_s, error) from error
+        return f"{key}/{name}"
+
+    def _come(self, key: str, watched: Sequence[int], deadline: float) -> str:
+        pause_s = _PAUSE_S
+        while True:
+            self._wait(key, watched, deadline)
+            name = self._store.get(key).decode()
+            if name == self._names.get(key):  # of the last attempt
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _SLICE_S)
+                if time.monotonic() >= deadline or self._watcher.deaths_of(watched):
+                    raise dist.DistStoreError("no new name")
+                continue
+            self._store.set(f"{key}/{name}/{self._rank}", "1")
+            while self._store.get(key).decode() == name:
+                try:
+                    self._wait(f"{key}/{name}/all", watched, min(deadline, time.monotonic() + _SLICE_S))
+                    self._names[key] = name
+                    return name
+                except dist.DistStoreError:
+                    if time.monotonic() >= deadline or self._watcher.deaths_of(watched):
+                        self._names[key] = name
+                        raise
+
+    def forget(self, name: str, ranks: Sequence[int]) -> None:
+        """Takes away what a meeting left in the store, as nobody waits there any more; its first rank does."""
+        if self._rank == ranks[0] and not self.alone and len(ranks) > 1:
+            with contextlib.suppress(dist.DistError):
+                self._forget(*(f"{name}/{rank}" for rank in ranks[1:]), f"{name}/all")
+
+    def _nobody(
+        self,
+        what: str,
+        key: str,
+        name: str,
+        ranks: Sequence[int],
+        watched: Sequence[int],
+        started: float,
+        timeout_s: float,
+    ) -> CommunicationError:
+        """The error for ranks that didn't come."""
+        facts: dict[str, Any] = {
+            "group": "world",
+            "operation": "new_group",
+            "rank": self._rank,
+            "elapsed_s": time.monotonic() - started,
+            "timeout_s": timeout_s,
+        }
+        deaths = self._watcher.deaths_of(watched)
+        if deaths:
+            text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            return kind(
+                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but {text}. Make groups "
+                "without it, or start again with those that are left (reinitialize)",
+                suspect_ranks=tuple(death.rank for death in deaths),
+                **facts,
+            )
+        came = {self._rank}
+        with contextlib.suppress(dist.DistError):
+            name = name or (self._store.get(key).decode() if self._store.check([key]) else "")
+            came |= {rank for rank in ranks[1:] if name and self._store.check([f"{key}/{name}/{rank}"])}
+        # The first rank's name may be that of an attempt before: then it is not the first who is waited for, if any.
+        missing = [rank for rank in ranks if rank not in came and (rank != ranks[0] or came >= set(ranks[1:]))]
+        return CollectiveTimeoutError(
+            f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but ranks {format_ranks(missing)} "
+            f"did not come within {timeout_s:g} s; look for a rank that failed or makes its groups in another order",
+            suspect_ranks=tuple(missing),
+            **facts,
+        )
+
+    def _no_store(
+        self, what: str, words: str, started: float, timeout_s: float, error: Exception
+    ) -> CommunicationError:
+        asked = f" ({words})" if words else ""
+        return CommunicationError(
+            f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree "
+            f"doesn't answer: {str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the "
+            "launcher",
+            group="world",
+            operation="new_group",
+            rank=self._rank,
+            elapsed_s=time.monotonic() - started,
+            timeout_s=timeout_s,
+        )
 
     def _verdict(
         self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float, watched: Collection[int]
@@ -195,11 +305,16 @@ class Agreement:
 
     def _read(self, key: str, watched: Collection[int], deadline: float) -> Any:
         """DistStoreError at the deadline, or where one of the `watched` has ended before."""
+        self._wait(key, watched, deadline)
+        return json.loads(self._store.get(key))
+
+    def _wait(self, key: str, watched: Collection[int], deadline: float) -> None:
+        """As `_read`, for a key alone."""
         while True:
             left_s = max(0.001, deadline - time.monotonic())
             try:
                 self._store.wait([key], timedelta(seconds=min(left_s, _SLICE_S)))
-                return json.loads(self._store.get(key))
+                return
             except dist.DistStoreError:
                 if left_s <= _SLICE_S or self._watcher.deaths_of(watched):
                     raise

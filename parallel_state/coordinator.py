@@ -7,6 +7,7 @@ How bytes move is decided in the route.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,13 @@ import torch
 
 from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, RenamedError, format_ranks
+from device_communicators.errors import (
+    CommunicationError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    RenamedError,
+    format_ranks,
+)
 from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.host_memory import HostMemory
@@ -32,7 +39,7 @@ from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLi
 from parallel_state.messages import Messenger
 from parallel_state.ops import ordering_token
 from parallel_state.options import GroupOptions
-from parallel_state.torch_internals import store_in_words
+from parallel_state.torch_internals import is_fake, store_in_words
 
 
 class Traits(NamedTuple):
@@ -292,18 +299,29 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         if self.route.is_parents:
             self.route.check_usable()  # raises
         self._destroyed = True
-        all_sent = self._messenger.close()
         memory = self.context.host_memory
-        failed = self.route.has_failed or not all_sent
-        self.route.close()
-        if memory is not None and self.pool is not None:
-            memory.close()
-        self.context = self.route.context
         pool, self.pool = self.pool, None
-        if pool is not None:
-            for acquired in self.acquired:
-                pool.release(acquired, failed=failed)
+        acquired = list(self.acquired)
         self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
+        all_sent = False
+        # Whatever one of them raises, the others are done.
+        try:
+            all_sent = self._messenger.close()
+        finally:
+            failed = self.route.has_failed or not all_sent
+            with contextlib.ExitStack() as stack:  # runs from its end
+                if pool is not None:
+                    for each in reversed(acquired):
+                        stack.callback(pool.release, each, failed=failed)
+                if memory is not None and pool is not None:
+                    stack.callback(memory.close)
+                stack.callback(self._close_route)
+
+    def _close_route(self) -> None:
+        try:
+            self.route.close()
+        finally:
+            self.context = self.route.context
 
     @host_call(OUTSIDE)
     def close(self) -> None:
@@ -346,9 +364,10 @@ def create_group(
         if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
             cpu_group()
         members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)
-        memory = HostMemory(members, pool.address, pool.neighbours) if cpu_group.made and len(ranks) > 1 else None
+        real = cpu_group.made and len(ranks) > 1 and not is_fake(device.process_group)
+        memory = HostMemory(members, pool.address, pool.neighbours) if real else None
         if memory is not None:
-            memory.attach(cpu_group())
+            memory.attach(cpu_group(), pool.watcher, pool.watched_with(ranks))
             memory.hear(pool.watcher, domain)
         context = GroupContext(
             name=members.name,
@@ -367,7 +386,10 @@ def create_group(
             nccl_config=traits.options.nccl_config,
         )
         return GroupCoordinator(context, traits, pool=pool, acquired=taken)
-    except BaseException:
-        for acquired in taken:
-            pool.release(acquired)
+    except BaseException as error:
+        # In a group that was left in the middle of a call operations may have been begun that never end.
+        failed = isinstance(error, CommunicationError)
+        with contextlib.ExitStack() as stack:
+            for acquired in taken:
+                stack.callback(pool.release, acquired, failed=failed)
         raise

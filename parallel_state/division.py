@@ -114,8 +114,9 @@ def create_parallel_groups(
         )
         return division, division.described()
 
+    limit_s = min(world.context.timeout_s, settings.START_TIMEOUT_S.get())
     division = world.pool.agreement.settle(
-        "parallel groups", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
+        "parallel groups", world.ranks, resolve, limit_s, world.context.failure_ranks
     )
     again = functools.partial(
         create_parallel_groups,
@@ -144,8 +145,9 @@ def create_parallel_groups(
     )
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
-        for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
-            division.make_at_start(name, groups)
+        with world.pool.dividing(world.ranks):
+            for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
+                division.make_at_start(name, groups)
     except BaseException:
         groups.close()
         raise

@@ -12,10 +12,11 @@ the same is found out before, by `agreement`.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,15 +27,24 @@ from device_communicators import settings
 from device_communicators.errors import (
     CommunicationError,
     GroupDestroyedError,
+    PeerDiedError,
     SettingError,
     UnsupportedError,
     format_ranks,
 )
-from device_communicators.health import Watcher
+from device_communicators.health import NOTICE_S, Watcher
 from device_communicators.waiting import abandon
 from parallel_state.agreement import Agreement, digest
 from parallel_state.options import GroupOptions
-from parallel_state.torch_internals import bound_device, default_store, is_registered, new_group_of_members
+from parallel_state.start_watch import run_watched
+from parallel_state.torch_internals import (
+    bound_device,
+    default_store,
+    is_fake,
+    is_registered,
+    new_group_of_members,
+    plain,
+)
 
 _NOBODYS_TAG = (1 << 31) - 1
 
@@ -75,11 +85,13 @@ class OnFirstUse:
 class ProcessGroupPool:
     """The process groups of one initialised world; equal rank sets with equal options are one group."""
 
-    def __init__(self, timeout_s: float, *, token: str = "", alone_over: str | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, *, token: str = "", alone_over: str | None = None, watcher: Watcher | None = None
+    ) -> None:
         """`token` tells this world's names from those of others on the same store.
 
         `alone_over`: the backend of a world of one without a default group. `alone` makes one at its first use, unless
-        the program has made its own by then.
+        the program has made its own by then. `watcher`: one that has watched since the start.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -88,10 +100,10 @@ class ProcessGroupPool:
         self._default_made: Any = None
         self._prefix = f"parallel_state{token}"
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
-        self.watcher = Watcher()
+        self.watcher = watcher or Watcher()
         self.watcher.open_store = self.private_store
         store = dist.HashStore() if alone_over else default_store()
-        self.agreement = Agreement(store, self._prefix, self.rank, self.watcher)
+        self.agreement = Agreement(store, self._prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
         """Where other hosts reach this process, where that is known."""
         self.neighbours: tuple[int, ...] = ()
@@ -103,7 +115,7 @@ class ProcessGroupPool:
         self._borrowed: set[_Key] = set()
         self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
-        self._tried: Counter[_Key] = Counter()
+        self._division: tuple[int, ...] = ()
         self._closed = False
         self._lock = threading.RLock()
         """Of the tables above; never held while other ranks are waited for."""
@@ -119,6 +131,22 @@ class ProcessGroupPool:
     def groups_made(self) -> int:
         """How many process groups this rank has made and is in, those that were destroyed too."""
         return sum(self._made.values())
+
+    @contextlib.contextmanager
+    def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Within it groups are made of parts of `ranks`: whoever of them ends, none of these groups comes to be.
+
+        A rank would else wait for a live one that won't come, as that one waited for the one that ended.
+        """
+        before, self._division = self._division, tuple(ranks)
+        try:
+            yield
+        finally:
+            self._division = before
+
+    def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The global ranks whose end ends the making of a group of `ranks`."""
+        return self._division or ranks
 
     def acquire(
         self,
@@ -227,23 +255,48 @@ class ProcessGroupPool:
                 self._made[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
+        """Made under a name that no attempt had before: the store still has the addresses of one that failed."""
         ranks, options, *_ = key
-        name = f"{self._prefix}/{digest(key)}/{self._tried[key]}"
-        self._tried[key] += 1  # a name isn't used again after a failure: the store still has its addresses
+        what = f"the {options.backend} group"
         started = time.monotonic()
+        timeout_s = min(options.timeout_s, settings.START_TIMEOUT_S.get())
+        connects = "gloo" in str(options.backend)
+        if options.backend == "fake":
+            name = f"{self._prefix}/{digest((key, secrets.token_hex(8)))}"
+        else:
+            name = self.agreement.meet(f"{what} ({digest(key)})", ranks, timeout_s, self.watched_with(ranks))
+
+        def make(is_abandoned: Callable[[], bool]) -> Any:
+            group = new_group_of_members(name, ranks, str(options.backend), options.timeout_s, options.for_backend())
+            if is_abandoned():
+                _destroy(group)
+            return group
+
         try:
-            return new_group_of_members(name, ranks, str(options.backend), options.timeout_s, options.for_backend())
+            if connects:
+                made = run_watched(make, self.watcher, self.watched_with(ranks), started + timeout_s)
+            else:
+                made = make(lambda: False)
         except RuntimeError as error:
+            if isinstance(error, CommunicationError):
+                raise
             elapsed_s = time.monotonic() - started
-            raise CommunicationError(
-                f"rank {self.rank} could not make the {options.backend} group of global ranks {format_ranks(ranks)}: "
-                f"not all of them met within {options.timeout_s:g} s, or the connection failed "
-                f"({str(error).splitlines()[0]}). Look for a rank that failed or makes its groups in another order",
+            deaths = self.watcher.await_death_of(self.watched_with(ranks), NOTICE_S)
+            who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            raise kind(
+                f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: "
+                f"{who or f'they did not connect within {timeout_s:g} s, or a connection failed ({plain(error)})'}. "
+                "Look for a rank that failed or makes its groups in another order",
                 operation="new_group",
                 rank=self.rank,
+                suspect_ranks=[death.rank for death in deaths],
                 elapsed_s=elapsed_s,
-                timeout_s=options.timeout_s,
+                timeout_s=timeout_s,
             ) from error
+        if connects:  # else the others may not have come so far
+            self.agreement.forget(name, ranks)
+        return made
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
         """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.

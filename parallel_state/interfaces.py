@@ -11,6 +11,7 @@ import fcntl
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from device_communicators.errors import format_ranks
@@ -25,12 +26,19 @@ class Whereabouts(NamedTuple):
     network: str = ""
     """Equal for processes that can reach each other over loopback; empty where that can't be told."""
     address: str = ""
-    """What gloo tells the others; empty where an interface was chosen."""
+    """What gloo tells the others; empty where that isn't known."""
     name: str = "?"
     """The host's."""
+    interface: str = "?"
+    """The one that has the address."""
+    processes: str = ""
+    """Equal for processes that can watch each other by pid; empty where that can't be told."""
+    pid: str = ""
+    born: str = ""
+    """When the process began, as the kernel counts: another one may have its pid later."""
 
     @classmethod
-    def told(cls, words: list[str]) -> Whereabouts:
+    def told(cls, words: Sequence[str]) -> Whereabouts:
         """As another rank has told them; nowhere if it has told something else."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
@@ -44,7 +52,24 @@ class Whereabouts(NamedTuple):
 def whereabouts() -> Whereabouts:
     """This process'. May take as long as the host's name takes to resolve."""
     name = socket.gethostname()
-    return Whereabouts(_network(), "" if os.environ.get(VARIABLE) else _address_of(name), name or "?")
+    chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
+    address = (_ipv4_of(chosen) or "") if chosen else _address_of(name)
+    return process()._replace(address=address, name=name or "?", interface=chosen or _interface_of(address) or "?")
+
+
+def process() -> Whereabouts:
+    """As `whereabouts`, without what takes a look-up of names."""
+    pid = os.getpid()
+    return Whereabouts(_namespace("net"), processes=_namespace("pid"), pid=str(pid), born=born(pid))
+
+
+def born(pid: int) -> str:
+    """When a process of this PID namespace began; empty where there is none, or where that can't be told."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def unreachable(places: dict[int, Whereabouts]) -> list[str]:
@@ -53,6 +78,51 @@ def unreachable(places: dict[int, Whereabouts]) -> list[str]:
         return []
     ranks = [rank for rank, place in places.items() if place.is_loopback]
     return [places[ranks[0]].name, places[ranks[0]].address, *map(str, ranks)] if ranks else []
+
+
+def shared_address(places: dict[int, Whereabouts]) -> list[str]:
+    """The address that two hosts announce, and of each host name, interface and ranks; empty where there is none."""
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank, place in places.items():
+        if place.address and place.network:
+            ranks.setdefault(place.address, {}).setdefault(place.network, []).append(rank)
+    for address, networks in ranks.items():
+        if len(networks) > 1:
+            hosts = [(places[each[0]], each) for each in list(networks.values())[:2]]
+            return [address, *(word for host, each in hosts for word in (host.name, host.interface, _joined(each)))]
+    return []
+
+
+def same_address(here: Whereabouts, address: str, *hosts: str) -> tuple[str, list[int]]:
+    """The message for what `shared_address` has found, and the ranks that it is about."""
+    first, second = (
+        (name, interface, list(map(int, ranks.split(",")))) for name, interface, ranks in (hosts[:3], hosts[3:])
+    )
+    both = " and ".join(
+        f"ranks {format_ranks(ranks)} on host {name} (interface {interface})"
+        for name, interface, ranks in (first, second)
+    )
+    return f"{both} announce one address, {address}, to be reached at; this is host {here.name}. {advice()}", [
+        *first[2],
+        *second[2],
+    ]
+
+
+def _joined(ranks: list[int]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def in_words(place: Whereabouts) -> str:
+    """A place as messages name it."""
+    return f"host {place.name} (interface {place.interface}, address {place.address or 'unknown'})"
+
+
+def advice() -> str:
+    """What to do about an address that others can't reach."""
+    return (
+        f"Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or open all TCP "
+        "ports between the hosts: gloo connects every two ranks, on ports of its own"
+    )
 
 
 def not_reachable(here: Whereabouts, name: str, address: str, *ranks: str, who: str) -> str:
@@ -95,12 +165,19 @@ def _names() -> str:
     return "unknown"
 
 
-def _network() -> str:
+def _namespace(kind: str) -> str:
+    """The name of one of this process' namespaces, which no other one of any host has."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+            return f"{file.read().strip()}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
     except OSError:
         return ""
+
+
+def _interface_of(address: str) -> str | None:
+    with contextlib.suppress(OSError):
+        return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
+    return None
 
 
 def _address_of(name: str) -> str:

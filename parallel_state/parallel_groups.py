@@ -6,6 +6,7 @@ so that model code with `get_tp_group()` runs on it (`current` has what that mea
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -194,10 +195,12 @@ class ParallelGroups:
         if self.is_view:
             return
         self.meshes.clear()
-        for group in reversed(self.groups.values()):
-            group.destroy()
-        while self.held:
-            self.held.pop()()
+        # Whatever one of them raises, the others are destroyed; the stack runs from its end.
+        with contextlib.ExitStack() as stack:
+            while self.held:
+                stack.callback(self.held.pop(0))
+            for group in self.groups.values():
+                stack.callback(group.destroy)
 
 
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import socket
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,22 +25,26 @@ from device_communicators.errors import (
     InvalidArgumentError,
     PeerDiedError,
     RendezvousError,
+    format_ranks,
 )
 from device_communicators.group_topology import uuid_of
-from device_communicators.health import Farewells
+from device_communicators.health import NOTICE_S, Farewells
 from device_communicators.heartbeat import Heartbeats
 from device_communicators.links import Links
 from device_communicators.segment import sweep
 from device_communicators.shared_gpus import find_shared_gpus
 from device_communicators.shared_gpus import warning as shared_gpus_warning
-from device_communicators.waiting import Watched
-from parallel_state import environment
+from device_communicators.waiting import Watched, died
+from parallel_state import environment, interfaces, reachability, recovery
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.environment import ProcessEnvironment
 from parallel_state.groups import ProcessGroupPool
+from parallel_state.interfaces import Whereabouts
 from parallel_state.options import GroupOptions, check_backend
-from parallel_state.rendezvous import make_store
+from parallel_state.rendezvous import Met, meet
 from parallel_state.same_node import nodes_of
+from parallel_state.start_watch import AbandonedError, Processes, StartWatch, run_watched
+from parallel_state.torch_internals import default_store, is_fake, plain
 
 logger = logging.getLogger("parallel_state")
 
@@ -138,10 +145,17 @@ def backend_of(backend: str | None) -> str:
 
 
 def make_default_group(
-    place: ProcessEnvironment, init_method: str, backend: str | None, timeout_s: float, bind_device: bool = False,
+    place: ProcessEnvironment,
+    init_method: str,
+    backend: str | None,
+    timeout_s: float,
+    bind_device: bool = False,
     high_priority_stream: bool = False,
-) -> torch.device:  # fmt: skip
-    """Finds the other ranks and makes torch's default group with them; returns the device of its tensors."""
+) -> tuple[torch.device, StartWatch | None]:
+    """Finds the other ranks and makes torch's default group with them.
+
+    Returns the device of its tensors, and the watch over the rest of the start, where there are other ranks.
+    """
     backend = backend_of(backend)
     check_backend(backend)
     device = device_of(backend, place)
@@ -149,27 +163,120 @@ def make_default_group(
         raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
     prepare(device, place.world_size)
     start_timeout_s = settings.START_TIMEOUT_S.get()
-    store = make_store(init_method, place, start_timeout_s, over_gloo="gloo" in backend or "nccl" in backend)
+    over_gloo = "gloo" in backend or "nccl" in backend
+    met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
+    watch = None
+    if place.world_size > 1:
+        served_by = None if recovery.server_of(init_method, place) is None else 0
+        watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
     try:
+        if watch is not None and over_gloo:
+            reachability.prove(met.store, place.rank, met.places, watch)
+        options = GroupOptions(backend, timeout_s, high_priority_stream)
+        _init_process_group(met, place, options, device if bind_device else None, watch)
+    except BaseException as error:
+        if watch is not None:
+            watch.give_up(error)
+            watch.close()
+        raise
+    return device, watch
+
+
+def _init_process_group(
+    met: Met,
+    place: ProcessEnvironment,
+    options: GroupOptions,
+    bound: torch.device | None,
+    watch: StartWatch | None,
+) -> None:
+    def init(is_abandoned: Callable[[], bool]) -> None:
+        if bound is not None:
+            torch.cuda.set_device(bound)  # of this thread
         dist.init_process_group(
-            backend,
-            store=store,
+            options.backend,
+            store=met.store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if bind_device else None,
-            pg_options=GroupOptions(backend, timeout_s, high_priority_stream).for_backend(),
+            timeout=timedelta(seconds=options.timeout_s),
+            device_id=bound,
+            pg_options=options.for_backend(),
         )
-    except RuntimeError as error:
-        if dist.is_initialized():
+        if is_abandoned():
             dist.destroy_process_group()
+
+    started = time.monotonic()
+    try:
+        if watch is None:
+            init(lambda: False)
+        else:
+            watch.stage(1)
+            run_watched(init, watch.watcher, range(place.world_size), met.deadline)
+    except RuntimeError as error:
+        if not isinstance(error, AbandonedError) and dist.is_initialized():
+            dist.destroy_process_group()
+        raise _not_connected(error, place, str(options.backend), started, met, watch) from error
+
+
+def _not_connected(
+    error: RuntimeError, place: ProcessEnvironment, backend: str, started: float, met: Met, watch: StartWatch | None
+) -> CommunicationError:
+    """The error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
+    everyone = range(place.world_size)
+    late = time.monotonic() > met.deadline
+    # What torch says comes with the end of a rank, or a moment before; at the deadline the watch is just asking.
+    deaths = [] if watch is None else watch.watcher.await_death_of(everyone, 1.0)
+    who = f"rank {place.rank} of {place.world_size} met the others, but "
+    facts = {
+        "group": "world",
+        "operation": "init_process_group",
+        "rank": place.rank,
+        "suspect_ranks": [death.rank for death in deaths],
+        "elapsed_s": time.monotonic() - started,
+        "timeout_s": settings.START_TIMEOUT_S.get(),
+    }
+    if deaths:
+        text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+        kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
+        return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
+    where = interfaces.in_words(met.places[place.rank]) if place.rank in met.places else "?"
+    what = (
+        f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
+        if late
+        else f"making the default {backend} group failed: {plain(error)}"
+    )
+    return RendezvousError(
+        f"{who}{what}. This rank is on {where}; all ranks that were heard of live. {interfaces.advice()}. For a slow "
+        f"start, raise {settings.START_TIMEOUT_S.name}",
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
+    """The watch over the start in a default group that somebody else made; every rank calls it."""
+    if place.world_size == 1 or is_fake():
+        return None
+    store = dist.PrefixStore(f"parallel_state{token}/start", default_store())
+    here, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
+    deadline = time.monotonic() + start_timeout_s
+    store.set(f"process/{place.rank}", json.dumps(here))
+    keys = [f"process/{rank}" for rank in range(place.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=start_timeout_s))
+    except dist.DistError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} reached the store, but making the default {backend} group "
-            f"failed: {str(error).splitlines()[0]}. Look for a rank that never came or ended early",
+            f"rank {place.rank} of {place.world_size} joins the default group that exists, but ranks "
+            f"{format_ranks(missing)} did not within {start_timeout_s:g} s. Each of them must call "
+            "init_distributed_environment()",
+            operation="init_distributed_environment",
             rank=place.rank,
+            suspect_ranks=missing,
             timeout_s=start_timeout_s,
         ) from error
-    return device
+    processes = Processes(here)
+    told = enumerate(store.multi_get(keys))
+    processes.see({rank: Whereabouts.told(json.loads(each)) for rank, each in told if rank != place.rank})
+    return StartWatch(store, place.rank, place.world_size, processes, deadline)
 
 
 def with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
@@ -195,14 +302,28 @@ def agree_on_token(device: torch.device) -> str:
     Every rank of the default group calls it; rank 0 says the name.
     """
     token = torch.randint(256, (8,), dtype=torch.uint8).to(device)
-    if dist.get_world_size() > 1:
-        dist.broadcast(token, src=0)
+    if dist.get_world_size() > 1 and not is_fake():
+        work = dist.broadcast(token, src=0, async_op=True)
+        limit_s = settings.START_TIMEOUT_S.get()
+        try:
+            work.wait(timedelta(seconds=limit_s)) if device.type == "cpu" else work.wait()
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} joins the default group that exists, but not all "
+                f"of its ranks did within {limit_s:g} s: {plain(error)}. Each of them must call "
+                "init_distributed_environment()",
+                operation="init_distributed_environment",
+                rank=dist.get_rank(),
+                timeout_s=limit_s,
+            ) from error
     return "/" + bytes(token.tolist()).hex()
 
 
-def prove(group: GroupCoordinator) -> None:
+def prove(group: GroupCoordinator, watch: StartWatch | None = None) -> None:
     """A first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
-    if group.world_size > 1:
+    if watch is not None:
+        watch.stage(2)
+    if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:
             raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
@@ -224,6 +345,8 @@ _BEATS_IN_LIMIT = 4
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
     """The ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
     memory = world.context.host_memory
+    if is_fake():  # the other ranks are imagined
+        return [world.ranks]
     return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
 
 
@@ -273,20 +396,24 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
 
 
 def closing_barrier(world: GroupCoordinator) -> None:
-    if world.world_size == 1:
+    if world.world_size == 1 or is_fake():
         return
-    limit_s = settings.BARRIER_TIMEOUT_S.get()
+    limit_s = min(settings.BARRIER_TIMEOUT_S.get(), settings.START_TIMEOUT_S.get())
+    started = time.monotonic()
     try:
         work = world.cpu_group.barrier(timedelta(seconds=limit_s))
         Watched(work, world.context, "barrier", limit_s).wait()
     except PeerDiedError:
         raise
     except RuntimeError as error:
+        # A connection can break before the end of its rank is heard of.
+        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks, NOTICE_S):
+            raise died(world.context, "barrier", started) from error
         raise CommunicationError(
             f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
             f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
             f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
-            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({str(error).splitlines()[0]})",
+            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({plain(error)})",
             group=world.unique_name,
             operation="barrier",
             rank=world.rank,

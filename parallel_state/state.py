@@ -11,6 +11,7 @@ passed around without any of this. Getters of the other groups, and the longer n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -51,6 +52,7 @@ from parallel_state.layout import Layout, check_division, position_in
 from parallel_state.options import GroupOptions, check_backend, seconds
 from parallel_state.parallel_groups import ParallelGroups
 from parallel_state.resolution import resolve_layout
+from parallel_state.start_watch import StartWatch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,6 +118,7 @@ def init_distributed_environment(
     timeout_s = seconds(timeout)
     server: tuple[str, int] | None = None
     alone_over, made_here = None, False
+    watch: StartWatch | None = None
     try:
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
@@ -128,14 +131,17 @@ def init_distributed_environment(
             if alone_over is not None:
                 device = startup.device_alone(alone_over, place)
             else:
-                device = startup.make_default_group(
+                device, watch = startup.make_default_group(
                     place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream
                 )
                 _OWNS_DEFAULT_GROUP = True
             made_here = True
             server = recovery.server_of(distributed_init_method, place)
         token = "" if made_here else startup.agree_on_token(device)
-        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over)
+        if watch is None:
+            watch = startup.watch_joined(place, token)
+        watcher = None if watch is None else watch.watcher
+        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher)
         pool.address = recovery.own_address(server or startup.master_of(place))
         everyone = list(range(place.world_size))
         world = init_world_group(
@@ -149,16 +155,21 @@ def init_distributed_environment(
         )
         if bind_device:
             world.route.set_up(divisible=True)
-        startup.prove(world)
+        startup.prove(world, watch)
         _NODES = startup.hosts_of(world)
         if made_here:
             _START = recovery.Start(
                 distributed_init_method, pool.default_backend, place.local_rank, timeout_s, allow_pickle, bind_device,
                 None if server is None else 0, server, high_priority_stream=high_priority_stream,
             )  # fmt: skip
-    except BaseException:
+    except BaseException as error:
+        if watch is not None:
+            watch.give_up(error)
         destroy_distributed_environment()
         raise
+    finally:
+        if watch is not None:
+            watch.close()
     logger.info("%s is ready on %s over %s", world.context, device, world.backend)
 
 
@@ -231,18 +242,27 @@ def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
     global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START
     forks.check("destroy_distributed_environment()")
-    destroy_model_parallel()
     world, _WORLD, _NODES, _START = _WORLD, None, None, None
-    if world is not None:
-        pool = world.pool
-        world.destroy()
-        if pool is not None:
-            pool.close()
-            if _OWNS_DEFAULT_GROUP:
-                pool.abandon(failed_only=True)
-    if _OWNS_DEFAULT_GROUP and dist.is_initialized():
+    owned, _OWNS_DEFAULT_GROUP = _OWNS_DEFAULT_GROUP, False
+    with contextlib.ExitStack() as rest:  # whatever one of them raises, the others are done; it runs from its end
+        rest.callback(_take_back_exports)
+        if owned:
+            rest.callback(_destroy_default_group)
+        if world is not None:
+            if world.pool is not None:
+                if owned:
+                    rest.callback(world.pool.abandon, failed_only=True)
+                rest.callback(world.pool.close)
+            rest.callback(world.destroy)
+        destroy_model_parallel()
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
         dist.destroy_process_group()
-    _OWNS_DEFAULT_GROUP = False
+
+
+def _take_back_exports() -> None:
     for name, value in _EXPORTED.items():
         if os.environ.get(name) == value:
             del os.environ[name]

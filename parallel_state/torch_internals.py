@@ -9,6 +9,7 @@ the first one.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,21 @@ _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name i
 def default_store() -> dist.Store:
     """The store through which the default group was made, within that group's own prefix."""
     return c10d._get_default_store()
+
+
+def is_fake(group: Any = None) -> bool:
+    """Whether a process group, by default the default one, is of torch's `fake` backend: its peers are imagined.
+
+    Nothing that a rank waits for can come there, unless somebody plays them in a store of his own.
+    """
+    return dist.is_initialized() and dist.get_backend(group) == "fake"
+
+
+def plain(error: BaseException) -> str:
+    """The first line of what torch or gloo says, without its decoration and the places in its source."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
+    return first.encode("ascii", "ignore").decode().strip(" .")
 
 
 def store_in_words() -> str:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state import groups
 from parallel_state.options import GroupOptions
 from tests.contract.attempts import attempt, environment, whose, world
 from tests.workers import WorkerPool
@@ -509,17 +508,17 @@ def _made_beside_another() -> dict[str, Any]:
         assert pool is not None
         kept = pool.acquire(everyone.context.ranks, GroupOptions("gloo", 41.0))
         inside = threading.Event()
-        make = groups.new_group_of_members
+        meet = pool.agreement.meet
 
-        def making(*args: Any) -> Any:
+        def meeting(*args: Any) -> str:
             inside.set()
-            return make(*args)
+            return meet(*args)
 
         def acquire() -> None:
             facts["made"] = pool.acquire(everyone.context.ranks, GroupOptions("gloo", 42.0))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(groups, "new_group_of_members", making)
+            patch.setattr(pool.agreement, "meet", meeting)
             thread = threading.Thread(target=acquire)
             if everyone.rank == 0:
                 thread.start()

@@ -1,4 +1,4 @@
-"""Rows 22, 23, 24: addresses at which the ranks can't meet.
+"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet, or can't be connected.
 
 More of it, for every init method, is in the contract tests of the rendezvous.
 """
@@ -126,3 +126,64 @@ def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks) -> None:
     for met, works in ranks.run(_serve_at, port, DEADLINE_S, timeout_s=DEADLINE_S):
         assert met.kind == "ok", met
         assert works.text == "[0, 1, 2, 3]"
+
+
+# Row 49.
+
+CONNECT_S = 10.0
+
+
+def _start(interface: str | None) -> Outcome:
+    with environment(GLOO_SOCKET_IFNAME=interface, PARALLEL_STATE_START_TIMEOUT_S=str(CONNECT_S)):
+        told = attempt(ps.init_distributed_environment)
+        ps.destroy_distributed_environment()
+    return told
+
+
+def _own_name(address: str, host: int) -> str:
+    """A host's name resolves to the address of a bridge of its own, which leads nowhere else."""
+    return (
+        f"ip link add docker0 type bridge && ip addr add {address}/24 dev docker0 && ip link set docker0 up && "
+        f"printf '127.0.0.1 localhost\\n{address} parallel-state-host-{host}\\n' > /dev/shm/hosts && "
+        "mount --bind /dev/shm/hosts /etc/hosts"
+    )
+
+
+def _firewall(port: str) -> str:
+    """Only that TCP port is open, by rules of routing: a packet filter isn't everywhere."""
+    return " && ".join(
+        f"ip rule {rule}"
+        for rule in (
+            "add pref 100 lookup local", "add pref 1 iif lo lookup local", "del pref 0",
+            f"add pref 2 iif {hosts.INTERFACE} ipproto tcp dport {port} lookup local",
+            f"add pref 3 iif {hosts.INTERFACE} ipproto tcp sport {port} lookup local",
+            f"add pref 4 iif {hosts.INTERFACE} ipproto tcp blackhole",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "firewall"])
+def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
+    """All ranks are told who isn't reached, where, and what to set, before gloo tries for as long as it may."""
+    problem = hosts.problem()
+    if problem is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    with hosts.Hosts(2) as made, made.ranks([0, 0, 1, 1]) as ranks:
+        interface, addresses = None, ["172.17.0.1", "172.17.0.1"]
+        if obstacle == "unconnected networks":
+            addresses = ["192.168.0.1", "192.168.1.1"]
+        if obstacle == "firewall":
+            interface, addresses = hosts.INTERFACE, made.addresses
+        for host in range(2):
+            port = ranks._environment(0)["MASTER_PORT"]
+            made.run_on(host, _firewall(port) if interface else _own_name(addresses[host], host))
+        for told in ranks.run(_start, interface, timeout_s=DEADLINE_S):
+            assert told.kind == "RendezvousError", told
+            assert told.seconds < CONNECT_S, told
+            assert set(told.suspect_ranks) in ({0, 1}, {2, 3}, {0, 1, 2, 3}), told
+            assert "GLOO_SOCKET_IFNAME" in told.text
+            assert "gloo/transport" not in told.text
+            for host in range(2):
+                assert f"host parallel-state-host-{host}" in told.text, told
+                assert addresses[host] in told.text, told
+            assert f"interface {interface or 'docker0'}" in told.text, told

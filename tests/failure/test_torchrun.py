@@ -1,4 +1,8 @@
-"""Recovery by torchrun: a rank is killed, torchrun ends the others and starts all again, on the store of its agent."""
+"""Recovery by torchrun: a rank is killed, torchrun ends the others and starts all again, on the store of its agent.
+
+Row 48: with an agent for each of two hosts, which count restarts differently: the one whose worker failed counts it,
+the other one, whose workers it ends because the members changed, doesn't.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
+
+from tests import hosts
+from tests.failure.worlds import LONG
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 WITHIN_S = 30.0
-"""From the kill to the end, of which four processes spend the most on importing torch."""
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+"""From the kill to the end, of which four processes spend the most on importing torch, and agents 5 s on joining."""
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_SOCKET_IFNAME")
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -21,42 +31,102 @@ from pathlib import Path
 import torch
 import parallel_state as ps
 
-folder, attempt = Path(sys.argv[1]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+folder, serves_on = Path(sys.argv[1]), sys.argv[2] == "serves on"
+first = not (folder / "killed").exists()  # the agents' counts differ
 ps.init_distributed_environment(backend="gloo")
 ps.initialize_model_parallel(2, 2)
 world = ps.get_world_group()
-for number in range(20):
-    found = [world.all_reduce(torch.ones(3)).tolist(), ps.get_tp_group().all_gather_object(world.rank)]
-    if attempt == "0" and number == 5 and world.rank == 2:
-        (folder / "killed").write_text(repr(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-told = {"attempt": attempt, "found": found, "carrier": world.route.communicators[0].name}
+world.barrier()
+host = int(os.environ["GROUP_RANK"])
+try:
+    for number in range(20):
+        found = [world.all_reduce(torch.ones(3)).tolist(), ps.get_tp_group().all_gather_object(world.rank)]
+        if first and number == 5 and world.rank == 2:
+            (folder / "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+except ps.CommunicationError:
+    if serves_on and world.rank in (0, 1):
+        time.sleep(60)  # until the agent ends it
+    raise
+told = {"found": found, "carrier": world.route.communicators[0].name, "count": os.environ["TORCHELASTIC_RESTART_COUNT"]}
 (folder / f"{world.rank}.json").write_text(json.dumps(told))
 ps.destroy_distributed_environment()
 """
 
 
-def test_torchrun_starts_all_again(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def _environ() -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-            "--max-restarts", "1", str(script), str(tmp_path),
-        ],
-        env={**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+    return {**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _torchrun(folder: Path, *options: str, how: str = "fails", enter: Sequence[str] = ()) -> subprocess.Popen[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "1"]
+    return subprocess.Popen(
+        [*enter, *command, str(script), str(folder), how],
+        env=_environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=DEADLINE_S,
-    )  # fmt: skip
+    )
+
+
+def _ended_well(agents: Sequence[subprocess.Popen[str]], folder: Path, carrier: str) -> list[str]:
+    """All ranks came to the right end soon after the kill; the count of restarts that each was told."""
+    try:
+        outputs = [agent.communicate(timeout=DEADLINE_S)[0] for agent in agents]
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"the job did not start again: {error}") from error
+    finally:
+        for agent in agents:
+            agent.kill()
     ended_s = time.monotonic()
-    assert done.returncode == 0, done.stderr
-    for rank in range(4):
-        told = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert told == {
-            "attempt": "1",
-            "found": [[4.0] * 3, [rank // 2 * 2, rank // 2 * 2 + 1]],
-            "carrier": "shared_memory",
-        }
-    assert ended_s - float((tmp_path / "killed").read_text()) < WITHIN_S
+    assert [agent.returncode for agent in agents] == [0] * len(agents), "\n".join(outputs)
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    for rank, each in enumerate(told):
+        assert each["found"] == [[4.0] * 3, [rank // 2 * 2, rank // 2 * 2 + 1]]
+        assert each["carrier"] == carrier
+    assert ended_s - float((folder / "killed").read_text()) < WITHIN_S
+    return [each["count"] for each in told]
+
+
+def test_torchrun_starts_all_again(tmp_path: Path) -> None:
+    agent = _torchrun(tmp_path, "--standalone", "--nproc-per-node", "4")
+    assert _ended_well([agent], tmp_path, "shared_memory") == ["1"] * 4
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "how", "counts"),
+    [
+        ("static", "fails", ["1"] * 4),
+        pytest.param("c10d", "fails", None, marks=pytest.mark.skipif(not LONG, reason="by FAILURE_TESTS=long")),
+        ("c10d", "serves on", ["0", "0", "1", "1"]),
+    ],
+)
+def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: str, counts: list[str] | None) -> None:
+    """The job starts again on both hosts, whether the agents count alike or not.
+
+    Over c10d, where workers of both hosts fail, it is chance which agent takes that for a change of members.
+    """
+    problem = hosts.problem()
+    if problem is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    with hosts.Hosts(2) as made:
+        agents = []
+        for host in range(2):
+            enter = ["nsenter", "-t", str(made.pid(host)), "--net", "--uts", "--mount"]
+            options = ["--nnodes", "2", "--nproc-per-node", "2"]
+            if rendezvous == "static":
+                options += ["--node-rank", str(host), "--master-addr", made.addresses[0], "--master-port", "20000"]
+            else:
+                options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made.addresses[0]}:20000", "--rdzv-id", "j"]
+                options += ["--local-addr", made.addresses[host]]
+                options += ["--rdzv-conf", f"is_host={1 - host},last_call_timeout=1"]
+            enter = [*enter, "env", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
+            agents.append(_torchrun(tmp_path, *options, how=how, enter=enter))
+        told = _ended_well(agents, tmp_path, "hierarchical")
+    if counts is not None and rendezvous == "static":
+        assert told == counts
+    elif counts is not None:  # which host is which is the agents' choice
+        assert sorted(told) == counts

@@ -1,0 +1,121 @@
+"""Row 41: SIGKILL at a random time of init_distributed_environment and initialize_model_parallel.
+
+4 seeds on each transport by default, 100 with FAILURE_TESTS=long. Who is killed before he has told anybody his process
+is missing at the start's deadline; the end of all others is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import parallel_state as ps
+from tests import hosts
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.ranks import Ranks
+from tests.failure.worlds import LONG
+from tests.workers import WorkerPool
+
+SEEDS = 100 if LONG else 4
+START_S = 8.0
+TIMEOUT_S = 30.0
+SOON_S = 1.0
+SLACK_S = 2.0
+DEADLINE_S = 60.0
+
+
+def _start(shared_memory: str) -> float:
+    """A start that nobody disturbs: how long it takes, once everything is imported and compiled."""
+    began = time.monotonic()
+    with environment(PARALLEL_STATE_SHARED_MEMORY=shared_memory):
+        ps.init_distributed_environment(timeout=TIMEOUT_S)
+        ps.initialize_model_parallel(2, 2)
+        took_s = time.monotonic() - began
+        ps.destroy_distributed_environment()
+    return took_s
+
+
+def _until_killed(folder: str, shared_memory: str) -> tuple[bool, Outcome, float, float]:
+    """Whether a survivor had started, what it is told, when, and how long it takes to leave."""
+    started = []
+    variables = {"PARALLEL_STATE_SHARED_MEMORY": shared_memory, "PARALLEL_STATE_START_TIMEOUT_S": str(START_S)}
+
+    def start() -> None:
+        ps.init_distributed_environment(timeout=TIMEOUT_S)
+        ps.initialize_model_parallel(2, 2)
+        started.append(True)
+        while True:
+            ps.get_world_group().barrier()
+
+    with environment(**variables):
+        Path(folder, f"begun-{os.environ['RANK']}").touch()
+        told = attempt(start)
+        told_s = time.monotonic()
+        ps.destroy_distributed_environment()
+    return bool(started), told, told_s, time.monotonic() - told_s
+
+
+def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memory: str) -> float:
+    """Kills a rank at a random time of a start; how long after that the last one was told."""
+    longest_s = max(pool.run(_start, shared_memory, timeout_s=DEADLINE_S))
+    victim, delay_s = chance.randrange(4), chance.uniform(0.0, 1.1 * longest_s)
+    pool._begin(_until_killed, (str(folder), shared_memory), None)
+    until = time.monotonic() + DEADLINE_S
+    while len(list(folder.glob("begun-*"))) < 4 and time.monotonic() < until:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    os.kill(pool._processes[victim].pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    try:
+        results, errors = pool._collect(DEADLINE_S, DEADLINE_S)
+    finally:
+        pool.kill()
+    assert sorted(errors) == [victim], errors
+    latest_s = 0.0
+    for rank, (started, told, told_s, leaving_s) in results.items():
+        if started:  # row 1
+            continue
+        where = f"rank {rank}, rank {victim} killed after {delay_s:.3f} of {longest_s:.3f} s: {told}"
+        assert set(told.suspect_ranks) == {victim}, where
+        assert not any(word in told.text for word in ("gloo/transport", ".cc:", "🔺")), where
+        assert leaving_s < SOON_S + SLACK_S, f"{leaving_s:.1f} s to leave; {where}"
+        if told.kind == "RendezvousError":  # nobody knew its process
+            assert "did not" in told.text or "refused" in told.text or "gave no verdict" in told.text, where
+            assert told.seconds < START_S + SLACK_S, where
+        else:
+            assert told.kind in ("PeerDiedError", "CollectiveTimeoutError"), where
+            assert told_s - killed_s < START_S, where
+            latest_s = max(latest_s, told_s - killed_s)
+    return latest_s
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "gloo", "two hosts"])
+def test_row_41_killed_while_it_starts(
+    transport: str, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
+) -> None:
+    """The others name it: at once where its process was known, else at the start's deadline."""
+    problem = hosts.problem() if transport == "two hosts" else None
+    if problem is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    shared_memory = "off" if transport == "gloo" else "on"
+    late = []
+    with ExitStack() as stack:
+        made = stack.enter_context(hosts.Hosts(2)) if transport == "two hosts" else None
+        for seed in range(SEEDS):
+            chance, folder = random.Random(f"{transport} {seed}"), tmp_path / str(seed)
+            folder.mkdir()
+            pool: WorkerPool = Ranks(4) if made is None else made.ranks([0, 0, 1, 1])
+            try:
+                late.append(_kill_one(pool, chance, folder, shared_memory))
+            finally:
+                pool.kill()
+    record_testsuite_property(f"row 41, {transport}: told after s", [round(each, 3) for each in late])
+    assert statistics.median(late) < SOON_S, late
