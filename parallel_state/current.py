@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from device_communicators.errors import GroupNotInitializedError, UsageError
+from device_communicators.host_calls import leave_to_interpreter
 from parallel_state.torch_internals import (
     is_in_nested_backward,
     node_in_backward,
@@ -118,6 +119,9 @@ def _find(_: _Current) -> Any:
                 stash_for_autograd(_Settled(groups))  # autograd puts the other one back after this node
             return groups
     return _CONTEXT.get()
+
+
+leave_to_interpreter(_find)
 
 
 class _Current:

@@ -177,6 +177,7 @@ class ParallelGroups:
         return self.world.rank_in_group == 0
 
     @contextmanager
+    @host_call(OUTSIDE)
     def use(self) -> Iterator[ParallelGroups]:
         """Makes these the current groups: getters return them instead of the process-wide ones.
 
@@ -207,6 +208,7 @@ _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_
 
 
 @contextmanager
+@host_call(OUTSIDE)
 def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinator) -> Iterator[None]:
     """Makes `groups` with another tp group current, as `use()`; doesn't nest."""
     if _PATCHED.get():
