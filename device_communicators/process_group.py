@@ -16,6 +16,7 @@ from device_communicators.checked_pairs import CheckedPairs
 from device_communicators.plain_process_group import PlainProcessGroup
 from device_communicators.reductions import as_bytes, reducible
 from device_communicators.started_calls import Exchange, StartedCalls, fits
+from device_communicators.user_call import current
 
 _PLAIN = 0
 """The kind of tag of plain sends and receives; messages have headers of their own."""
@@ -188,7 +189,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._pairs.irecv(out, src, tag)
 
     def barrier(self) -> None:
-        exchange(self.context, Call("barrier"), None)
+        exchange(self.context, Call("barrier").of(current("barrier")), None)
 
     def close(self) -> None:
         self._started.close()

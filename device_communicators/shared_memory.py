@@ -14,9 +14,10 @@ from torch import Tensor
 from device_communicators.base import DONE, Communicator, GroupContext, Request, Work
 from device_communicators.channels import Channels
 from device_communicators.errors import UnsupportedError
-from device_communicators.native_group import DTYPES, REDUCE_OPS
+from device_communicators.native_group import DTYPES
 from device_communicators.recorder import Operation
 from device_communicators.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.user_call import REDUCE_OPS
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 
