@@ -159,8 +159,8 @@ class NativeGroup:
             )
         difference = self._difference(list(told), suspect, misfit)
         return CollectiveMismatchError(
-            f"{operation} of {members} met another call: {difference}. {lost}; make the same calls in the same order on "
-            "every rank",
+            f"{operation} of {members} met another call: {difference}. {lost}; make the same calls in the same order "
+            "on every rank",
             **facts,
         )
 
