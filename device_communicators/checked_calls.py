@@ -22,7 +22,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.reductions import as_bytes
-from device_communicators.user_call import UserCall, current
+from device_communicators.user_call import UserCall, begin_sending, current
 from device_communicators.waiting import Watched
 
 _MAGIC = b"PSC2"
@@ -74,9 +74,14 @@ class Call(NamedTuple):
 
 
 def call_of(operation: str, x: Tensor, reduce_op: str = "", root: int = -1, splits: Sequence[int] = ()) -> Call:
-    """The step `operation` of the call that this thread is in."""
+    """The step `operation` of the collective that this thread is in."""
     dtype = str(x.dtype).removeprefix("torch.")
     return Call(operation, reduce_op, dtype, x.numel(), root, tuple(splits)).of(current(operation))
+
+
+def transfer_of(operation: str, x: Tensor) -> Call:
+    """A `send` or `recv` between two ranks."""
+    return Call(operation, dtype=str(x.dtype).removeprefix("torch."), numel=x.numel())
 
 
 def room_for(size: int) -> int:
@@ -115,11 +120,10 @@ def call_in(frame: Tensor) -> Call | None:
     if magic != _MAGIC or _HEAD_BYTES + count * _SPLIT_BYTES > frame.numel():
         return None
     try:
-        operation, reduce_op, dtype, kind, text = (
-            text.rstrip(b"\0").decode("ascii") for text in (*texts, kind, head[_ALIKE.size :])
-        )
+        operation, reduce_op, dtype, kind = (text.rstrip(b"\0").decode("ascii") for text in (*texts, kind))
     except UnicodeDecodeError:
         return None
+    text = head[_ALIKE.size :].rstrip(b"\0").decode(errors="replace")
     splits = frame[_HEAD_BYTES : _HEAD_BYTES + count * _SPLIT_BYTES].clone().view(torch.int64)
     return Call(operation, reduce_op, dtype, numel, root, tuple(splits.tolist()), dim, digest, kind, text)
 
@@ -159,6 +163,7 @@ def exchange(context: GroupContext, call: Call, payload: Tensor | None) -> Frame
     mine = torch.zeros(count, dtype=torch.uint8)
     fill(mine, call, payload)
     frames = torch.empty(context.size, count, dtype=torch.uint8)
+    begin_sending()
     Watched(context.cpu_group._allgather_base(frames.view(-1), mine), context, call.operation).wait()
     return checked(context, call, frames)
 

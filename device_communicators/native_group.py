@@ -20,7 +20,7 @@ from device_communicators.errors import (
 )
 from device_communicators.native import NativeLibrary
 from device_communicators.recorder import Operation
-from device_communicators.user_call import UserCall, current, in_words, overlap_error
+from device_communicators.user_call import UserCall, begin_sending, current, in_words, overlap_error
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY = 1, 2, 3, 4, 5, 7, 8
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
@@ -94,6 +94,7 @@ class NativeGroup:
         Raises UsageError while another call is under way.
         """
         told = told or current(operation)
+        begin_sending()
         started = time.monotonic()
         status = getattr(self.library, f"ps_{operation}")(self.number, told.word, told.numel, *args)
         if status == _INTERRUPTED:

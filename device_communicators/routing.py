@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,13 +29,24 @@ from device_communicators.errors import (
     ParallelStateError,
     PeerDiedError,
     UnsupportedError,
+    UsageError,
 )
-from device_communicators.failures import ADVICE, is_communication_error, kind_of_failure
+from device_communicators.failures import ADVICE, is_communication_error, is_of_transport, kind_of_failure
 from device_communicators.paths import Paths, check_recordable, table
 from device_communicators.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.reports import explained
 from device_communicators.started import Handle
-from device_communicators.user_call import METHODS, UserCall, called_as, of_arguments, overlap_error, swap
+from device_communicators.user_call import (
+    METHODS,
+    UserCall,
+    begin_locally,
+    begin_sending,
+    called_as,
+    has_sent,
+    of_arguments,
+    overlap_error,
+    swap,
+)
 from device_communicators.waiting import TransferError, all_died, attributed, died
 
 _RECENT = 8
@@ -141,14 +152,16 @@ class Route:
         call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, -1)
         with self._turn_of(call):
             started = time.monotonic()
+            begin_sending()
             try:
                 # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
-                result = getattr(communicator, operation)(*args)
+                with nullcontext() if call is None else communicator.turn(call.method):
+                    result = getattr(communicator, operation)(*args)
                 record.ended_s = time.monotonic()
                 return result
             except Exception as error:
-                failure = self.failure_of(error, operation if call is None else call.method, started)
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
                 if failure is error:
                     raise
                 raise failure from error
@@ -171,11 +184,12 @@ class Route:
         call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, dim)
         with self._turn_of(call):
             started = time.monotonic()
+            begin_sending()
             try:
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
                 work = getattr(communicator, operation)(tensor, *args)
             except Exception as error:
-                failure = self.failure_of(error, operation if call is None else call.method, started)
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
                 if failure is error:
                     raise
                 raise failure from error
@@ -261,6 +275,8 @@ class Route:
         if record.site and call is not None and part_of is None:
             check_alike(self.context, self.sequence, call, tensor, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
+        if communicator.tells_sending:
+            begin_locally()
         return communicator, record
 
     def check_recordable(self, operation: str) -> None:
@@ -343,11 +359,18 @@ class Route:
                 raise self.first_failure
 
     def failure_of(
-        self, error: Exception, operation: str, started: float, record: Operation | None = None
+        self,
+        error: Exception,
+        operation: str,
+        started: float,
+        record: Operation | None = None,
+        *,
+        sent: bool = True,
     ) -> Exception:
         """The error to raise for `error`; a communication error poisons the group.
 
-        `record`: of the operation that failed, where it isn't the last that began.
+        `record`: of the operation that failed, where it isn't the last that began. `sent`: whether others may know of
+        it; else it is this rank's affair, and the group goes on.
         """
         if error is self.first_failure:
             return error
@@ -362,6 +385,12 @@ class Route:
                 self._poison(error)
             return error
         text = str(error)
+        if not sent:
+            return UsageError(
+                f"{operation} of {self.context} failed on this rank before anything was sent, by "
+                f"{type(error).__name__}: {text.splitlines()[0] if text else ''}. The group can be used further; mend "
+                "the cause, and make the call again where the other ranks wait for it"
+            )
         kind = kind_of_failure(text)
         elapsed = time.monotonic() - started
         failure: CommunicationError = kind(
@@ -376,6 +405,9 @@ class Route:
             elapsed_s=elapsed,
             timeout_s=self.context.timeout_s,
         )
+        if not is_of_transport(error):  # nobody else is to blame
+            self._poison(failure)
+            return failure
         if kind is not CollectiveTimeoutError:
             failure = attributed(self.context, operation, started, failure)
         if not failure.suspect_ranks:

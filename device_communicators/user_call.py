@@ -96,6 +96,11 @@ class UserCall(NamedTuple):
         return _CLASSES[number // _VARIANTS][0] if number else self.method
 
     @property
+    def compared(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes
+
+    @property
     def digest(self) -> int:
         """24 bits of the sizes, as `digest_of_sizes` in csrc/call.h has them."""
         digest = 0
@@ -132,6 +137,8 @@ def in_words(word: int, numel: int, parts: Sequence[int] = ()) -> str:
     op = ops[reduction] if 0 <= reduction < len(ops) else ""
     dtype = "" if method in ("barrier", *_MESSAGES) else _DTYPE_NAMES.get(word >> 8 & 255, "?")
     sizes = f"parts of {list(parts)} bytes" if parts else ""
+    if method == "all_to_all":
+        sizes = f"rows of shape #{word >> 40:06x}, {sizes}"
     return _in_words(method, op, dim, root, sizes, dtype, numel)
 
 
@@ -164,19 +171,20 @@ def of_arguments(
     return UserCall(name, dtype, numel, reduce_op, dim, root, tuple(sizes))  # type: ignore[arg-type]
 
 
-def overlap_error(operation: str, group: str) -> UsageError:
+def overlap_error(operation: str, group: str, where: str = "of the group") -> UsageError:
     """The error for a collective that begins inside of another one."""
     return UsageError(
-        f"{operation} of {group} must not begin while another collective of the group is under way in this process: in "
+        f"{operation} of {group} must not begin while another collective {where} is under way in this process: in "
         "which order two threads come, or a signal handler, is not the same on every rank. Nothing was sent; give each "
-        "thread a group of its own (make_sub_group, or create_parallel_groups and use()), or make the calls one after "
-        "the other"
+        "thread a group of its own (make_sub_group, whose process groups are not shared, or create_parallel_groups and "
+        "use()), or make the calls one after the other"
     )
 
 
 class _Thread(threading.local):
     call: UserCall | None = None
     called_as = ""
+    has_sent = True
 
 
 _THREAD = _Thread()
@@ -206,3 +214,17 @@ def called_as(method: str) -> Iterator[None]:
         yield
     finally:
         _THREAD.called_as = before
+
+
+def begin_sending() -> None:
+    """Notes that the other ranks may get to know of this thread's operation: a failure from here on is theirs, too."""
+    _THREAD.has_sent = True
+
+
+def has_sent() -> bool:
+    return _THREAD.has_sent
+
+
+def begin_locally() -> None:
+    """Notes that an operation of this thread begins, of which nobody else knows yet."""
+    _THREAD.has_sent = False

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.channels import MESSAGES, Channels
+from device_communicators.errors import CollectiveMismatchError
 from device_communicators.message_queue import Head, Message, Receiver, pieces_of
 from device_communicators.recorder import Operation
 from device_communicators.routing import Route
@@ -217,6 +218,15 @@ class QueueTransport:
         if memory is not None and memory.collectives is not None:
             memory.collectives.call("announce", call.root, told=call)
 
+    def compare(self, call: UserCall, error: CollectiveMismatchError) -> None:
+        """Raises the error that names both calls, where another rank is known to have been in another one."""
+        memory = self.route.context.host_memory
+        if memory is not None and memory.collectives is not None:
+            try:
+                memory.collectives.call("compare", told=call)
+            except CollectiveMismatchError as named:
+                raise named from error
+
     def _begin(self, name: str, outgoing: Outgoing, call: UserCall | None = None) -> Operation:
         self.route.check_usable()
         self.route.check_recordable(name)
@@ -245,7 +255,6 @@ class _Queued:
 
     def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall | None = None) -> None:
         self.route = transport.route
-        self._transport = transport
         self._call = call
         self._src = src
         self._receiver = receiver
@@ -255,11 +264,8 @@ class _Queued:
         route, receiver = self.route, self._receiver
         route.check_usable()
         record = route.note(self.counted, None, self._call)
-        if self._call is not None:
-            self.operation = self._call.method
-            self._transport.announce(self._call)
         with receiver.lock:
-            head = receiver.next(self.operation)
+            head = self._next()
             self._check(head)
             tensors = plan.recall(head.data, head.left_bytes != 0) if head.data else None
             if tensors is None:
@@ -293,6 +299,9 @@ class _Queued:
             return header, data[HEADER_BYTES:]
         return header, self._receiver.read_on(header.body_bytes, self.operation)
 
+    def _next(self) -> Head:
+        return self._receiver.next(self.operation)
+
     def _check(self, head: Head) -> None:
         """Whether it is the message that this rank expects."""
 
@@ -303,7 +312,20 @@ class _Queued:
 
 class _QueuedBroadcast(_Queued):
     counted = _BROADCAST
-    operation = "broadcast"
+
+    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall) -> None:
+        super().__init__(transport, src, receiver, call)
+        self._collective = call
+        self._transport = transport
+        self.operation = call.method
+
+    def _next(self) -> Head:
+        self._transport.announce(self._collective)
+        try:
+            return super()._next()
+        except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
+            self._transport.compare(self._collective, error)
+            raise
 
     def _check(self, head: Head) -> None:
         """A writer doesn't wait for its readers; so ranks that are not in the same call are told by its number."""

@@ -143,6 +143,11 @@ int ps_group_is_busy(std::uint64_t group) {
   return handle != nullptr && handle->is_busy();
 }
 
+// See Group::compare.
+int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t numel) {
+  return with(group, word, numel, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
+}
+
 int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t numel, int src) {
   return with(group, word, numel, [=](Group& self, double timeout_s) { return self.announce(src, timeout_s); });
 }

@@ -34,7 +34,9 @@ std::uint64_t Group::call_of(Kind kind, std::uint64_t size, Method method, std::
   const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
                               static_cast<std::uint64_t>(root + 1) << 16;
   const std::uint64_t told = mixed(facts * 0x9e3779b97f4a7c15ULL + (told_.word & ~kVariants) + digest);
-  return (mixed(told + size) & ~Counter::kFlag) | 1;  // never kNoCall
+  // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then on.
+  history_ = mixed(told + size + history_);
+  return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
 
 void Group::tell_parts(const std::size_t* bytes) {
@@ -93,18 +95,31 @@ bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (!lines_[rank].note_of(tick, &note)) {
     note = archives_[rank].entries[tick % kKept].note.load(std::memory_order_relaxed);
   }
-  return note != (call & ~Counter::kFlag) && remember(rank, tick);
+  return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
-// Whether any rank was in another call than this one at the last tick that both have published.
+// Whether any rank was in another call than this one at a tick that both have published; the first such tick that is kept.
 bool Group::in_another_call() {
+  const auto note = [&](int of, std::uint64_t tick) {
+    return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
+  };
+  std::uint64_t first = UINT64_MAX;
+  int other = -1;
   for (int rank = 0; rank < size_; ++rank) {
-    const std::uint64_t tick = std::min(tick_, lines_[rank].read());
-    if (rank == rank_ || tick == 0) continue;
-    const auto note = [&](int of) { return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed); };
-    if (note(rank) != note(rank_)) return remember(rank, tick);
+    if (rank == rank_) continue;
+    const std::uint64_t theirs = lines_[rank].read(), both = std::min(tick_, theirs), last = std::max(tick_, theirs);
+    for (std::uint64_t tick = last > kKept - 4 ? last - (kKept - 4) : 1; tick <= both && tick < first; ++tick) {
+      if (note(rank, tick) == note(rank_, tick)) continue;
+      first = tick;
+      other = rank;
+    }
   }
-  return false;
+  return other >= 0 && remember(other, first);
+}
+
+Status Group::compare(double timeout_s) {
+  begin(timeout_s);
+  return in_another_call() ? Status::kMismatch : Status::kDone;
 }
 
 // Keeps both calls at `tick`, this rank's and that of `rank`, for the error.

@@ -101,6 +101,9 @@ class Group {
   // until `src` has come.
   Status announce(int src, double timeout_s);
 
+  // kMismatch where a rank is known to have been in another call than this one.
+  Status compare(double timeout_s);
+
   int suspect() const { return suspect_; }
   int reporter() const { return reporter_; }  // who found out, where that was another rank
   const Shown& expected() const { return expected_; }
@@ -193,6 +196,7 @@ class Group {
   int suspect_ = -1;
   int reporter_ = -1;
   Told told_;
+  std::uint64_t history_ = 0;  // a digest of all calls so far
   std::uint64_t parts_ = 0;  // how many the call has
   std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
   Shown expected_;

@@ -78,7 +78,9 @@ void Handle::note(Status status, double elapsed_s) {
 
 // The group fails by a death that no wait in it has met.
 void Handle::doom() {
-  if (failure_.status != Status::kDone) return;
+  if (failed_) return;
+  failed_ = true;
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
   failure_.status = Status::kPeerDied;
   failure_.suspect = kOutside;
   if (arena_ != nullptr) arena_->retire();

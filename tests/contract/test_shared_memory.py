@@ -215,11 +215,11 @@ def _mismatch(first: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("sizes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 20 × torch.float32)")),
-        ("dtypes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 10 × torch.int32)")),
-        ("ops", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (max of 10 × torch.float32)")),
-        ("kinds", ("all_reduce (sum of 10 × torch.float32)", "barrier")),
-        ("large", ("all_reduce (sum of 100000 × torch.float32)", "all_gather (400000 bytes)")),
+        ("sizes", ("all_reduce(sum) of 10 × float32", "all_reduce(sum) of 20 × float32")),
+        ("dtypes", ("all_reduce(sum) of 10 × float32", "all_reduce(sum) of 10 × int32")),
+        ("ops", ("all_reduce(sum) of 10 × float32", "all_reduce(max) of 10 × float32")),
+        ("kinds", ("all_reduce(sum) of 10 × float32", "barrier")),
+        ("large", ("all_reduce(sum) of 100000 × float32", "all_gather(dim 0) of 100000 × float32")),
     ],
 )
 def test_calls_that_differ_are_told_with_both_sides(pools: Pools, which: str, words: tuple[str, str]) -> None:
