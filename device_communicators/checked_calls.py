@@ -56,7 +56,11 @@ class Call(NamedTuple):
     def of(self, user_call: UserCall) -> Call:
         """This as a step of `user_call`."""
         return self._replace(
-            dim=user_call.dim, digest=user_call.digest, kind=user_call.kind, text=str(user_call)[:_TEXT_BYTES]
+            reduce_op=self.reduce_op or user_call.reduce_op or "",
+            dim=user_call.dim,
+            digest=user_call.digest,
+            kind=user_call.kind,
+            text=str(user_call)[:_TEXT_BYTES],
         )
 
     def __str__(self) -> str:

@@ -126,6 +126,9 @@ const auto& find_op(const char* space) {
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
+  const struct Forget {  // an overlap that this call has met is not the next one's
+    ~Forget() { note_overlap(nullptr); }
+  } forget;
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
