@@ -154,7 +154,8 @@ class SharedMemoryCommunicator(Communicator):
         self._group.call("barrier")
 
     def send(self, x: Tensor, dst: int) -> None:
-        self._queues(self.context.tag(0)).send(x.contiguous(), dst)
+        x = x.contiguous()
+        self._queues(self.context.tag(0)).send(x, dst)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
         return self._queues(tag).isend(x, dst)

@@ -33,8 +33,8 @@ def _x(*shape: int) -> torch.Tensor:
 
 
 def _scatter(group: ps.GroupCoordinator, src: int = 0, dim: int = 0, told: bool = True) -> object:
-    x = _x(4, 4) if group.rank_in_group == src else None
-    mine = [1, 4] if dim == 0 else [4, 1]
+    x = _x(group.world_size, group.world_size) if group.rank_in_group == src else None
+    mine = [1, group.world_size] if dim == 0 else [group.world_size, 1]
     return group.scatter(x, src, dim, size=mine, dtype=torch.float32) if told else group.scatter(x, src, dim)
 
 
@@ -57,10 +57,10 @@ METHODS: dict[str, Call] = {
     "all_gather": lambda g: g.all_gather(_x(4), 0),
     "all_gather_to_list": lambda g: g.all_gather_to_list(_x(4)),
     "all_gather_async": lambda g: g.all_gather_async(_x(4), 0).wait(),
-    "all_gatherv": lambda g: g.all_gatherv(_x(4), 0, [4] * 4),
+    "all_gatherv": lambda g: g.all_gatherv(_x(4), 0, [4] * g.world_size),
     "reduce_scatter": lambda g: g.reduce_scatter(_x(16), 0),
     "reduce_scatter_async": lambda g: g.reduce_scatter_async(_x(16), 0).wait(),
-    "reduce_scatterv": lambda g: g.reduce_scatterv(_x(16), 0, [4] * 4),
+    "reduce_scatterv": lambda g: g.reduce_scatterv(_x(4 * g.world_size), 0, [4] * g.world_size),
     "gather": lambda g: g.gather(_x(4), 0, 0),
     "scatter": _scatter,
     "all_to_all": lambda g: g.all_to_all(_x(4)),
