@@ -44,8 +44,9 @@ def _until(is_so: Callable[[], bool]) -> None:
 
 def _is_inside(group: ps.GroupCoordinator) -> bool:
     memory = group.context.host_memory
-    native = memory is not None and memory.collectives is not None and memory.collectives.is_busy
-    return native or group.route._turn.locked()
+    if memory is not None and memory.collectives is not None:
+        return memory.collectives.is_busy
+    return group.route._turn.locked()
 
 
 def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
