@@ -388,7 +388,7 @@ class Messenger:
 
     # Collective.
 
-    def broadcast(self, obj: Any, src: int, method: str, must_be: type | None = None) -> Any:
+    def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
         """`src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
         call = UserCall(method, root=src)
         with self.route.alone(call):

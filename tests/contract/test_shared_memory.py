@@ -274,27 +274,6 @@ def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
     assert pools(4).run(_off_on_one, timeout_s=DEADLINE_S) == [(4.0, True)] * 4
 
 
-def _two_threads() -> list[Any]:
-    """Every rank's two threads reduce the same numbers, so that whichever comes first makes no difference."""
-    with world(2):
-        group = ps.get_tp_group()
-        found: list[Any] = []
-
-        def reduce() -> None:
-            found.append([group.all_reduce(torch.ones(5)).sum().item() for _ in range(200)])
-
-        threads = [threading.Thread(target=reduce) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        return found
-
-
-def test_two_threads_take_turns(pools: Pools) -> None:
-    assert pools(2).run(_two_threads, timeout_s=DEADLINE_S) == [[[10.0] * 200] * 2] * 2
-
-
 def _destroyed_amid() -> str:
     """One thread waits in a collective that the other rank never joins; the main thread destroys the group."""
     with world(2) as everyone:
@@ -352,7 +331,7 @@ def _default_sigint() -> bool:
 
 
 def _interrupted_amid_threads() -> tuple[str, str]:
-    """A second thread waits for its turn in the same group when the signal comes."""
+    """A second thread was refused in the same group when the signal comes."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
         group.barrier()
@@ -382,7 +361,7 @@ def test_ctrl_c_reaches_the_main_thread(pools: Pools) -> None:
     assert pools(2).run(_default_sigint, timeout_s=DEADLINE_S) == [True] * 2
     (told, other), _ = pools(2).run(_interrupted_amid_threads, timeout_s=DEADLINE_S)
     assert told == "KeyboardInterrupt"
-    assert other in ("CommunicationError", "GroupFailedError")
+    assert other == "UsageError"
 
 
 def _wrong_splits() -> tuple[str, str, str]:
