@@ -354,9 +354,7 @@ def create_group(
     taken: list[Acquired] = []
 
     def acquire(options: GroupOptions) -> Acquired:
-        taken.append(
-            pool.acquire(ranks, options, division=division, near=near, root=domain.root, unshared=unshared)
-        )
+        taken.append(pool.acquire(ranks, options, division=division, near=near, root=domain.root, unshared=unshared))
         return taken[-1]
 
     try:
