@@ -136,7 +136,7 @@ class Worker:
 
     def barrier(self) -> None:
         group = self.groups["ours"]
-        if group.library.ps_barrier(group.number) != 0:
+        if group.library.ps_barrier(group.number, 0, 0) != 0:
             raise RuntimeError("a barrier failed")
 
     def distance(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -136,6 +136,9 @@ class Communicator(ABC):
     carries_the_device: ClassVar[bool] = False
     """Whether no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
 
+    tells_sending: ClassVar[bool] = False
+    """Whether it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
+
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
@@ -171,6 +174,10 @@ class Communicator(ABC):
     def capture(self) -> Iterator[None]:
         """Entered around the capture of a CUDA graph."""
         yield
+
+    def turn(self, method: str) -> AbstractContextManager[object]:
+        """Entered around each collective that is waited for; raises UsageError where another thread is in the way."""
+        return nullcontext()
 
     def serve_ops(self, key: str) -> None:
         """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.

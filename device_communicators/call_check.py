@@ -1,7 +1,7 @@
 """Are all ranks of a group in the same call? Debug mode asks before each collective, over the group's gloo group.
 
-Shared memory compares operation, dtype, reduction and size in any case; this also compares shapes and sources, works
-over gloo and NCCL, and names both calls with the lines that made them. It costs some 0.5 ms a call.
+Shared memory and gloo compare all but shapes in any case; this also compares shapes, works over NCCL, and names both
+calls with the lines that made them. It costs some 0.5 ms a call.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveMismatchError
 from device_communicators.recorder import NOT_ALIKE_SHAPES
+from device_communicators.user_call import UserCall
 from device_communicators.waiting import Watched
 
 _BYTES = 512
 
 
-def check_alike(
-    context: GroupContext, sequence: int, operation: str, tensor: Tensor | None, arguments: tuple[Any, ...], site: str
-) -> None:
+def check_alike(context: GroupContext, sequence: int, user_call: UserCall, tensor: Tensor | None, site: str) -> None:
     """Raises CollectiveMismatchError on every rank where one of them is in another call."""
-    call = {"call": _in_words(operation, tensor, arguments), "sequence": sequence, "site": site}
+    operation = user_call.method
+    call = {"call": _in_words(user_call, tensor), "sequence": sequence, "site": site}
     text = json.dumps(call).encode()
     if len(text) > _BYTES:
         call["site"] = ascii(site[-20:])  # what isn't ASCII takes six bytes a character
@@ -55,9 +55,8 @@ def _told(call: dict[str, Any]) -> str:
     return f"{call['call']} (number {call['sequence']}, {call['site']})"
 
 
-def _in_words(operation: str, tensor: Tensor | None, arguments: tuple[Any, ...]) -> str:
-    plain = [repr(each) for each in arguments if isinstance(each, (int, str)) and not isinstance(each, bool)]
-    what = ""
-    if tensor is not None:
-        what = f" of {tensor.dtype}" if operation in NOT_ALIKE_SHAPES else f" of {list(tensor.shape)} {tensor.dtype}"
-    return f"{operation}({', '.join(plain)}){what}"
+def _in_words(call: UserCall, tensor: Tensor | None) -> str:
+    """The call, and the whole shape where that must be equal."""
+    if tensor is None or call.method in NOT_ALIKE_SHAPES:
+        return str(call)
+    return f"{call} in the shape {list(tensor.shape)}"

@@ -1,8 +1,9 @@
 """Are all ranks in the same call? Asked before gloo sees a tensor, which would mix up what doesn't match, or abort.
 
-Each rank tells all others its call, in a *frame* of fixed layout: operation, reduction, dtype, elements, root, splits.
-Where they differ, all ranks raise alike, and no tensor has been touched. A small tensor travels in the frame itself:
-then the exchange is the whole operation; a larger one pays for one more.
+Each rank tells all others its call, in a *frame* of fixed layout: what the caller called, in which step of it the rank
+is, and reduction, dtype, elements, root, dim, sizes, splits. Where they differ, all ranks raise alike, and no tensor
+has been touched. A small tensor travels in the frame itself: then the exchange is the whole operation; a larger one
+pays for one more.
 
 What is compared, and how frames are laid out, is here; how they travel is the exchange's: `exchange` for calls that
 wait, `started_calls` and `checked_pairs` for the others.
@@ -21,11 +22,15 @@ from torch import Tensor
 from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.reductions import as_bytes
+from device_communicators.user_call import UserCall, begin_sending, current
 from device_communicators.waiting import Watched
 
-_MAGIC = b"PSC1"
-_ALIKE = struct.Struct("<4s16s8s20siIq")
-"""Magic, operation, reduction, dtype, root, number of splits, elements; then the splits, then the tensor."""
+_MAGIC = b"PSC2"
+_ALIKE = struct.Struct("<4s16s8s20siIqiI56s")
+"""Magic, operation, reduction, dtype, root, number of splits, elements, dim, digest of sizes, kind of user's call."""
+_TEXT_BYTES = 160
+"""After that the user's call in words, which aren't compared; then the splits, then the tensor."""
+_HEAD_BYTES = _ALIKE.size + _TEXT_BYTES
 _SPLIT_BYTES = 8
 _SMALL_BYTES = 4096
 _SMALL_IN_LARGE_GROUPS = 256
@@ -34,16 +39,33 @@ _LARGE_GROUP = 16
 
 
 class Call(NamedTuple):
-    """What a rank is in. All of it must be equal on all ranks of the group, but for `splits` of an all_to_all."""
+    """What a rank is in. All of it must be equal on all ranks, but for `text`, and `splits` of an all_to_all."""
 
     operation: str
+    """The step of the user's call."""
     reduce_op: str = ""
     dtype: str = ""
     numel: int = 0
     root: int = -1
     splits: tuple[int, ...] = ()
+    dim: int = -1
+    digest: int = 0
+    kind: str = ""
+    text: str = ""
+
+    def of(self, user_call: UserCall) -> Call:
+        """This as a step of `user_call`."""
+        return self._replace(
+            reduce_op=self.reduce_op or user_call.reduce_op or "",
+            dim=user_call.dim,
+            digest=user_call.digest,
+            kind=user_call.kind,
+            text=str(user_call)[:_TEXT_BYTES],
+        )
 
     def __str__(self) -> str:
+        if self.text:
+            return self.text
         arguments = ", ".join([self.reduce_op] * bool(self.reduce_op) + [f"rank {self.root}"] * (self.root >= 0))
         splits = f" in parts of {list(self.splits)} rows" if self.splits else ""
         what = f" of {self.numel} × {self.dtype}" if self.dtype else ""
@@ -51,11 +73,19 @@ class Call(NamedTuple):
 
     def packed(self) -> bytes:
         texts = (text.encode() for text in (self.operation, self.reduce_op, self.dtype))
-        return _ALIKE.pack(_MAGIC, *texts, self.root, len(self.splits), self.numel)
+        facts = (self.root, len(self.splits), self.numel, self.dim, self.digest, self.kind.encode())
+        return _ALIKE.pack(_MAGIC, *texts, *facts) + self.text.encode().ljust(_TEXT_BYTES, b"\0")[:_TEXT_BYTES]
 
 
 def call_of(operation: str, x: Tensor, reduce_op: str = "", root: int = -1, splits: Sequence[int] = ()) -> Call:
-    return Call(operation, reduce_op, str(x.dtype).removeprefix("torch."), x.numel(), root, tuple(splits))
+    """The step `operation` of the collective that this thread is in."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Call(operation, reduce_op, dtype, x.numel(), root, tuple(splits)).of(current(operation))
+
+
+def transfer_of(operation: str, x: Tensor) -> Call:
+    """A `send` or `recv` between two ranks."""
+    return Call(operation, dtype=str(x.dtype).removeprefix("torch."), numel=x.numel())
 
 
 def room_for(size: int) -> int:
@@ -84,20 +114,22 @@ class Frames:
 
     def splits(self, count: int) -> Tensor:
         """Those of all ranks: `[ranks, count]` of int64."""
-        return self._frames[:, _ALIKE.size : _ALIKE.size + _SPLIT_BYTES * count].contiguous().view(torch.int64)
+        return self._frames[:, _HEAD_BYTES : _HEAD_BYTES + _SPLIT_BYTES * count].contiguous().view(torch.int64)
 
 
 def call_in(frame: Tensor) -> Call | None:
     """The call that a frame tells of. None where it tells of none."""
-    magic, *texts, root, count, numel = _ALIKE.unpack(bytes(frame[: _ALIKE.size].tolist()))
-    if magic != _MAGIC or _ALIKE.size + count * _SPLIT_BYTES > frame.numel():
+    head = bytes(frame[:_HEAD_BYTES].tolist())
+    magic, *texts, root, count, numel, dim, digest, kind = _ALIKE.unpack(head[: _ALIKE.size])
+    if magic != _MAGIC or _HEAD_BYTES + count * _SPLIT_BYTES > frame.numel():
         return None
     try:
-        operation, reduce_op, dtype = (text.rstrip(b"\0").decode("ascii") for text in texts)
+        operation, reduce_op, dtype, kind = (text.rstrip(b"\0").decode("ascii") for text in (*texts, kind))
     except UnicodeDecodeError:
         return None
-    splits = frame[_ALIKE.size : _ALIKE.size + count * _SPLIT_BYTES].clone().view(torch.int64)
-    return Call(operation, reduce_op, dtype, numel, root, tuple(splits.tolist()))
+    text = head[_ALIKE.size :].rstrip(b"\0").decode(errors="replace")
+    splits = frame[_HEAD_BYTES : _HEAD_BYTES + count * _SPLIT_BYTES].clone().view(torch.int64)
+    return Call(operation, reduce_op, dtype, numel, root, tuple(splits.tolist()), dim, digest, kind, text)
 
 
 def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
@@ -106,12 +138,12 @@ def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
 
 
 def _begin_of(call: Call) -> int:
-    return _ALIKE.size + _SPLIT_BYTES * len(call.splits)
+    return _HEAD_BYTES + _SPLIT_BYTES * len(call.splits)
 
 
 def frame_bytes(size: int) -> int:
     """Of a group of `size` ranks: room for an all_to_all's splits of both directions, and for a small tensor."""
-    return _ALIKE.size + 2 * _SPLIT_BYTES * size + room_for(size)
+    return _HEAD_BYTES + 2 * _SPLIT_BYTES * size + room_for(size)
 
 
 def fill(frame: Tensor, call: Call, payload: Tensor | None) -> int:
@@ -135,6 +167,7 @@ def exchange(context: GroupContext, call: Call, payload: Tensor | None) -> Frame
     mine = torch.zeros(count, dtype=torch.uint8)
     fill(mine, call, payload)
     frames = torch.empty(context.size, count, dtype=torch.uint8)
+    begin_sending()
     Watched(context.cpu_group._allgather_base(frames.view(-1), mine), context, call.operation).wait()
     return checked(context, call, frames)
 
@@ -181,11 +214,14 @@ def _mismatch(context: GroupContext, call: Call, frames: Tensor) -> Communicatio
                 "must not be used past this library while a call is under way",
                 [context.ranks[rank]],
             )
-    [(usual, count), *_] = Counter(calls).most_common(1)
+    # As they were compared: without words, and with all splits alike unless all of them are of all_to_all.
+    alike = [(other.packed()[: _ALIKE.size], other.splits) for other in calls if other is not None]
+    own = alike[context.rank]
+    [(usual, count), *_] = Counter(alike).most_common(1)
     if 2 * count <= context.size:  # nobody can tell who is wrong: those that differ from this rank
-        usual = call
-    different = [rank for rank, other in enumerate(calls) if other != usual]
-    shown = next(rank for rank, other in enumerate(calls) if other != call)
+        usual = own
+    different = [rank for rank, other in enumerate(alike) if other != usual]
+    shown = next(rank for rank, other in enumerate(alike) if other != own)
     return _error(
         context,
         call,
@@ -196,11 +232,12 @@ def _mismatch(context: GroupContext, call: Call, frames: Tensor) -> Communicatio
 
 
 def _error(context: GroupContext, call: Call, what: str, suspects: Sequence[int]) -> CollectiveMismatchError:
+    operation = call.text.partition("(")[0].partition(" ")[0] or call.operation
     return CollectiveMismatchError(
-        f"{call.operation} of {context} met another call: {what}. Nothing was written. The group can't be used "
+        f"{operation} of {context} met another call: {what}. Nothing was written. The group can't be used "
         "further; make the same calls in the same order on every rank",
         group=context.name,
-        operation=call.operation,
+        operation=operation,
         rank=context.rank,
         suspect_ranks=suspects,
         timeout_s=context.timeout_s,

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from device_communicators.base import GroupContext
-from device_communicators.checked_calls import Call, call_in, call_of, fill, frame_bytes, payload_of, room_for
+from device_communicators.checked_calls import Call, call_in, fill, frame_bytes, payload_of, room_for, transfer_of
 from device_communicators.errors import CollectiveMismatchError
 from device_communicators.reductions import as_bytes
+from device_communicators.user_call import begin_sending
 from device_communicators.waiting import ByThread
 
 _FOLLOW_UPS = 1 << 28  # a bit of tags that neither plain transfers nor started calls have
@@ -63,9 +64,11 @@ class Transfer(ByThread):
         return _FOLLOW_UPS | number << _CHANNEL_BITS | (self._tag & ~3) | kind
 
     def _start_send(self, x: Tensor, tag: int) -> Any:
+        begin_sending()
         return self._group.send([x], self._with, tag)
 
     def _start_recv(self, out: Tensor, tag: int) -> Any:
+        begin_sending()
         return self._group.recv([out], self._with, tag)
 
     def _mismatch(self, own: Call, other: Call | None) -> CollectiveMismatchError:
@@ -89,7 +92,7 @@ class _Send(Transfer):
     def __init__(self, context: GroupContext, x: Tensor, dst: int, tag: int, number: int) -> None:
         super().__init__(context, x, dst, tag)
         self._number = number
-        self._call = call_of("send", x)
+        self._call = transfer_of("send", x)
         in_frame = x.nbytes <= room_for(_BETWEEN_TWO)
         frame = _empty_frame()
         length = fill(frame, self._call._replace(splits=(number, in_frame)), x if in_frame else None)
@@ -116,7 +119,7 @@ class _Recv(Transfer):
 
     def __init__(self, context: GroupContext, out: Tensor, src: int, tag: int) -> None:
         super().__init__(context, out, src, tag)
-        self._call = call_of("recv", out)
+        self._call = transfer_of("recv", out)
         self._frame = _empty_frame()
         self._framed = self._start_recv(self._frame, tag)
         if out.nbytes > room_for(_BETWEEN_TWO):

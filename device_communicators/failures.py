@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
 
@@ -26,3 +27,12 @@ def kind_of_failure(text: str) -> type[CommunicationError]:
 
 def is_communication_error(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, (NotImplementedError, torch.OutOfMemoryError))
+
+
+_TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", "socket", "peer", "broken pipe", "rank")
+
+
+def is_of_transport(error: Exception) -> bool:
+    """Whether torch.distributed raised it, by its type or its words; else it is a mistake of this rank."""
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)

@@ -25,6 +25,7 @@ from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hosts import Hosts
 from device_communicators.native_group import DTYPES
 from device_communicators.reductions import as_bytes, reducible, reduction_refusal
+from device_communicators.user_call import current
 
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "barrier"]
@@ -43,6 +44,7 @@ class HierarchicalCommunicator(Communicator):
     """
 
     name = "hierarchical"
+    tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
@@ -66,7 +68,8 @@ class HierarchicalCommunicator(Communicator):
     @contextmanager
     def _call(self, operation: str, *facts: object) -> Iterator[Hosts]:
         with self._lock:
-            self._hosts.begin(operation, *facts)
+            call = current(operation)
+            self._hosts.begin(call.method, operation, *facts, *call.compared)
             try:
                 yield self._hosts
             except CommunicationError:

@@ -21,7 +21,8 @@ from device_communicators.errors import (
 )
 from device_communicators.host_memory import HostMemory
 from device_communicators.leaders import Leaders, Transfer
-from device_communicators.native_group import DTYPES, REDUCE_OPS
+from device_communicators.native_group import DTYPES
+from device_communicators.user_call import REDUCE_OPS
 
 PIECE_BYTES = 4 << 20
 """What is passed on to a host's ranks at a time, while the next is on its way."""

@@ -25,6 +25,7 @@ from device_communicators.errors import CollectiveTimeoutError, CommunicationErr
 from device_communicators.failures import kind_of_failure
 from device_communicators.health import NOTICE_S, Death
 from device_communicators.reductions import as_bytes
+from device_communicators.user_call import begin_sending
 from device_communicators.waiting import abandon, attributed, died
 
 DIRECT_BYTES = 64 << 10
@@ -67,11 +68,11 @@ class Leaders:
         return [host for host in range(len(self.leaders)) if host != self.host]
 
     def begin(self, operation: str, *facts: object) -> None:
-        """Starts a call, of which all leaders know the same `facts`.
+        """Starts a call, of which all leaders know the same `facts`; `operation` is for errors.
 
         Its deadline is a little before that of the ranks that wait for this one, so that they hear why.
         """
-        digest = zlib.crc32(repr((operation, *facts)).encode()) & 0xFFF
+        digest = zlib.crc32(repr(facts).encode()) & 0xFFF
         channel = self.context.tag(3) & ((1 << _CHANNEL_BITS) - 1)
         self._operation = operation
         self.tag = _OWN_TAGS | digest << _CHANNEL_BITS | channel
@@ -200,6 +201,7 @@ class Transfer:
         self.rank = rank
         self._work: Any = None
         self._error: RuntimeError | None = None
+        begin_sending()
         try:
             self._work = start()
         except RuntimeError as error:

@@ -31,6 +31,8 @@ logger = logging.getLogger("parallel_state")
 
 _VERSION = 3
 _PACKAGED = Path(__file__).parent
+_CALL = (c_uint64, c_uint64, c_uint64)
+"""A group, and the two words of `Told` in csrc/call.h."""
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_version": (c_int, ()),
     "ps_instruction_set": (c_char_p, ()),
@@ -54,15 +56,21 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_served_recorded": (None, (c_char_p, POINTER(c_int64))),
     "ps_serve": (None, (c_char_p, c_uint64)),
     "ps_stop_serving": (None, (c_char_p,)),
-    "ps_barrier": (c_int, (c_uint64,)),
-    "ps_all_reduce": (c_int, (c_uint64, c_void_p, c_void_p, c_size_t, c_int, c_int)),
-    "ps_reduce_scatter": (c_int, (c_uint64, c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_int)),
-    "ps_all_gather": (c_int, (c_uint64, c_void_p, c_void_p, c_size_t, c_size_t)),
-    "ps_gatherv": (c_int, (c_uint64, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
-    "ps_broadcast": (c_int, (c_uint64, c_void_p, c_size_t, c_int)),
-    "ps_scatter": (c_int, (c_uint64, c_void_p, c_void_p, c_size_t, c_int)),
-    "ps_all_to_all": (c_int, (c_uint64, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
-    "ps_all_reduce_add_rms_norm": (c_int, (c_uint64, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),
+    "ps_call_as": (None, (c_int,)),
+    "ps_group_enter": (c_int, (c_uint64,)),
+    "ps_group_exit": (None, (c_uint64,)),
+    "ps_group_is_busy": (c_int, (c_uint64,)),
+    "ps_announce": (c_int, (*_CALL, c_int)),
+    "ps_compare": (c_int, _CALL),
+    "ps_barrier": (c_int, _CALL),
+    "ps_all_reduce": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
+    "ps_reduce_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_int)),
+    "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
+    "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
+    "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
+    "ps_all_reduce_add_rms_norm": (c_int, (*_CALL, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),
     "ps_reduce": (c_int, (c_char_p, POINTER(c_void_p), c_int, POINTER(c_void_p), c_int, c_size_t, c_int, c_int)),
     **queue_library.FUNCTIONS,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,13 @@ from device_communicators.errors import (
     CommunicationError,
     GroupDestroyedError,
     PeerDiedError,
+    UsageError,
 )
 from device_communicators.native import NativeLibrary
 from device_communicators.recorder import Operation
+from device_communicators.user_call import UserCall, begin_sending, current, in_words, overlap_error
 
-_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED = 1, 2, 3, 4, 5, 7
+_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY = 1, 2, 3, 4, 5, 7, 8
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
                  11: "bool", 15: "bfloat16"}  # fmt: skip
 """c10::ScalarType."""
@@ -47,12 +50,8 @@ DTYPES = {
     torch.uint8: 8,
 }
 """Numbers of `Dtype` in csrc/reduce.h."""
-REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
-_KINDS = (
-    "?", "barrier", "all_reduce", "reduce_scatter", "all_gather", "gatherv", "broadcast", "scatter", "all_to_all",
-    "all_reduce_add_rms_norm",
-)  # fmt: skip
-"""In the order of `Kind` in csrc/call.h."""
+_PARTS = 64
+"""kMaxRanks of csrc/tuning.h."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,46 @@ class NativeGroup:
     def rank(self) -> int:
         return self.local_ranks.index(self.members.rank)
 
-    def call(self, operation: str, *args: Any) -> None:
-        """Calls `ps_<operation>`; raises what became of it. Two threads take turns."""
+    def call(self, operation: str, *args: Any, told: UserCall | None = None) -> None:
+        """Calls `ps_<operation>`, told to the others as `told` or as what this thread is in; raises what became of it.
+
+        Raises UsageError while another call is under way.
+        """
+        told = told or current(operation)
+        begin_sending()
         started = time.monotonic()
-        status = getattr(self.library, f"ps_{operation}")(self.number, *args)
+        status = getattr(self.library, f"ps_{operation}")(self.number, told.word, told.numel, *args)
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         if status != 0:
-            raise self.failure(status, operation, time.monotonic() - started)
+            raise self.failure(status, told.method, time.monotonic() - started)
 
-    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | GroupDestroyedError:
+    def enter(self, operation: str) -> None:
+        """Keeps other threads from beginning a call until `exit`; UsageError while another call is under way."""
+        if self.library.ps_group_enter(self.number) == _BUSY:
+            raise overlap_error(operation, str(self.members))
+
+    def exit(self) -> None:
+        self.library.ps_group_exit(self.number)
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns True while a call is under way."""
+        return bool(self.library.ps_group_is_busy(self.number))
+
+    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError:
         members = self.members
         if status == _CLOSED:
             return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")
-        told = (ctypes.c_int64 * 5)()
+        if status == _BUSY:
+            return overlap_error(operation, str(members))
+        told = (ctypes.c_int64 * (7 + 2 * (3 + _PARTS)))()
         self.library.ps_group_failure(self.number, told)
         if status == _PEER_DIED and told[0] == OUTSIDE:
             return outsider_died(operation, elapsed_s, members)
-        suspect = members.ranks[self.local_ranks[told[0]]] if told[0] >= 0 else -1
-        elapsed_s = max(elapsed_s, told[3] / 1e6)
+        place, elapsed_us, reporter, *misfit = told[:7]
+        suspect = members.ranks[self.local_ranks[place]] if place >= 0 else -1
+        elapsed_s = max(elapsed_s, elapsed_us / 1e6)
         facts: dict[str, Any] = {
             "group": members.name,
             "operation": operation,
@@ -117,8 +137,8 @@ class NativeGroup:
             "timeout_s": members.timeout_s,
         }
         lost = "The group can't be used further"
-        if told[4] >= 0:
-            return given_up(status, members.ranks[self.local_ranks[told[4]]], facts, members)
+        if reporter >= 0:
+            return given_up(status, members.ranks[self.local_ranks[reporter]], facts, members)
         if status == _INTERRUPTED:
             return CommunicationError(
                 f"an earlier call of {members} was interrupted by a signal, so that this rank has left the others in "
@@ -138,11 +158,27 @@ class NativeGroup:
                 "look at that rank's log",
                 **facts,
             )
+        difference = self._difference(list(told), suspect, misfit)
         return CollectiveMismatchError(
-            f"{operation} of {members} met another call: this rank is in {call_in_words(told[1])}, global rank "
-            f"{suspect} in {call_in_words(told[2])}. {lost}; make the same calls in the same order on every rank",
+            f"{operation} of {members} met another call: {difference}. {lost}; make the same calls in the same order "
+            "on every rank",
             **facts,
         )
+
+    def _difference(self, told: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
+        """What the failure that `told` is of says of this rank's call and the suspect's."""
+        src, dst, sent, expected = misfit
+        if src >= 0:
+            ranks = [self.members.ranks[self.local_ranks[place]] for place in (src, dst)]
+            return (
+                f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} bytes to global rank "
+                f"{ranks[1]}, which expects {expected}"
+            )
+        own, other = (
+            in_words(word, numel, parts[:count])
+            for word, numel, count, *parts in (told[7 : 10 + _PARTS], told[10 + _PARTS :])
+        )
+        return f"this rank is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str) -> None:
         """Lets the registered ops that are called with `key` come here without Python, where the library has them."""
@@ -248,17 +284,3 @@ def given_up(status: int, reporter: int, facts: dict[str, Any], members: Members
         f"because it {what}{about}. The group can't be used further; look at that rank's log",
         **{**facts, "suspect_ranks": (suspect if suspect >= 0 else reporter,)},
     )
-
-
-def call_in_words(call: int) -> str:
-    """A call as its rank told it: see `call_of` in csrc/call.h."""
-    call &= (1 << 64) - 1
-    kind, dtype, op, size = call >> 56, (call >> 52) & 15, (call >> 48) & 15, call & ((1 << 47) - 1)
-    name = _KINDS[kind] if kind < len(_KINDS) else "?"
-    if name in ("all_reduce", "reduce_scatter", "all_reduce_add_rms_norm"):
-        ops, dtypes = list(REDUCE_OPS), list(DTYPES)
-        what = f"{ops[op] if op < len(ops) else '?'} of {size} × {dtypes[dtype] if dtype < len(dtypes) else '?'}"
-        return f"{name} ({what})"
-    if name in ("broadcast", "scatter"):
-        return f"{name} ({size} bytes from rank {(call >> 48) & 255 ^ 0x80})"
-    return name if name == "barrier" else f"{name} ({size} bytes)"

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 from device_communicators.base import DONE, Communicator, Request, Then, Work
 from device_communicators.errors import GroupNotInitializedError
 from device_communicators.reductions import REDUCING, as_bytes, reducible, reduction_refusal
+from device_communicators.user_call import begin_sending
 from device_communicators.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
@@ -161,14 +162,18 @@ class PlainProcessGroup(Communicator):
         if x.numel() == 0:
             return DONE
         self.check_pair_group(x, "send")
-        work = self._group(x).send([as_bytes(x)], dst, tag)
+        data = as_bytes(x)
+        begin_sending()
+        work = self._group(x).send([data], dst, tag)
         return WatchedByThread(work, self.context, "send", dst) if x.is_cpu else work
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
         if out.numel() == 0:
             return DONE
         self.check_pair_group(out, "recv")
-        work = self._group(out).recv([as_bytes(out)], src, tag)
+        data = as_bytes(out)
+        begin_sending()
+        work = self._group(out).recv([data], src, tag)
         return WatchedByThread(work, self.context, "recv", src) if out.is_cpu else work
 
     def barrier(self) -> None:

@@ -6,7 +6,9 @@ more comes than fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -16,16 +18,20 @@ from device_communicators.checked_pairs import CheckedPairs
 from device_communicators.plain_process_group import PlainProcessGroup
 from device_communicators.reductions import as_bytes, reducible
 from device_communicators.started_calls import Exchange, StartedCalls, fits
+from device_communicators.user_call import current, overlap_error
 
 _PLAIN = 0
 """The kind of tag of plain sends and receives; messages have headers of their own."""
 _KINDS = 4
+_TURNS: dict[str, threading.Lock] = {}
+"""By process group: held by the thread whose collective is under way there."""
 
 
 class ProcessGroupCommunicator(Communicator):
     """Every CPU tensor; small ones need no more than the exchange that compares."""
 
     name = "process_group"
+    tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
@@ -51,6 +57,17 @@ class ProcessGroupCommunicator(Communicator):
 
     def _only_of(self, src: int, x: Tensor) -> Tensor | None:
         return x if self.context.rank == src else None
+
+    @contextmanager
+    def turn(self, method: str) -> Iterator[None]:
+        """Groups of the same ranks may share a process group, where gloo takes all calls in one order."""
+        turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
+        if not turn.acquire(blocking=False):
+            raise overlap_error(method, str(self.context), "of another group over the same gloo process group")
+        try:
+            yield
+        finally:
+            turn.release()
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         wide, wide_op, narrow = reducible(x, reduce_op)
@@ -188,7 +205,7 @@ class ProcessGroupCommunicator(Communicator):
         return self._pairs.irecv(out, src, tag)
 
     def barrier(self) -> None:
-        exchange(self.context, Call("barrier"), None)
+        exchange(self.context, Call("barrier").of(current("barrier")), None)
 
     def close(self) -> None:
         self._started.close()

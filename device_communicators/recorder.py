@@ -54,12 +54,14 @@ class Operation:
     """None: under way, or failed."""
     site: str = ""
     """`file:line` of the caller, in debug mode."""
+    told: str = ""
+    """What must be equal on all ranks, in words."""
 
     @property
     def call(self) -> str:
         """What all ranks that are in this operation say of it."""
-        if not self.dtype:
-            return self.name
+        if self.told or not self.dtype:
+            return self.told or self.name
         alike = self.name not in NOT_ALIKE_SHAPES
         return f"{self.name} of {f'{list(self.shape)} ' if alike else ''}{self.dtype}"
 
@@ -74,7 +76,7 @@ class Recorder:
     def __init__(self) -> None:
         self._operations: deque[Operation] = deque(maxlen=RECORDS)
 
-    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str) -> Operation:
+    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str, told: str = "") -> Operation:
         operation = Operation(
             sequence,
             name,
@@ -82,6 +84,7 @@ class Recorder:
             () if tensor is None else tuple(tensor.shape),
             time.monotonic(),
             site=site,
+            told=told,
         )
         self._operations.append(operation)
         return operation

@@ -57,8 +57,8 @@ def is_native(dtype: torch.dtype) -> bool:
 def as_bytes(x: Tensor) -> Tensor:
     """A flat view of contiguous `x`."""
     flat = x.view(-1)
-    if flat.stride(0) != 1:  # one element is contiguous whatever its stride, but can't be viewed as bytes
-        flat = flat.as_strided((1,), (1,))
+    if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
+        flat = flat.as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 
 

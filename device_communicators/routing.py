@@ -7,10 +7,11 @@ communicator raises into this library's errors. It holds no membership logic and
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,24 @@ from device_communicators.errors import (
     ParallelStateError,
     PeerDiedError,
     UnsupportedError,
+    UsageError,
 )
-from device_communicators.failures import ADVICE, is_communication_error, kind_of_failure
+from device_communicators.failures import ADVICE, is_communication_error, is_of_transport, kind_of_failure
 from device_communicators.paths import Paths, check_recordable, table
 from device_communicators.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.reports import explained
 from device_communicators.started import Handle
+from device_communicators.user_call import (
+    METHODS,
+    UserCall,
+    begin_locally,
+    begin_sending,
+    called_as,
+    has_sent,
+    of_arguments,
+    overlap_error,
+    swap,
+)
 from device_communicators.waiting import TransferError, all_died, attributed, died
 
 _RECENT = 8
@@ -76,6 +89,8 @@ class Route:
         self._picks_by_size = False
         self._communicators: tuple[Communicator, ...] = ()
         self._serves_ops = False
+        self._turn = threading.Lock()  # of the collective that is under way; never waited for
+        self._holder = 0
         self.communicators = communicators
         self.sequence = 0
         """The number of the last operation that came through here; what went past it counts as well."""
@@ -126,23 +141,30 @@ class Route:
         *args: Any,
         reduce_op: str | None = None,
         part_of: str | None = None,
+        method: str = "",
     ) -> Any:
         """Calls `operation` of the first communicator that carries it; `args` are that method's.
 
-        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, or the CommunicationError that happened.
+        `method`: what the caller called, where that isn't `operation`.
+        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
+        is under way, or the CommunicationError that happened.
         """
-        started = time.monotonic()
-        try:
-            # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
-            communicator, record = self._begin(operation, tensor, reduce_op, part_of, args)
-            result = getattr(communicator, operation)(*args)
-            record.ended_s = time.monotonic()
-            return result
-        except Exception as error:
-            failure = self.failure_of(error, operation, started)
-            if failure is error:
-                raise
-            raise failure from error
+        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, -1)
+        with self._turn_of(call):
+            started = time.monotonic()
+            begin_sending()
+            try:
+                # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                with nullcontext() if call is None else communicator.turn(call.method):
+                    result = getattr(communicator, operation)(*args)
+                record.ended_s = time.monotonic()
+                return result
+            except Exception as error:
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
+                if failure is error:
+                    raise
+                raise failure from error
 
     def start(
         self,
@@ -151,21 +173,79 @@ class Route:
         *args: Any,
         reduce_op: str | None = None,
         part_of: str | None = None,
+        method: str = "",
+        dim: int = -1,
     ) -> Handle:
         """As `run` for the operations with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`: doesn't wait.
 
-        Its bytes are counted as those of `part_of`, whose calls the caller counts.
+        Its bytes are counted as those of `part_of`, whose calls the caller counts. `dim`: along which ranks' tensors
+        meet, where the arguments don't tell it.
         """
-        started = time.monotonic()
-        try:
-            communicator, record = self._begin(operation, tensor, reduce_op, part_of, args)
-            work = getattr(communicator, operation)(tensor, *args)
-        except Exception as error:
-            failure = self.failure_of(error, operation, started)
-            if failure is error:
-                raise
-            raise failure from error
+        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, dim)
+        with self._turn_of(call):
+            started = time.monotonic()
+            begin_sending()
+            try:
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                work = getattr(communicator, operation)(tensor, *args)
+            except Exception as error:
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
+                if failure is error:
+                    raise
+                raise failure from error
         return Handle(self, record, work, tensor)
+
+    @contextmanager
+    def _turn_of(self, call: UserCall | None) -> Iterator[None]:
+        """Makes `call` this thread's, and the group's only one: ranks can't agree in which order threads come.
+
+        Transfers between two ranks, None, have tags or queues of their own.
+        """
+        if call is None:
+            yield
+            return
+        mine = self._turn.acquire(blocking=False)
+        if not mine and self._holder != threading.get_ident():
+            raise overlap_error(call.method, str(self.context))
+        before = swap(call)
+        try:
+            yield
+        finally:
+            swap(before)
+            if mine:
+                self._turn.release()
+
+    @contextmanager
+    def alone(self, call: UserCall) -> Iterator[None]:
+        """Keeps other threads from beginning a collective of the group: around one that takes several steps."""
+        memory = self.context.host_memory
+        collectives = None if memory is None else memory.collectives
+        with self._turn_of(call):
+            before, self._holder = self._holder, threading.get_ident()
+            try:
+                if collectives is not None and not before:
+                    collectives.enter(call.method)
+                try:
+                    yield
+                finally:
+                    if collectives is not None and not before:
+                        collectives.exit()
+            finally:
+                self._holder = before
+
+    @contextmanager
+    def called_as(self, method: str) -> Iterator[None]:
+        """Errors of this and other ranks name this thread's calls `method`, where that is of their class."""
+        memory = self.context.host_memory
+        library = None if memory is None or memory.collectives is None else memory.collectives.library
+        with called_as(method):
+            if library is not None:
+                library.ps_call_as(METHODS[method])
+            try:
+                yield
+            finally:
+                if library is not None:
+                    library.ps_call_as(0)
 
     def _begin(
         self,
@@ -173,7 +253,7 @@ class Route:
         tensor: Tensor | None,
         reduce_op: str | None,
         part_of: str | None,
-        args: tuple[Any, ...],
+        call: UserCall | None,
     ) -> tuple[Communicator, Operation]:
         self.check_usable(operation)
         kind: _Kind = (operation, None, "cpu", None)
@@ -189,10 +269,14 @@ class Route:
             if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
                 self._chosen.clear()
             self._chosen[key] = communicator
-        record = self.note(operation, tensor)
-        if record.site and operation not in PAIRS and part_of is None:
-            check_alike(self.context, self.sequence, operation, tensor, args, record.site)
+        if call is not None and self._serves_ops and communicator is not self._communicators[0]:
+            self._check_not_served(call)
+        record = self.note(operation, tensor, call)
+        if record.site and call is not None and part_of is None:
+            check_alike(self.context, self.sequence, call, tensor, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
+        if communicator.tells_sending:
+            begin_locally()
         return communicator, record
 
     def check_recordable(self, operation: str) -> None:
@@ -200,12 +284,20 @@ class Route:
         if self._on_cuda:
             check_recordable(self.context, operation)
 
-    def note(self, operation: str, tensor: Tensor | None) -> Operation:
+    def _check_not_served(self, call: UserCall) -> None:
+        """Another thread may be in a call that came past this route."""
+        memory = self.context.host_memory
+        busy = memory is not None and memory.collectives is not None and memory.collectives.is_busy
+        if busy and self._holder != threading.get_ident():
+            raise overlap_error(call.method, str(self.context))
+
+    def note(self, operation: str, tensor: Tensor | None, call: UserCall | None = None) -> Operation:
         """Numbers and records an operation that begins."""
         if operation not in PAIRS:
             served = self._communicators[0].next_served(self.context.key) if self._serves_ops else 0
             self.sequence = served or self.sequence + 1
-        return self._recorder.begin(self.sequence, operation, tensor, call_site() if self.in_debug_mode else "")
+        site, told = call_site() if self.in_debug_mode else "", "" if call is None else str(call)
+        return self._recorder.begin(self.sequence, operation, tensor, site, told)
 
     def operations(self) -> list[Operation]:
         """The last ones, in order; one that has no end is under way, or has failed."""
@@ -267,11 +359,18 @@ class Route:
                 raise self.first_failure
 
     def failure_of(
-        self, error: Exception, operation: str, started: float, record: Operation | None = None
+        self,
+        error: Exception,
+        operation: str,
+        started: float,
+        record: Operation | None = None,
+        *,
+        sent: bool = True,
     ) -> Exception:
         """The error to raise for `error`; a communication error poisons the group.
 
-        `record`: of the operation that failed, where it isn't the last that began.
+        `record`: of the operation that failed, where it isn't the last that began. `sent`: whether others may know of
+        it; else it is this rank's affair, and the group goes on.
         """
         if error is self.first_failure:
             return error
@@ -286,6 +385,12 @@ class Route:
                 self._poison(error)
             return error
         text = str(error)
+        if not sent:
+            return UsageError(
+                f"{operation} of {self.context} failed on this rank before anything was sent, by "
+                f"{type(error).__name__}: {text.splitlines()[0] if text else ''}. The group can be used further; mend "
+                "the cause, and make the call again where the other ranks wait for it"
+            )
         kind = kind_of_failure(text)
         elapsed = time.monotonic() - started
         failure: CommunicationError = kind(
@@ -300,6 +405,9 @@ class Route:
             elapsed_s=elapsed,
             timeout_s=self.context.timeout_s,
         )
+        if not is_of_transport(error):  # nobody else is to blame
+            self._poison(failure)
+            return failure
         if kind is not CollectiveTimeoutError:
             failure = attributed(self.context, operation, started, failure)
         if not failure.suspect_ranks:

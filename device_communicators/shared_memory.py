@@ -14,9 +14,10 @@ from torch import Tensor
 from device_communicators.base import DONE, Communicator, GroupContext, Request, Work
 from device_communicators.channels import Channels
 from device_communicators.errors import UnsupportedError
-from device_communicators.native_group import DTYPES, REDUCE_OPS
+from device_communicators.native_group import DTYPES
 from device_communicators.recorder import Operation
 from device_communicators.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.user_call import REDUCE_OPS, begin_sending
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
 
@@ -25,6 +26,7 @@ class SharedMemoryCommunicator(Communicator):
     """The ranks of one host around one segment."""
 
     name = "shared_memory"
+    tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
         super().__init__(context)
@@ -152,7 +154,8 @@ class SharedMemoryCommunicator(Communicator):
         self._group.call("barrier")
 
     def send(self, x: Tensor, dst: int) -> None:
-        self._queues(self.context.tag(0)).send(x.contiguous(), dst)
+        x = x.contiguous()
+        self._queues(self.context.tag(0)).send(x, dst)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
         return self._queues(tag).isend(x, dst)
@@ -162,6 +165,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _queues(self, tag: int) -> Channels:
         """Messages have queues of their own: only plain tensors come this way."""
+        begin_sending()
         if self._channels is None or tag != self.context.tag(0):
             raise UnsupportedError(f"{self.context}: shared memory has no transfers of tag {tag}")
         return self._channels

@@ -22,6 +22,7 @@ from torch import Tensor
 from device_communicators.base import GroupContext, reduce_in_rank_order
 from device_communicators.checked_calls import Call, Frames, checked, fill, frame_bytes, room_for
 from device_communicators.reductions import as_bytes
+from device_communicators.user_call import begin_sending
 from device_communicators.waiting import until
 
 _OWN_TAGS = 1 << 29  # apart from those of plain transfers, and of the ones between hosts
@@ -82,6 +83,7 @@ class Exchange:
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[tuple[Any, Tensor]]:
         """Contiguous tensors to and from ranks; the works, with what they read or write."""
         group = self.context.cpu_group
+        begin_sending()
         works = [(group.recv([as_bytes(x)], rank, self._tag), x) for rank, x in received.items() if x.numel()]
         return works + [(group.send([as_bytes(x)], rank, self._tag), x) for rank, x in sent.items() if x.numel()]
 

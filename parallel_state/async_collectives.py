@@ -42,7 +42,7 @@ class AsyncTensorCollectives(TensorCollectives):
             return TensorHandle(None, x if x.dim() else x.reshape(1))
         flat = x.contiguous()
         out = x.new_empty((self.world_size, *x.shape))
-        handle = self.route.start("iall_gather", out, flat)
+        handle = self.route.start("iall_gather", out, flat, dim=dim)
         return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
 
     @host_call(_WAITING)
@@ -56,7 +56,7 @@ class AsyncTensorCollectives(TensorCollectives):
             return TensorHandle(None, x.detach())
         rows = x.detach().movedim(dim, 0).contiguous()
         out = x.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
-        handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op)
+        handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op, dim=dim)
         return TensorHandle(handle, out, lambda: out.movedim(0, dim).contiguous(), keep=rows)
 
     @host_call(_WAITING)

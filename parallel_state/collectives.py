@@ -89,7 +89,10 @@ class TensorCollectives:
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order, as views of one new tensor."""
         checks.check_tensor(self.context, "all_gather_to_list", x)
-        return list(self.all_gather(x.unsqueeze(0), 0).unbind(0))
+        if torch.compiler.is_compiling():
+            return list(self.all_gather(x.unsqueeze(0), 0).unbind(0))
+        with self.route.called_as("all_gather_to_list"):
+            return list(self.all_gather(x.unsqueeze(0), 0).unbind(0))
 
     def all_gatherv(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
         """As all_gather with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`."""
@@ -192,14 +195,15 @@ class TensorCollectives:
             except InvalidArgumentError as error:
                 told = str(error)
                 wrong = error
-        told = self.broadcast_object(told, src)
+        if self.world_size > 1:
+            told = self._broadcast_message(told, src, "scatter")
         if wrong is not None:
             raise wrong
         if isinstance(told, str):
             raise RemoteError(f"rank {src} of {self.context} could not scatter: {told}", rank=self.context.ranks[src])
         return told  # type: ignore[return-value]
 
-    def broadcast_object(self, obj: object, src: int = 0) -> object:
+    def _broadcast_message(self, obj: object, src: int, method: str) -> object:
         raise NotImplementedError  # GroupCoordinator has it
 
     def all_to_all(

@@ -223,6 +223,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """A new group of these ranks *of this group*; None on ranks that aren't in it.
 
+        It has process groups of its own, so a thread may use it while others use groups of the same ranks.
         Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
         same at the same time. A part of the world is a root of its own, which fails by deaths among its ranks; a part
         of any other group belongs to that group's root. Raises InvalidArgumentError, or ConfigMismatchError on every
@@ -250,7 +251,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
         domain = self.context.domain
         if domain is not None and domain.is_root:
             domain = FailureDomain(inside, digest(("part", inside)), is_root=True)
-        return create_group(self.pool, inside, name, self.traits, domain=domain)
+        return create_group(self.pool, inside, name, self.traits, domain=domain, unshared=True)
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
         """The global ranks of a sub-group; InvalidArgumentError for what can't be one."""
@@ -341,18 +342,19 @@ def create_group(
     division: Callable[[], RankLists] | None = None,
     near: Sequence[Acquired] = (),
     domain: FailureDomain | None = None,
+    unshared: bool = False,
 ) -> GroupCoordinator:
     """The coordinator of the group of `ranks` (global, ascending), of which this rank is one.
 
-    Who calls it, and `division` and `near`, as for ProcessGroupPool.acquire. Pairs a group for tensors of the
-    traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death fails
-    the group, all of the world if none is given.
+    Who calls it, and `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors of
+    the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
+    fails the group, all of the world if none is given.
     """
     domain = domain or FailureDomain(range(pool.world_size))
     taken: list[Acquired] = []
 
     def acquire(options: GroupOptions) -> Acquired:
-        taken.append(pool.acquire(ranks, options, division=division, near=near, root=domain.root))
+        taken.append(pool.acquire(ranks, options, division=division, near=near, root=domain.root, unshared=unshared))
         return taken[-1]
 
     try:

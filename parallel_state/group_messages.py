@@ -59,14 +59,14 @@ class GroupMessages(AsyncTensorCollectives):
         Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
         """
         checks.check_rank(self.context, "broadcast_object", "src", src)
-        return obj if self._ends_here() else self._messenger.broadcast(obj, src)
+        return obj if self._ends_here() else self._messenger.broadcast(obj, src, "broadcast_object")
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
         if not self._ends_here():
-            received = self._messenger.broadcast(obj_list, src, must_be=list)
+            received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
             if not isinstance(obj_list, list) or len(received) != len(obj_list):
                 found = f"has {len(obj_list)}" if isinstance(obj_list, list) else f"is a {type(obj_list).__name__}"
                 raise InvalidArgumentError(
@@ -76,20 +76,24 @@ class GroupMessages(AsyncTensorCollectives):
             obj_list[:] = received
         return obj_list
 
+    def _broadcast_message(self, obj: object, src: int, method: str) -> object:
+        return self._messenger.broadcast(obj, src, method)
+
     @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
     def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
         """Rank `src`'s flag on every rank."""
-        return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
+        with self.route.called_as("broadcast_flag"):
+            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
 
     @host_call(_OBJECTS)
     def all_sum(self, value: float) -> float:
         """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
-        return sum(self.all_gather_object(value))
+        return value if self._ends_here() else sum(self._messenger.all_gather(value, "all_sum"))
 
     @host_call(_OBJECTS)
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order, on every rank."""
-        return [obj] if self._ends_here() else self._messenger.all_gather(obj)
+        return [obj] if self._ends_here() else self._messenger.all_gather(obj, "all_gather_object")
 
     @host_call(_OBJECTS)
     def send_object(self, obj: Any, dst: int | None = None) -> None:
@@ -130,7 +134,7 @@ class GroupMessages(AsyncTensorCollectives):
 
     @host_call(_SPEC, "broadcast_tensor_dict")
     def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int) -> dict[Any, Any]:
-        return self._messenger.broadcast(tensor_dict, src, must_be=dict)
+        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", must_be=dict)
 
     def send_tensor_dict(
         self,

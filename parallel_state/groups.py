@@ -51,9 +51,10 @@ _NOBODYS_TAG = (1 << 31) - 1
 RankLists = Sequence[Sequence[int]]
 
 
-_Key = tuple[tuple[int, ...], GroupOptions, bool, str]
-"""Ranks, options, whether it was made by all ranks together, and the root by whose deaths its users fail: a group that
-goes on must not share connections with one that gave up in the middle of a call."""
+_Key = tuple[tuple[int, ...], GroupOptions, int, str]
+"""Ranks, options, 0, or 1 where it was made by all ranks together, or from 2 on, for those that aren't shared, and the
+root by whose deaths its users fail: a group that goes on must not share connections with one that gave up in the middle
+of a call."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class ProcessGroupPool:
         self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
         self._channels: Counter[tuple[int, ...]] = Counter()
         self._made: Counter[_Key] = Counter()
+        self._unshared: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = set()
         self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
@@ -156,18 +158,24 @@ class ProcessGroupPool:
         division: Callable[[], RankLists] | None = None,
         near: Sequence[Acquired] = (),
         root: str = "",
+        unshared: bool = False,
     ) -> Acquired:
         """The group of `ranks` (global, ascending), of which this rank is one. Every member calls it in one order.
 
         With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
         that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken. `root`: the
-        failure domain's.
+        failure domain's. `unshared`: a new one, whatever there is. gloo matches what one process group is given by its
+        order, so threads that don't wait for each other need one each.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
         wanted = (tuple(ranks), options)
         same = (key for acquired in near for key in acquired.keys if key[:2] == wanted and key[3] == root)
         own: _Key = next(same, (*wanted, False, root))
+        if unshared:
+            with self._lock:
+                self._unshared[own] += 1
+                own = (*wanted, 1 + self._unshared[own], root)
         known = division is None and (own in self._groups or len(ranks) == 1)
         strategy = "local" if known else self._strategy(options, everyone=division is not None)
         if strategy == "local" or division is None:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from device_communicators.channels import MESSAGES, Channels
+from device_communicators.errors import CollectiveMismatchError
 from device_communicators.message_queue import Head, Message, Receiver, pieces_of
 from device_communicators.recorder import Operation
 from device_communicators.routing import Route
 from device_communicators.started import Handle
+from device_communicators.user_call import UserCall
 from parallel_state import codec_values, wire
 from parallel_state.wire import FRAME_BYTES, HEADER_BYTES, Header, Outgoing
 
@@ -51,13 +53,14 @@ class Transport(Protocol):
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         """Starts to send; nothing is left to wait for where the list is empty."""
 
-    def broadcast(self, outgoing: Outgoing) -> None:
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         """Sends to all other ranks, which receive from `broadcast_of`; the tensors may be changed afterwards."""
 
     def incoming(self, src: int) -> Incoming:
         """The next message of `src` that nobody has asked for."""
 
-    def broadcast_of(self, src: int) -> Incoming: ...
+    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+        """The next message of `src` to all; every rank is in `call`."""
 
 
 def transport_of(route: Route) -> Transport:
@@ -84,18 +87,20 @@ class RouteTransport:
         self.route.count(_SENT)
         return parts
 
-    def broadcast(self, outgoing: Outgoing) -> None:
-        route, src = self.route, self.route.context.rank
-        pieces = [outgoing.frame] + ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
-        for part in [route.start("ibroadcast_", piece, src, part_of=_BROADCAST) for piece in pieces]:
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        route, src, method = self.route, self.route.context.rank, call.method
+        # First, and waited for, what tells ranks that are in another call.
+        route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=_BROADCAST, method=method)
+        pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
+        for part in [route.start("ibroadcast_", piece, src, part_of=_BROADCAST, method=method) for piece in pieces]:
             part.wait()
         route.count(_BROADCAST)
 
     def incoming(self, src: int) -> Incoming:
         return _PostedFrame(self.route, src)
 
-    def broadcast_of(self, src: int) -> Incoming:
-        return _BroadcastFrame(self.route, src)
+    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+        return _BroadcastFrame(self.route, src, call)
 
 
 class _Frame:
@@ -107,16 +112,17 @@ class _Frame:
         self._route = route
         self._src = src
         self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        self._handle: Handle | None = self._start(self._frame, _FRAME)
 
     def _start(self, x: Tensor, kind: int) -> Handle:
+        raise NotImplementedError
+
+    def _take_frame(self) -> None:
         raise NotImplementedError
 
     def receive(self, plan: Plan) -> list[Handle]:
         route, context = self._route, self._route.context
         route.check_usable()  # after a failure, or the end, of the group nothing more comes
-        if self._handle is not None:
-            self._handle.wait()
+        self._take_frame()
         route.count(self.counted)
         header = wire.parse_frame(self._frame, context, self._src)
         rest = wire.rest_buffer(header)
@@ -133,6 +139,13 @@ class _Frame:
 class _PostedFrame(_Frame):
     counted = _RECEIVED
 
+    def __init__(self, route: Route, src: int) -> None:
+        super().__init__(route, src)
+        self._handle = self._start(self._frame, _FRAME)
+
+    def _take_frame(self) -> None:
+        self._handle.wait()
+
     def _start(self, x: Tensor, kind: int) -> Handle:
         return self._route.start("irecv_", x, self._src, self._route.context.tag(kind), part_of=_RECEIVED)
 
@@ -140,8 +153,16 @@ class _PostedFrame(_Frame):
 class _BroadcastFrame(_Frame):
     counted = _BROADCAST
 
+    def __init__(self, route: Route, src: int, call: UserCall) -> None:
+        super().__init__(route, src)
+        self._method = call.method
+
+    def _take_frame(self) -> None:
+        frame = self._frame
+        self._route.run("broadcast_", frame, frame, self._src, part_of=_BROADCAST, method=self._method)
+
     def _start(self, x: Tensor, kind: int) -> Handle:
-        return self._route.start("ibroadcast_", x, self._src, part_of=_BROADCAST)
+        return self._route.start("ibroadcast_", x, self._src, part_of=_BROADCAST, method=self._method)
 
 
 # One message of a queue.
@@ -171,26 +192,45 @@ class QueueTransport:
         tag = route.context.tag(_BODY)
         return parts + [route.start("isend", tensor, dst, tag, part_of=_SENT) for tensor in there]
 
-    def broadcast(self, outgoing: Outgoing) -> None:
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, started = self.route, time.monotonic()
-        record = self._begin(_BROADCAST, outgoing)
+        record = self._begin(_BROADCAST, outgoing, call)
         here, there = _by_place(outgoing.tensors) if outgoing.tensors else ((), ())
         self.channels.broadcasts += 1
         try:
+            self.announce(call)
             sender = self.channels.sender(None, MESSAGES)
             message = Message(outgoing.head, here, self.channels.broadcasts, outgoing.more_head)
-            sender.send(message, "broadcast")
+            sender.send(message, call.method)
         except Exception as error:
-            raise route.failure_of(error, "broadcast", started)  # noqa: B904
+            raise route.failure_of(error, call.method, started)  # noqa: B904
         record.ended_s = time.monotonic()
-        src = route.context.rank
-        for part in [route.start("ibroadcast_", tensor, src, part_of=_BROADCAST) for tensor in there]:
+        src, method = route.context.rank, call.method
+        for part in [route.start("ibroadcast_", x, src, part_of=_BROADCAST, method=method) for x in there]:
             part.wait()
 
-    def _begin(self, name: str, outgoing: Outgoing) -> Operation:
+    def announce(self, call: UserCall) -> None:
+        """Takes the call's place among the group's collectives: ranks that are in another one find out, as does this.
+
+        The queue itself can't tell: a rank that is in a collective doesn't look there.
+        """
+        memory = self.route.context.host_memory
+        if memory is not None and memory.collectives is not None:
+            memory.collectives.call("announce", call.root, told=call)
+
+    def compare(self, call: UserCall, error: CollectiveMismatchError) -> None:
+        """Raises the error that names both calls, where another rank is known to have been in another one."""
+        memory = self.route.context.host_memory
+        if memory is not None and memory.collectives is not None:
+            try:
+                memory.collectives.call("compare", told=call)
+            except CollectiveMismatchError as named:
+                raise named from error
+
+    def _begin(self, name: str, outgoing: Outgoing, call: UserCall | None = None) -> Operation:
         self.route.check_usable()
         self.route.check_recordable(name)
-        record = self.route.note(name, None)
+        record = self.route.note(name, None, call)
         size_bytes = sum([tensor.nbytes for tensor in outgoing.tensors if tensor.is_cpu]) if outgoing.tensors else 0
         self.route.count(name, 1, max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + size_bytes)
         return record
@@ -200,11 +240,11 @@ class QueueTransport:
         self.route.check_recordable(_RECEIVED)
         return _Queued(self, src, self.channels.receiver(src, MESSAGES))
 
-    def broadcast_of(self, src: int) -> Incoming:
+    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
         self.route.check_usable()
         self.route.check_recordable(_BROADCAST)
         self.channels.broadcasts += 1
-        return _QueuedBroadcast(self, src, self.channels.receiver(src, MESSAGES, broadcast=True))
+        return _QueuedBroadcast(self, src, self.channels.receiver(src, MESSAGES, broadcast=True), call)
 
 
 class _Queued:
@@ -213,8 +253,9 @@ class _Queued:
     counted = _RECEIVED
     operation = "recv"
 
-    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver) -> None:
+    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall | None = None) -> None:
         self.route = transport.route
+        self._call = call
         self._src = src
         self._receiver = receiver
         self._number = transport.channels.broadcasts
@@ -222,9 +263,9 @@ class _Queued:
     def receive(self, plan: Plan) -> list[Handle]:
         route, receiver = self.route, self._receiver
         route.check_usable()
-        record = route.note(self.counted, None)
+        record = route.note(self.counted, None, self._call)
         with receiver.lock:
-            head = receiver.next(self.operation)
+            head = self._next()
             self._check(head)
             tensors = plan.recall(head.data, head.left_bytes != 0) if head.data else None
             if tensors is None:
@@ -258,6 +299,9 @@ class _Queued:
             return header, data[HEADER_BYTES:]
         return header, self._receiver.read_on(header.body_bytes, self.operation)
 
+    def _next(self) -> Head:
+        return self._receiver.next(self.operation)
+
     def _check(self, head: Head) -> None:
         """Whether it is the message that this rank expects."""
 
@@ -268,7 +312,20 @@ class _Queued:
 
 class _QueuedBroadcast(_Queued):
     counted = _BROADCAST
-    operation = "broadcast"
+
+    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall) -> None:
+        super().__init__(transport, src, receiver, call)
+        self._collective = call
+        self._transport = transport
+        self.operation = call.method
+
+    def _next(self) -> Head:
+        self._transport.announce(self._collective)
+        try:
+            return super()._next()
+        except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
+            self._transport.compare(self._collective, error)
+            raise
 
     def _check(self, head: Head) -> None:
         """A writer doesn't wait for its readers; so ranks that are not in the same call are told by its number."""
@@ -276,11 +333,11 @@ class _QueuedBroadcast(_Queued):
             raise self._receiver.mismatch(
                 f"this rank is in the group's message number {self._number} to all ranks, and rank {self._src} sent "
                 f"its number {head.fingerprint}; another `src`, or another order of calls, was given on some rank",
-                "broadcast",
+                self.operation,
             )
 
     def _start(self, tensor: Tensor) -> Handle:
-        return self.route.start("ibroadcast_", tensor, self._src, part_of=self.counted)
+        return self.route.start("ibroadcast_", tensor, self._src, part_of=self.counted, method=self.operation)
 
 
 def _by_place(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

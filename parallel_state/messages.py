@@ -20,6 +20,7 @@ from device_communicators.errors import CollectiveMismatchError, CommunicationEr
 from device_communicators.host_calls import host_call
 from device_communicators.routing import Route
 from device_communicators.started import WAITED_FOR, Handle
+from device_communicators.user_call import UserCall
 from parallel_state import codec, wire, wire_forms
 from parallel_state.message_transports import Incoming, transport_of
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
@@ -387,30 +388,38 @@ class Messenger:
 
     # Collective.
 
-    def broadcast(self, obj: Any, src: int, must_be: type | None = None) -> Any:
-        """`src`'s object on every rank; on `src` the very same one."""
-        if self.route.context.rank != src:
-            return self._take(self.transport.broadcast_of(src), src)
-        outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
-        self.transport.broadcast(outgoing)
+    def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
+        """`src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
+        call = UserCall(method, root=src)
+        with self.route.alone(call):
+            if self.route.context.rank != src:
+                return self._take(self.transport.broadcast_of(src, call), src)
+            outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
+            self.transport.broadcast(outgoing, call)
         if outgoing.error is not None:
             raise outgoing.error
         return obj
 
-    def all_gather(self, obj: Any) -> list[Any]:
+    def all_gather(self, obj: Any, method: str) -> list[Any]:
         """Every rank's object, in rank order. Tensors in it travel as CPU bytes and come back on their device."""
+        with self.route.alone(UserCall(method)):
+            return self._all_gather(obj, method)
+
+    def _all_gather(self, obj: Any, method: str) -> list[Any]:
         context = self.route.context
         outgoing = wire.encode(obj, allow_pickle=self.allow_pickle)
         parts = [] if outgoing.rest is None else [outgoing.rest]
         parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         frame = outgoing.frame
-        frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED).view(-1, FRAME_BYTES)
+        frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED, method=method).view(-1, FRAME_BYTES)
         self.route.count(_GATHERED)
         try:
             headers = [wire.parse_header(wire.bytes_of(frame), context, src) for src, frame in enumerate(frames)]
             sizes = [header.rest_bytes + header.tensor_bytes for header in headers]
-            rests = self.route.run("all_gatherv", mine, mine, 0, sizes, part_of=_GATHERED) if any(sizes) else mine
+            rests = mine
+            if any(sizes):
+                rests = self.route.run("all_gatherv", mine, mine, 0, sizes, part_of=_GATHERED, method=method)
             if outgoing.error is not None:
                 raise outgoing.error
             each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)

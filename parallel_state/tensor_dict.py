@@ -94,6 +94,15 @@ class TensorDictSpec:
 def broadcast(
     group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
 ) -> dict[str, Any]:
+    if not torch.compiler.is_compiling():
+        with group.route.called_as("broadcast_tensor_dict with a spec"):
+            return _broadcast(group, tensors, src, spec)
+    return _broadcast(group, tensors, src, spec)
+
+
+def _broadcast(
+    group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
+) -> dict[str, Any]:
     if group.rank_in_group == src:
         given = _given(tensors, spec)
         for entry in spec.entries:

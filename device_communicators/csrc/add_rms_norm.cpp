@@ -1,7 +1,6 @@
 // all_reduce, and what follows it in a transformer's layer, while the sum is still in cache.
 #include <algorithm>
 
-#include "call.h"
 #include "group.h"
 
 namespace parallel_state {
@@ -29,7 +28,8 @@ Status Group::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) 
   const Rows rows{norm, add_rms_norm_function(norm.dtype), norm.hidden * size_of(norm.dtype)};
   if (rows.function == nullptr) return Status::kUnsupported;
   begin(timeout_s);
-  const std::uint64_t call = call_of(Kind::kAllReduceAddRmsNorm, norm.rows * norm.hidden, norm.dtype);
+  const std::uint64_t call = call_of(Kind::kAllReduceAddRmsNorm, norm.rows * norm.hidden, Method::kAllReduceAddRmsNorm,
+                                     mixed(norm.hidden) + static_cast<std::uint64_t>(norm.dtype));
   const std::size_t chunk = std::max<std::size_t>(1, tuning_.large_slot_bytes / std::max<std::size_t>(1, rows.row_bytes));
   for (std::size_t start = 0; start < norm.rows; start += chunk) {
     const std::size_t length = std::min(chunk, norm.rows - start), at = start * rows.row_bytes;

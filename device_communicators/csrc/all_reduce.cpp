@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "call.h"
 #include "copy.h"
 #include "group.h"
 #include "share.h"
@@ -9,7 +8,10 @@ namespace parallel_state {
 
 Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) {
   begin(timeout_s);
-  return reduce_all(out, in, count, dtype, op, call_of(Kind::kAllReduce, count, dtype, op));
+  const auto digest = static_cast<std::uint64_t>(dtype);
+  const std::uint64_t call =
+      call_of(Kind::kAllReduce, count, Method::kAllReduce, digest, static_cast<int>(op));
+  return reduce_all(out, in, count, dtype, op, call);
 }
 
 Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call) {
@@ -28,7 +30,7 @@ Status Group::one_shot_all_reduce(void* out, const void* in, std::size_t count, 
   const std::uint64_t tick = *slot.used = publish(call | flag);
   RETURN_IF_FAILED(wait_all(tick, call));
   Inputs inputs;
-  RETURN_IF_FAILED(hear(inputs, tick, flag, bytes, call));
+  RETURN_IF_FAILED(hear(inputs, tick, flag, bytes));
   if (inputs.shared == size_) return reduce_shared(out, inputs, count, dtype, op, call);
   const void* sources[kMaxRanks];
   for (int rank = 0; rank < size_; ++rank) sources[rank] = inputs.of(rank, place(rank, slot));
@@ -65,7 +67,7 @@ Status Group::large_all_reduce(char* out, const char* in, std::size_t count, Dty
       const std::size_t index = step - 1, start = slices.start(index, rank_) * width;
       RETURN_IF_FAILED(wait_all(written[index % kLargeSlots], call));
       if (index == 0) {
-        RETURN_IF_FAILED(hear(inputs, written[0], flag, count * width, call));
+        RETURN_IF_FAILED(hear(inputs, written[0], flag, count * width));
         if (inputs.shared == size_) return reduce_shared(out, inputs, count, dtype, op, call);
       }
       const void* sources[kMaxRanks];

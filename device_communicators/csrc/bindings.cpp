@@ -21,6 +21,7 @@ using std::string_view;
 struct Reduction {
   Dtype dtype;
   ReduceOp op;
+  int told;  // the reduction as the caller called it, by its place in REDUCE_OPS of native_group.py
 };
 
 // Whether the kernels reduce `dtype` by `name`, and how. Bytes that are 0 or 1: or is max, and is min.
@@ -32,18 +33,19 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   else if (name == "product") op = ReduceOp::kProduct;
   else if (name == "avg" && at::isFloatingType(dtype)) op = ReduceOp::kAverage;
   else return false;
+  const int told = static_cast<int>(op);
   switch (dtype) {
-    case at::kFloat: *found = {Dtype::kFloat32, op}; return true;
-    case at::kDouble: *found = {Dtype::kFloat64, op}; return true;
-    case at::kHalf: *found = {Dtype::kFloat16, op}; return true;
-    case at::kBFloat16: *found = {Dtype::kBfloat16, op}; return true;
-    case at::kChar: *found = {Dtype::kInt8, op}; return true;
-    case at::kShort: *found = {Dtype::kInt16, op}; return true;
-    case at::kInt: *found = {Dtype::kInt32, op}; return true;
-    case at::kLong: *found = {Dtype::kInt64, op}; return true;
-    case at::kByte: *found = {Dtype::kUint8, op}; return true;
+    case at::kFloat: *found = {Dtype::kFloat32, op, told}; return true;
+    case at::kDouble: *found = {Dtype::kFloat64, op, told}; return true;
+    case at::kHalf: *found = {Dtype::kFloat16, op, told}; return true;
+    case at::kBFloat16: *found = {Dtype::kBfloat16, op, told}; return true;
+    case at::kChar: *found = {Dtype::kInt8, op, told}; return true;
+    case at::kShort: *found = {Dtype::kInt16, op, told}; return true;
+    case at::kInt: *found = {Dtype::kInt32, op, told}; return true;
+    case at::kLong: *found = {Dtype::kInt64, op, told}; return true;
+    case at::kByte: *found = {Dtype::kUint8, op, told}; return true;
     case at::kBool:
-      *found = {Dtype::kUint8, op == ReduceOp::kSum || op == ReduceOp::kMax ? ReduceOp::kMax : ReduceOp::kMin};
+      *found = {Dtype::kUint8, op == ReduceOp::kSum || op == ReduceOp::kMax ? ReduceOp::kMax : ReduceOp::kMin, told};
       return true;
     default: return false;
   }
@@ -72,12 +74,29 @@ Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
   return bytes < kPooledBytes ? ordinary(sizes, like.scalar_type()) : symmetric(served, sizes, like.scalar_type());
 }
 
+// As native_group.py numbers those dtypes that both know.
+int number_of(at::ScalarType dtype) {
+  const int number = static_cast<int>(dtype);
+  constexpr int kUint64 = 27 + 2, kUnknown = 254;
+  return number <= kUint64 ? number : kUnknown;
+}
+
+Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim = -1, std::int64_t root = -1) {
+  return as_called(told_of(method, x.numel(), number_of(x.scalar_type()), reduction, static_cast<int>(dim),
+                           static_cast<int>(root)));
+}
+
 // As Served::carry, of `x`. False where it failed.
 template <typename Call>
-bool carry(Served& served, Counted operation, const Tensor& x, Call call) {
+bool carry(Served& served, Counted operation, const Tensor& x, Told told, Call call) {
   const at::IntArrayRef sizes = x.sizes();
-  return served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(), x.nbytes(), call) ==
-         Status::kDone;
+  const Status status = served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(),
+                                     x.nbytes(), [&](Group& self, double timeout_s) {
+                                       self.tell(told);
+                                       return call(self, timeout_s);
+                                     });
+  if (status == Status::kBusy) note_overlap(&served.handle());
+  return status == Status::kDone;
 }
 
 const Tensor& nothing() {
@@ -107,6 +126,9 @@ const auto& find_op(const char* space) {
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
+  const struct Forget {  // an overlap that this call has met is not the next one's
+    ~Forget() { note_overlap(nullptr); }
+  } forget;
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
@@ -120,7 +142,8 @@ struct AllReduce {
     if (served != nullptr && x.numel() != 0 && reduction_of(x.scalar_type(), op, &how)) {
       const auto in = x.expect_contiguous();
       Tensor out = empty(*served, x.sizes(), x);
-      const bool done = carry(*served, Counted::kAllReduce, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kAllReduce, x, how.told);
+      const bool done = carry(*served, Counted::kAllReduce, x, told, [&](Group& self, double timeout_s) {
         return self.all_reduce(out.mutable_data_ptr(), in->const_data_ptr(), in->numel(), how.dtype, how.op, timeout_s);
       });
       if (done) return out;
@@ -138,7 +161,8 @@ struct AllReduceInPlace {
     const std::shared_ptr<Served> served = find_served(group);
     if (served != nullptr && x.numel() != 0 && x.is_contiguous() && reduction_of(x.scalar_type(), op, &how)) {
       void* const data = x.mutable_data_ptr();
-      const bool done = carry(*served, Counted::kAllReduceInPlace, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kAllReduceInPlace, x, how.told);
+      const bool done = carry(*served, Counted::kAllReduceInPlace, x, told, [&](Group& self, double timeout_s) {
         return self.all_reduce(data, data, x.numel(), how.dtype, how.op, timeout_s);
       });
       if (done) return;
@@ -166,7 +190,8 @@ struct AllReduceAddRmsNorm {
       const AddRmsNorm norm{out.mutable_data_ptr(), after.mutable_data_ptr(), in->const_data_ptr(),
                             before->const_data_ptr(), scale->const_data_ptr(), x.numel() / hidden, hidden,
                             static_cast<float>(eps), how.dtype};
-      const bool done = carry(*served, Counted::kFused, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kAllReduceAddRmsNorm, x, how.told);
+      const bool done = carry(*served, Counted::kFused, x, told, [&](Group& self, double timeout_s) {
         return self.all_reduce_add_rms_norm(norm, timeout_s);
       });
       if (done) return {out, after};
@@ -190,7 +215,8 @@ struct AllGather {
       const auto in = x.expect_contiguous();
       Tensor out = empty(*served, resized(x, dim, x.size(dim) * served->handle().size()), x);
       const std::size_t outer = rows_before(x, dim);
-      const bool done = carry(*served, Counted::kAllGather, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kAllGather, x, -1, dim);
+      const bool done = carry(*served, Counted::kAllGather, x, told, [&](Group& self, double timeout_s) {
         return self.all_gather(out.mutable_data_ptr(), in->const_data_ptr(), outer, in->nbytes() / outer, timeout_s);
       });
       if (done) return out;
@@ -211,7 +237,8 @@ struct ReduceScatter {
       const auto in = x.expect_contiguous();
       Tensor out = empty(*served, resized(x, dim, x.size(dim) / served->handle().size()), x);
       const std::size_t outer = rows_before(x, dim);
-      const bool done = carry(*served, Counted::kReduceScatter, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kReduceScatter, x, how.told, dim);
+      const bool done = carry(*served, Counted::kReduceScatter, x, told, [&](Group& self, double timeout_s) {
         return self.reduce_scatter(out.mutable_data_ptr(), in->const_data_ptr(), outer, out.numel() / outer, how.dtype,
                                    how.op, timeout_s);
       });
@@ -245,7 +272,9 @@ struct AllToAll {
       TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
                         " rows of x, but add up to ", rows_in);
       Tensor out = empty(*served, resized(x, 0, rows), x);
-      const bool done = carry(*served, Counted::kAllToAll, x, [&](Group& self, double timeout_s) {
+      Told told = tell(Method::kAllToAll, x);
+      told.word |= digest_of_sizes(x.sizes().slice(1)) << 40;
+      const bool done = carry(*served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
         return self.all_to_all(out.mutable_data_ptr(), in->const_data_ptr(), out_bytes, in_bytes, timeout_s);
       });
       if (done) return out;
@@ -263,7 +292,8 @@ struct Broadcast {
     if (served != nullptr && x.numel() != 0 && src >= 0 && src < served->handle().size()) {
       Tensor out = empty(*served, x.sizes(), x);
       if (served->handle().rank() == src) out.copy_(x);
-      const bool done = carry(*served, Counted::kBroadcast, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kBroadcast, x, -1, -1, src);
+      const bool done = carry(*served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {
         return self.broadcast(out.mutable_data_ptr(), out.nbytes(), static_cast<int>(src), timeout_s);
       });
       if (done) return out;
@@ -279,7 +309,8 @@ struct BroadcastInPlace {
   static void run(Tensor& x, Tensor& token, std::int64_t src, string_view group) {
     const std::shared_ptr<Served> served = find_served(group);
     if (served != nullptr && x.numel() != 0 && x.is_contiguous() && src >= 0 && src < served->handle().size()) {
-      const bool done = carry(*served, Counted::kBroadcastInPlace, x, [&](Group& self, double timeout_s) {
+      const Told told = tell(Method::kBroadcastInPlace, x, -1, -1, src);
+      const bool done = carry(*served, Counted::kBroadcastInPlace, x, told, [&](Group& self, double timeout_s) {
         return self.broadcast(x.mutable_data_ptr(), x.nbytes(), static_cast<int>(src), timeout_s);
       });
       if (done) return;
@@ -308,7 +339,8 @@ struct Barrier {
   static void run(Tensor& token, string_view group) {
     if (const std::shared_ptr<Served> served = find_served(group)) {
       const auto call = [](Group& self, double timeout_s) { return self.barrier(timeout_s); };
-      if (carry(*served, Counted::kBarrier, nothing(), call)) return;
+      const Told told = tell(Method::kBarrier, nothing());
+      if (carry(*served, Counted::kBarrier, nothing(), told, call)) return;
     }
     in_python<Barrier>(token, group);
   }

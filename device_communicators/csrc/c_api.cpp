@@ -12,9 +12,22 @@ using namespace parallel_state;
 namespace {
 
 template <typename Call>
-int with(std::uint64_t group, Call call) {
+int with(std::uint64_t group, std::uint64_t word, std::uint64_t numel, Call call) {
   const std::shared_ptr<Handle> handle = find(group);
-  return static_cast<int>(handle == nullptr ? Status::kClosed : handle->run(call));
+  if (handle == nullptr) return static_cast<int>(Status::kClosed);
+  if (take_overlap(handle.get())) return static_cast<int>(Status::kBusy);
+  return static_cast<int>(handle->run([&](Group& self, double timeout_s) {
+    self.tell({word, numel});
+    return call(self, timeout_s);
+  }));
+}
+
+std::int64_t* show(const Shown& shown, std::int64_t* out) {
+  *out++ = static_cast<std::int64_t>(shown.told.word);
+  *out++ = static_cast<std::int64_t>(shown.told.numel);
+  *out++ = shown.count;
+  for (const std::uint64_t bytes : shown.parts) *out++ = static_cast<std::int64_t>(bytes);
+  return out;
 }
 
 }  // namespace
@@ -95,15 +108,48 @@ void ps_serve(const char* key, std::uint64_t group) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// Rank, both calls, microseconds, and who found out (-1: this rank itself), of the first failure.
+// Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all doesn't
+// fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as its word,
+// numel, number of parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
-  out[0] = failure.suspect;
-  out[1] = static_cast<std::int64_t>(failure.expected);
-  out[2] = static_cast<std::int64_t>(failure.found);
-  out[3] = static_cast<std::int64_t>(failure.elapsed_s * 1e6);
-  out[4] = failure.reporter;
+  *out++ = failure.suspect;
+  *out++ = static_cast<std::int64_t>(failure.elapsed_s * 1e6);
+  *out++ = failure.reporter;
+  *out++ = failure.misfit.from;
+  *out++ = failure.misfit.to;
+  *out++ = static_cast<std::int64_t>(failure.misfit.sent_bytes);
+  *out++ = static_cast<std::int64_t>(failure.misfit.expected_bytes);
+  show(failure.found, show(failure.expected, out));
+}
+
+// What the next collectives of this thread are told as where they are of the same class; 0: as what they are.
+void ps_call_as(int method) { call_as(method); }
+
+// From the first of these to the second no other thread begins a call of the group. The first: kBusy where one is under
+// way.
+int ps_group_enter(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return static_cast<int>(handle == nullptr ? Status::kClosed : handle->hold() ? Status::kDone : Status::kBusy);
+}
+
+void ps_group_exit(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->release();
+}
+
+int ps_group_is_busy(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle != nullptr && handle->is_busy();
+}
+
+// See Group::compare.
+int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t numel) {
+  return with(group, word, numel, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
+}
+
+int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t numel, int src) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) { return self.announce(src, timeout_s); });
 }
 
 // Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.
@@ -143,54 +189,54 @@ void ps_served_recorded(const char* key, std::int64_t* out) {
   }
 }
 
-int ps_barrier(std::uint64_t group) {
-  return with(group, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
+int ps_barrier(std::uint64_t group, std::uint64_t word, std::uint64_t numel) {
+  return with(group, word, numel, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
 }
 
-int ps_all_reduce(std::uint64_t group, void* out, const void* in, std::size_t count, int dtype, int op) {
-  return with(group, [=](Group& self, double timeout_s) {
+int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, const void* in, std::size_t count, int dtype, int op) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) {
     return self.all_reduce(out, in, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
   });
 }
 
-int ps_reduce_scatter(std::uint64_t group, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype,
+int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype,
                       int op) {
-  return with(group, [=](Group& self, double timeout_s) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) {
     return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
   });
 }
 
-int ps_all_gather(std::uint64_t group, void* out, const void* in, std::size_t outer, std::size_t inner_bytes) {
-  return with(group, [=](Group& self, double timeout_s) {
+int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, const void* in, std::size_t outer, std::size_t inner_bytes) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) {
     return self.all_gather(out, in, outer, inner_bytes, timeout_s);
   });
 }
 
-int ps_gatherv(std::uint64_t group, void* const* outs, const std::size_t* bytes, const void* in) {
-  return with(group, [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
+int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* const* outs, const std::size_t* bytes, const void* in) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
 }
 
-int ps_broadcast(std::uint64_t group, void* data, std::size_t bytes, int src) {
-  return with(group, [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
+int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* data, std::size_t bytes, int src) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
 }
 
-int ps_scatter(std::uint64_t group, void* out, const void* in, std::size_t bytes, int src) {
-  return with(group, [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
+int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, const void* in, std::size_t bytes, int src) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
 }
 
-int ps_all_to_all(std::uint64_t group, void* out, const void* in, const std::size_t* out_bytes,
+int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, const void* in, const std::size_t* out_bytes,
                   const std::size_t* in_bytes) {
-  return with(group, [=](Group& self, double timeout_s) {
+  return with(group, word, numel, [=](Group& self, double timeout_s) {
     return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s);
   });
 }
 
 // See AddRmsNorm in group.h.
-int ps_all_reduce_add_rms_norm(std::uint64_t group, void* out, void* residual_out, const void* in,
+int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t numel, void* out, void* residual_out, const void* in,
                                const void* residual, const void* weight, std::size_t rows, std::size_t hidden,
                                float eps, int dtype) {
   const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
-  return with(group, [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+  return with(group, word, numel, [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
 // The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.

@@ -8,15 +8,56 @@
 
 namespace parallel_state {
 
+// What moves the bytes of a call.
 enum class Kind : std::uint64_t {
-  kBarrier = 1, kAllReduce, kReduceScatter, kAllGather, kGatherv, kBroadcast, kScatter, kAllToAll, kAllReduceAddRmsNorm
+  kBarrier = 1, kAllReduce, kReduceScatter, kAllGather, kGatherv, kBroadcast, kScatter, kAllToAll, kAllReduceAddRmsNorm,
+  kMessage
 };
 
-// operation (8 bits), dtype (4), reduction (4), Counter::kFlag (1), size (47): readable in an error of another rank.
-inline std::uint64_t call_of(Kind kind, std::size_t size, Dtype dtype = Dtype::kUint8, ReduceOp op = ReduceOp::kSum) {
-  return (static_cast<std::uint64_t>(kind) << 56) | (static_cast<std::uint64_t>(dtype) << 52) |
-         (static_cast<std::uint64_t>(op) << 48) | (static_cast<std::uint64_t>(size) & 0x7fff'ffff'ffffULL);
+// What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other: a
+// rank may reduce in place while the others don't.
+enum class Method : std::uint8_t {
+  kNone = 0, kAllReduce = 8, kAllReduceInPlace, kAllGather = 16, kReduceScatter = 24, kBroadcast = 32,
+  kBroadcastInPlace, kAllToAll = 56, kBarrier = 64, kAllReduceAddRmsNorm = 72
+};
+constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
+
+// A call in words that fit a line of shared memory: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1, a
+// byte each from the lowest; above them 24 bits of a digest of sizes that must be equal. `numel` is only shown.
+struct Told {
+  std::uint64_t word = 0;
+  std::uint64_t numel = 0;
+};
+
+inline Told told_of(Method method, std::uint64_t numel, int dtype, int reduction = -1, int dim = -1, int root = -1) {
+  const auto byte = [](int value) { return static_cast<std::uint64_t>(value) & 255; };
+  return {byte(static_cast<int>(method)) | byte(dtype) << 8 | byte(reduction + 1) << 16 | byte(dim + 1) << 24 |
+              byte(root + 1) << 32,
+          numel};
 }
+
+// As `digest` in user_call.py.
+template <typename Sizes>
+std::uint64_t digest_of_sizes(const Sizes& sizes) {
+  std::uint32_t digest = 0;
+  for (const auto size : sizes) digest = (digest ^ (static_cast<std::uint32_t>(size) + 1)) * 0x9e3779b1U;
+  return digest >> 8;
+}
+
+// Finalizer of MurmurHash3: every bit of the input changes half of the output's.
+inline std::uint64_t mixed(std::uint64_t bits) {
+  bits = (bits ^ (bits >> 33)) * 0xff51afd7ed558ccdULL;
+  bits = (bits ^ (bits >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return bits ^ (bits >> 33);
+}
+
+inline std::uint64_t digest_of(const std::size_t* parts, int count) {
+  std::uint64_t digest = 0;
+  for (int part = 0; part < count; ++part) digest = mixed(digest + 0x9e3779b97f4a7c15ULL + parts[part]);
+  return digest;
+}
+
+constexpr std::uint64_t kNoCall = 0;  // compares with none
 
 #define RETURN_IF_FAILED(expression)                  \
   do {                                                \

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "call.h"
 #include "copy.h"
 
 namespace parallel_state {
@@ -73,7 +72,7 @@ Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size
   const auto* source = static_cast<const char*>(in);
   auto* rows = static_cast<char*>(out);
   const std::size_t stride = size_ * inner_bytes, bytes = outer * inner_bytes, slot_bytes = slot_bytes_for(bytes);
-  const std::uint64_t call = call_of(Kind::kAllGather, bytes), flag = offer(in, bytes, nullptr, 0);
+  const std::uint64_t call = call_of(Kind::kAllGather, bytes, Method::kAllGather), flag = offer(in, bytes, nullptr, 0);
   Inputs inputs;
   for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
     const std::size_t length = std::min(slot_bytes, bytes - start);
@@ -83,7 +82,7 @@ Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size
     const std::uint64_t tick = *slot.used = publish(call | flag);
     copy_rows(rows + rank_ * inner_bytes, inner_bytes, stride, source + start, start, length);
     RETURN_IF_FAILED(wait_all(tick, call));
-    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, bytes, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, bytes));
     for (int step = 1; step < size_; ++step) {
       const int rank = (rank_ + step) % size_;
       const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
@@ -100,8 +99,9 @@ Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* i
   const auto part = [&](int rank, std::size_t start, std::size_t length) {
     return start >= bytes[rank] ? 0 : std::min(length, bytes[rank] - start);
   };
+  tell_parts(bytes);
   return move(
-      longest, call_of(Kind::kGatherv, longest),
+      longest, call_of(Kind::kGatherv, longest, Method::kNone, digest_of(bytes, size_)),
       [&](char* slot, std::size_t start, std::size_t length) {
         copy(slot, static_cast<const char*>(in) + start, part(rank_, start, length));
       },
@@ -114,7 +114,7 @@ Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* i
 Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
   begin(timeout_s);
   auto* flat = static_cast<char*>(data);
-  const std::uint64_t call = call_of(Kind::kBroadcast, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
+  const std::uint64_t call = call_of(Kind::kBroadcast, bytes, Method::kBroadcast, 0, -1, src);
   const std::uint64_t flag = rank_ == src ? offer(data, bytes, nullptr, 0) : 0;
   const std::size_t slot_bytes = slot_bytes_for(bytes);
   for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
@@ -127,7 +127,7 @@ Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s
     if (rank_ == src) continue;
     RETURN_IF_FAILED(wait_one(src, tick, call));
     if (start == 0 && arena_bytes_ != 0 && lines_[src].flagged(tick)) {
-      const char* const theirs = in_arena(src, lines_[src].in_at, bytes, call);
+      const char* const theirs = in_arena(src, lines_[src].in_at, bytes);
       if (theirs == nullptr) return Status::kMismatch;
       copy(flat, theirs, bytes);
       publish(call);  // which the source waits for, and nobody else
@@ -143,7 +143,7 @@ Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, dou
   // A slot holds a piece of every rank's block, side by side.
   const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
-  const std::uint64_t call = call_of(Kind::kScatter, bytes) ^ (static_cast<std::uint64_t>(src) << 48);
+  const std::uint64_t call = call_of(Kind::kScatter, bytes, Method::kNone, 0, -1, src);
   for (std::size_t start = 0; more(start, bytes); start += piece) {
     const std::size_t length = std::min(piece, bytes - start);
     RETURN_IF_FAILED(move(
@@ -170,7 +170,8 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
   const std::size_t bytes = outer * row;  // of a slice
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
   const ReduceFunction reduce = reduce_function(dtype, op);
-  const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, dtype, op);
+  const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, Method::kReduceScatter,
+                                     static_cast<std::uint64_t>(dtype), static_cast<int>(op));
   const std::uint64_t flag = outer == 1 ? offer(in, stride, nullptr, 0) : 0;
   const auto* source = static_cast<const char*>(in);
   Inputs inputs;
@@ -183,7 +184,7 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
     }
     const std::uint64_t tick = *slot.used = publish(call | flag);
     RETURN_IF_FAILED(wait_all(tick, call));
-    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, outer == 1 ? stride : 0, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, outer == 1 ? stride : 0));
     const void* sources[kMaxRanks];
     for (int rank = 0; rank < size_; ++rank) {
       const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
@@ -198,29 +199,31 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
 Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                          double timeout_s) {
   begin(timeout_s);
-  // Each rank tells how much it sends to each other: the longest block says how many exchanges there are, and what a rank
-  // doesn't expect is a mismatch.
-  std::uint64_t own[kMaxRanks], longest = *std::max_element(in_bytes, in_bytes + size_);
+  // Each rank tells how much it sends to each other and expects from it: the longest block says how many exchanges there
+  // are. All ranks see all of it, so all find the same where what is sent isn't what is expected.
+  tell_parts(in_bytes);
+  const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
+  const std::size_t row = 2 * static_cast<std::size_t>(size_);
+  rows_.resize(row * size_);
+  std::uint64_t* const own = rows_.data() + rank_ * row;
   std::copy(in_bytes, in_bytes + size_, own);
-  bool fits = in_bytes[rank_] == out_bytes[rank_];
-  int misfit = rank_;
+  std::copy(out_bytes, out_bytes + size_, own + size_);
   RETURN_IF_FAILED(move(
-      size_ * sizeof own[0], call_of(Kind::kAllToAll, 0),
-      [&](char* slot, std::size_t, std::size_t) { copy(slot, own, size_ * sizeof own[0]); }, kEveryone,
+      row * sizeof *own, call, [&](char* slot, std::size_t, std::size_t) { copy(slot, own, row * sizeof *own); },
+      kEveryone,
       [&](int rank, const char* slot, std::size_t, std::size_t) {
-        std::uint64_t theirs[kMaxRanks];
-        copy(theirs, slot, size_ * sizeof theirs[0]);
-        longest = std::max(longest, *std::max_element(theirs, theirs + size_));
-        if (theirs[rank_] == out_bytes[rank]) return;
-        fits = false;
-        misfit = rank;
-        expected_ = call_of(Kind::kAllToAll, out_bytes[rank]);
-        found_ = call_of(Kind::kAllToAll, theirs[rank_]);
+        copy(rows_.data() + rank * row, slot, row * sizeof *own);
       }));
-  if (!fits) {
-    suspect_ = misfit;
-    if (misfit == rank_) expected_ = found_ = call_of(Kind::kAllToAll, in_bytes[rank_]);
-    return Status::kMismatch;
+  std::uint64_t longest = 0;
+  for (int from = 0; from < size_; ++from) {
+    for (int to = 0; to < size_; ++to) {
+      const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];
+      longest = std::max(longest, sent);
+      if (sent == expected) continue;
+      remember(from == rank_ ? to : from, tick_);
+      misfit_ = {from, to, sent, expected};
+      return Status::kMismatch;
+    }
   }
   const std::size_t slot_bytes = slot_bytes_for(longest * size_);
   const std::size_t piece = std::min<std::size_t>(longest, slot_bytes / size_);
@@ -234,7 +237,7 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
   };
   for (std::size_t start = 0; start < longest; start += piece) {
     RETURN_IF_FAILED(move(
-        piece * size_, call_of(Kind::kAllToAll, longest),
+        piece * size_, call,
         [&](char* slot, std::size_t, std::size_t) {
           for (int rank = 0; rank < size_; ++rank) {
             const std::size_t length = part(in_bytes[rank], start);

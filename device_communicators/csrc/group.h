@@ -7,7 +7,8 @@
 // Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all before. A slot is
 // written again only when all others have entered an exchange after the one in which they read it last.
 //
-// With its tick a rank tells what it does (operation, dtype, size): the others compare before they touch its data.
+// With its tick a rank tells what it does, as a digest of the whole call: the others compare before they touch its data.
+// The words behind the digest, of its last 64 ticks, lie in its archive, for the error of a rank that finds another.
 //
 // Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
 #pragma once
@@ -18,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "call.h"
 #include "liveness.h"
 #include "reduce.h"
 #include "tuning.h"
@@ -26,7 +28,7 @@
 namespace parallel_state {
 
 enum class Status : int {
-  kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3, kClosed = 4, kInterrupted = 5, kUnsupported = 6
+  kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3, kClosed = 4, kInterrupted = 5, kUnsupported = 6, kBusy = 8
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to the
@@ -45,6 +47,20 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
+// A call as errors show it: what was told, and the bytes of its parts where it has parts.
+struct Shown {
+  Told told;
+  std::uint64_t parts[kMaxRanks] = {};
+  int count = 0;
+};
+
+// What one rank of an all_to_all sends to another, which expects something else; -1: there is no such pair.
+struct Misfit {
+  int from = -1;
+  int to = -1;
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t expected_bytes = 0;
+};
 
 class Group {
  public:
@@ -53,6 +69,9 @@ class Group {
   Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy);
 
   static std::size_t segment_bytes(int size);
+
+  // What the next call is told as; without it, as what it is.
+  void tell(Told told) { told_ = told; }
 
   // Sizes may be zero: the ranks meet nonetheless, so that one that has something finds out.
   // Every one returns kDone, or what went wrong and `suspect()`, `expected()` and `found()` say who and how.
@@ -78,10 +97,18 @@ class Group {
 
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
 
+  // Takes its place among the calls for a message to all ranks, which goes another way; `src` doesn't wait, the others
+  // until `src` has come.
+  Status announce(int src, double timeout_s);
+
+  // kMismatch where a rank is known to have been in another call than this one.
+  Status compare(double timeout_s);
+
   int suspect() const { return suspect_; }
   int reporter() const { return reporter_; }  // who found out, where that was another rank
-  std::uint64_t expected() const { return expected_; }
-  std::uint64_t found() const { return found_; }
+  const Shown& expected() const { return expected_; }
+  const Shown& found() const { return found_; }
+  const Misfit& misfit() const { return misfit_; }
 
  private:
   template <typename Write, typename Wanted, typename Read>
@@ -89,10 +116,30 @@ class Group {
   Status reuse(std::uint64_t tick);
   Status wait_one(int rank, std::uint64_t tick, std::uint64_t call);
   bool differs(int rank, std::uint64_t tick, std::uint64_t call);
-  bool in_another_call(std::uint64_t tick, std::uint64_t call);
+  bool in_another_call();
+  bool remember(int rank, std::uint64_t tick);
   Status wait_all(std::uint64_t tick, std::uint64_t call);
   std::uint64_t publish(std::uint64_t call);
   void begin(double timeout_s);
+
+  // The note of a call that has begun: all of it must be equal on all ranks.
+  std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
+                        int root = -1);
+  void tell_parts(const std::size_t* bytes);
+
+  // The last calls of a rank; written by it before the tick that they belong to is published.
+  static constexpr std::uint64_t kKept = 64;
+  struct alignas(128) Archive {
+    struct Entry {
+      std::atomic<std::uint64_t> note, word, numel, parts;  // parts: how many
+    };
+    Entry entries[kKept];
+    std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call that has parts
+  };
+  static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
+  static constexpr std::size_t data_offset(int size) {
+    return archive_offset(size) + static_cast<std::size_t>(size) * sizeof(Archive);
+  }
 
   // A place in each rank's part of the segment, and the tick with which this rank published its own last.
   struct Slot {
@@ -115,9 +162,9 @@ class Group {
     const char* of(int rank, const char* otherwise) const { return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise; }
   };
   std::uint64_t offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes);
-  Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes, std::uint64_t call);
+  Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes);
   Status close(std::uint64_t call);
-  char* in_arena(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, std::uint64_t call);
+  char* in_arena(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes);
   Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
   Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
@@ -130,6 +177,7 @@ class Group {
   }
 
   Counter* lines_;  // one per rank: its tick, and what it does there
+  Archive* archives_;
   char* data_;
   int rank_;
   int size_;
@@ -147,8 +195,13 @@ class Group {
   Deadline deadline_;
   int suspect_ = -1;
   int reporter_ = -1;
-  std::uint64_t expected_ = 0;
-  std::uint64_t found_ = 0;
+  Told told_;
+  std::uint64_t history_ = 0;  // a digest of all calls so far
+  std::uint64_t parts_ = 0;  // how many the call has
+  std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
+  Shown expected_;
+  Shown found_;
+  Misfit misfit_;
 };
 
 }  // namespace parallel_state

@@ -65,7 +65,12 @@ void Handle::set_arenas(void* const* bases, std::size_t bytes, int descriptor, s
 }
 
 void Handle::note(Status status, double elapsed_s) {
-  failure_ = {status, group_.suspect(), group_.reporter(), group_.expected(), group_.found(), elapsed_s};
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure_ = {status, group_.suspect(), group_.reporter(), group_.expected(), group_.found(), group_.misfit(),
+                elapsed_s};
+    failed_ = true;
+  }
   // What another one found out is known already; the dead are seen by all.
   if (failure_.reporter < 0 && status != Status::kPeerDied) liveness_.fail(static_cast<int>(status), failure_.suspect);
   if (arena_ != nullptr) arena_->retire();
@@ -73,7 +78,9 @@ void Handle::note(Status status, double elapsed_s) {
 
 // The group fails by a death that no wait in it has met.
 void Handle::doom() {
-  if (failure_.status != Status::kDone) return;
+  if (failed_) return;
+  failed_ = true;
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
   failure_.status = Status::kPeerDied;
   failure_.suspect = kOutside;
   if (arena_ != nullptr) arena_->retire();
@@ -119,6 +126,45 @@ void forget(std::uint64_t number) {
   if (found == tables().by_number.end()) return;
   last = std::move(found->second);
   tables().by_number.erase(found);
+}
+
+namespace {
+
+thread_local const Handle* overlapped = nullptr;  // only compared
+thread_local std::uint64_t called_as = 0;
+thread_local const Handle* held = nullptr;  // only compared
+
+}  // namespace
+
+bool Handle::is_held() const { return held == this; }
+
+bool Handle::hold() {
+  if (!enter()) return false;
+  held = this;
+  return true;
+}
+
+void Handle::release() {
+  held = nullptr;
+  leave();
+}
+
+void note_overlap(const Handle* handle) { overlapped = handle; }
+
+bool take_overlap(const Handle* handle) {
+  if (overlapped == nullptr) return false;
+  const bool found = overlapped == handle;
+  overlapped = nullptr;
+  return found;
+}
+
+void call_as(int method) { called_as = static_cast<std::uint64_t>(method); }
+
+Told as_called(Told told) {
+  if (called_as != 0 && ((called_as ^ told.word) & 255 & ~kVariants) == 0) {
+    told.word = (told.word & ~std::uint64_t{255}) | called_as;
+  }
+  return told;
 }
 
 void serve(const std::string& key, std::shared_ptr<Handle> handle) {

@@ -3,7 +3,8 @@
 //
 // A handle owns its group and the memory that the group works in. Whoever is in the middle of a call keeps it alive, so
 // that a group can be closed by another thread at any time: the call ends by itself, at its deadline at the latest, and
-// the memory goes with the last one. Calls of several threads take turns. A forked child has none of them.
+// the memory goes with the last one. A call that begins while another is under way fails with kBusy: no turn of threads
+// on one rank would be that of the others. A forked child has none of them.
 #pragma once
 
 #include <atomic>
@@ -25,8 +26,9 @@ struct Failure {
   Status status = Status::kDone;
   int suspect = -1;
   int reporter = -1;  // who found out, where that was another rank
-  std::uint64_t expected = 0;
-  std::uint64_t found = 0;
+  Shown expected;
+  Shown found;
+  Misfit misfit;
   double elapsed_s = 0;
 };
 
@@ -56,20 +58,26 @@ class Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  // Runs `call(group, timeout_s)` when it is this thread's turn, unless the group failed before.
+  // Runs `call(group, timeout_s)`, unless a call is under way or the group failed before.
   template <typename Call>
   Status run(Call call) {
-    const std::lock_guard<std::mutex> turn(turn_);
-    if (liveness_.is_doomed()) doom();
-    if (failure_.status != Status::kDone) return failure_.status;
-    const double started_s = coarse_now_s();
-    const Status status = call(group_, timeout_s_);
-    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
-    return status;
+    if (!enter()) return is_held() ? run_entered(call) : Status::kBusy;
+    const Leave leave{*this};
+    return run_entered(call);
   }
 
+  // Whether no other call was under way; until `leave` there can be none. Acquire and release pair: the next call sees
+  // what this one wrote.
+  bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
+  void leave() { busy_.store(false, std::memory_order_release); }
+
+  // As `enter` and `leave`, around several calls of this thread.
+  bool hold();
+  void release();
+  bool is_busy() const { return busy_.load(std::memory_order_relaxed); }
+
   Failure failure() {
-    const std::lock_guard<std::mutex> turn(turn_);
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
     return failure_;
   }
 
@@ -87,10 +95,31 @@ class Handle {
 
  private:
   static std::size_t members_offset(int size) { return (Group::segment_bytes(size) + 63) / 64 * 64; }
+  struct Leave {
+    Handle& handle;
+    ~Leave() { handle.leave(); }
+  };
+  bool is_held() const;  // by this thread
+
+  template <typename Call>
+  Status run_entered(Call call) {
+    if (in_call_) return Status::kBusy;  // a signal handler in the middle of the call
+    if (liveness_.is_doomed()) doom();
+    if (failed_) return failure_.status;
+    const double started_s = coarse_now_s();
+    in_call_ = true;
+    const Status status = call(group_, timeout_s_);
+    in_call_ = false;
+    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
+    return status;
+  }
+
   void note(Status status, double elapsed_s);
   void doom();
 
-  std::mutex turn_;
+  std::atomic<bool> busy_{false};
+  bool in_call_ = false;  // this and the next: written and read by who has entered
+  bool failed_ = false;
   void* memory_;
   std::size_t bytes_;
   int rank_;
@@ -98,6 +127,7 @@ class Handle {
   double timeout_s_;
   ProcessLiveness liveness_;
   Group group_;
+  std::mutex failure_mutex_;
   Failure failure_;
   std::vector<void*> arenas_;
   std::size_t arena_bytes_ = 0;
@@ -146,12 +176,14 @@ class Served {
   template <typename Call>
   Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
-    Record& record = begin(operation, dtype, sizes, dims);
-    const Status status = handle_->run(call);
-    if (status != Status::kDone) return status;
-    record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
-    count(operation, bytes);
-    return status;
+    return handle_->run([&](Group& group, double timeout_s) {
+      Record& record = begin(operation, dtype, sizes, dims);  // a call that doesn't begin has no number
+      const Status status = call(group, timeout_s);
+      if (status != Status::kDone) return status;
+      record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
+      count(operation, bytes);
+      return status;
+    });
   }
 
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
@@ -163,6 +195,15 @@ class Served {
   Traffic traffic_[static_cast<int>(Counted::kCount)];
   Record records_[kRecords];
 };
+
+// A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand it
+// on to, must refuse it, too. It is taken once.
+void note_overlap(const Handle* handle);
+bool take_overlap(const Handle* handle);
+
+// See ps_call_as.
+void call_as(int method);
+Told as_called(Told told);
 
 // A name that nobody serves goes to the Python route.
 void serve(const std::string& key, std::shared_ptr<Handle> handle);

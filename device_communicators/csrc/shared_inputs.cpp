@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <memory>
 
-#include "call.h"
 #include "copy.h"
 #include "group.h"
 #include "share.h"
@@ -37,14 +36,14 @@ std::uint64_t Group::offer(const void* in, std::size_t in_bytes, const void* out
 }
 
 // After all were seen at `tick`: whose inputs are shared. Every rank sees the same.
-Status Group::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes, std::uint64_t call) {
+Status Group::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes) {
   inputs.shared = 0;
   inputs.is_shared = 0;
   if (arena_bytes_ == 0 || bytes <= tuning_.symmetric_slots_bytes) return Status::kDone;
   for (int rank = 0; rank < size_; ++rank) {
     // A note that is no longer known is of a rank that has gone on, and it would not have, had it shared its input.
     if (rank == rank_ ? own_flag == 0 : !lines_[rank].flagged(tick)) continue;
-    inputs.at[rank] = in_arena(rank, lines_[rank].in_at, bytes, call);
+    inputs.at[rank] = in_arena(rank, lines_[rank].in_at, bytes);
     if (inputs.at[rank] == nullptr) return Status::kMismatch;
     inputs.is_shared |= std::uint64_t{1} << rank;
     ++inputs.shared;
@@ -53,11 +52,10 @@ Status Group::hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, s
 }
 
 // A rank's tensor in its arena; null, and the rank is to blame, where it isn't there.
-char* Group::in_arena(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, std::uint64_t call) {
+char* Group::in_arena(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes) {
   const std::uint64_t offset = at.load(std::memory_order_relaxed);
   if (bytes <= arena_bytes_ && offset <= arena_bytes_ - bytes) return arenas_[rank] + offset;
-  suspect_ = rank;
-  expected_ = found_ = call;
+  remember(rank, tick_);
   return nullptr;
 }
 
@@ -84,7 +82,7 @@ Status Group::reduce_shared(void* out, const Inputs& inputs, std::size_t count, 
     return Status::kDone;
   }
   for (int rank = 0; rank < size_; ++rank) {
-    outs[rank] = in_arena(rank, lines_[rank].out_at, bytes, call);
+    outs[rank] = in_arena(rank, lines_[rank].out_at, bytes);
     if (outs[rank] == nullptr) return Status::kMismatch;
   }
   const Slices slices(count, width, size_, bytes + 64 * width * size_);

@@ -139,11 +139,6 @@ bool Counter::flagged(std::uint64_t reached) const {
   return (note & kFlag) != 0 && read() < reached + kNotes - 1;
 }
 
-bool Counter::differs(std::uint64_t reached, std::uint64_t note, std::uint64_t* found) const {
-  *found = notes[reached % kNotes].load(std::memory_order_acquire) & ~kFlag;
-  return *found != (note & ~kFlag) && read() < reached + kNotes - 1;
-}
-
 bool Counter::shares_core() const {
   const std::uint16_t there = core.load(std::memory_order_relaxed);
   return there != 0 && there == current_core();

@@ -70,8 +70,11 @@ struct alignas(128) Counter {
   // Whether the note about `reached`, a value that was seen, has the flag. False where it is no longer known.
   bool flagged(std::uint64_t reached) const;
 
-  // Whether that note is another than `note`, but for the flag. False where it is no longer known.
-  bool differs(std::uint64_t reached, std::uint64_t note, std::uint64_t* found) const;
+  // That note, without the flag. False where it is no longer known.
+  bool note_of(std::uint64_t reached, std::uint64_t* note) const {
+    *note = notes[reached % kNotes].load(std::memory_order_acquire) & ~kFlag;
+    return read() < reached + kNotes - 1;
+  }
 
   // Whether the owner was last seen on the core that runs this: then it needs this core to get on.
   bool shares_core() const;

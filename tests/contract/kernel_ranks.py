@@ -73,12 +73,13 @@ class KernelRank:
 
     def call(self, name: str, *args: Any) -> int:
         given = [arg.data_ptr() if isinstance(arg, Tensor) else DTYPES.get(arg, arg) for arg in args]
-        return getattr(self._library, f"ps_{name}")(self.group, *given)
+        return getattr(self._library, f"ps_{name}")(self.group, 0, 0, *given)
 
     def failure(self) -> list[int]:
-        told = (ctypes.c_int64 * 5)()
+        """The suspect, and the words of this rank's call and of the suspect's."""
+        told = (ctypes.c_int64 * 200)()
         self._library.ps_group_failure(self.group, told)
-        return list(told[:3])
+        return [told[0], told[7], told[7 + 67]]
 
     def inputs(self, seed: int, count: int, dtype: torch.dtype) -> list[Tensor]:
         """Of all ranks: small whole numbers, whose sums are exact."""

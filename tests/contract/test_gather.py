@@ -43,5 +43,26 @@ def _defaults_body(member: Member) -> None:
             assert found is None
 
 
+def _empty_body(member: Member) -> None:
+    """An empty tensor is contiguous whatever its strides; to its bytes torch gives no view of them."""
+    for x in (torch.ones(8)[::2][:0], torch.ones(6, 4).t()[:, :0], torch.ones(4, 4)[:0, ::2]):
+        with member.case(f"nothing, of shape {list(x.shape)} and strides {x.stride()}"):
+            found = member.group.gather(x, 0, 0)
+            if member.rank == 0:
+                assert found is not None
+                check_moved(found, torch.cat([x] * member.size), alone=member.size == 1)
+            check_moved(member.group.all_gather(x, 0), torch.cat([x] * member.size), x, alone=member.size == 1)
+            if member.can_hear(0):
+                check_moved(member.group.broadcast(x), x, x, alone=member.size == 1)
+            check_moved(
+                member.group.all_gatherv(x, 0, [x.shape[0]] * member.size),
+                torch.cat([x] * member.size), x, alone=member.size == 1,
+            )  # fmt: skip
+
+
+def test_empty_tensors_of_any_strides(carrier: Carrier) -> None:
+    carrier.run(_empty_body)
+
+
 def test_the_defaults(carrier: Carrier) -> None:
     carrier.run(_defaults_body)

@@ -23,6 +23,7 @@ import parallel_state as ps
 from device_communicators import settings
 from device_communicators.base import GroupContext
 from device_communicators.routing import Handle, Route
+from device_communicators.user_call import UserCall
 from parallel_state import codec, wire
 from parallel_state.codec_values import to_msgpack
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
@@ -687,7 +688,7 @@ def send_raw(group: GroupCoordinator, outgoing: wire.Outgoing, way: str) -> None
     """A message of these very bytes."""
     transport = group._messenger.transport
     if way == "broadcast":
-        transport.broadcast(outgoing)
+        transport.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
     for part in transport.isend(outgoing, 1) if way == "send" else []:
         part.wait()
 

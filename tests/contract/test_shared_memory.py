@@ -215,11 +215,11 @@ def _mismatch(first: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("sizes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 20 × torch.float32)")),
-        ("dtypes", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (sum of 10 × torch.int32)")),
-        ("ops", ("all_reduce (sum of 10 × torch.float32)", "all_reduce (max of 10 × torch.float32)")),
-        ("kinds", ("all_reduce (sum of 10 × torch.float32)", "barrier")),
-        ("large", ("all_reduce (sum of 100000 × torch.float32)", "all_gather (400000 bytes)")),
+        ("sizes", ("all_reduce(sum) of 10 × float32", "all_reduce(sum) of 20 × float32")),
+        ("dtypes", ("all_reduce(sum) of 10 × float32", "all_reduce(sum) of 10 × int32")),
+        ("ops", ("all_reduce(sum) of 10 × float32", "all_reduce(max) of 10 × float32")),
+        ("kinds", ("all_reduce(sum) of 10 × float32", "barrier")),
+        ("large", ("all_reduce(sum) of 100000 × float32", "all_gather(dim 0) of 100000 × float32")),
     ],
 )
 def test_calls_that_differ_are_told_with_both_sides(pools: Pools, which: str, words: tuple[str, str]) -> None:
@@ -272,27 +272,6 @@ def _off_on_one() -> tuple[float, bool]:
 def test_a_rank_that_has_it_off_is_heard_by_all(pools: Pools) -> None:
     """Ranks of different environments would else be in different transports."""
     assert pools(4).run(_off_on_one, timeout_s=DEADLINE_S) == [(4.0, True)] * 4
-
-
-def _two_threads() -> list[Any]:
-    """Every rank's two threads reduce the same numbers, so that whichever comes first makes no difference."""
-    with world(2):
-        group = ps.get_tp_group()
-        found: list[Any] = []
-
-        def reduce() -> None:
-            found.append([group.all_reduce(torch.ones(5)).sum().item() for _ in range(200)])
-
-        threads = [threading.Thread(target=reduce) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_S)
-        return found
-
-
-def test_two_threads_take_turns(pools: Pools) -> None:
-    assert pools(2).run(_two_threads, timeout_s=DEADLINE_S) == [[[10.0] * 200] * 2] * 2
 
 
 def _destroyed_amid() -> str:
@@ -352,7 +331,7 @@ def _default_sigint() -> bool:
 
 
 def _interrupted_amid_threads() -> tuple[str, str]:
-    """A second thread waits for its turn in the same group when the signal comes."""
+    """A second thread was refused in the same group when the signal comes."""
     with world(2) as everyone:
         group = ps.create_parallel_groups(everyone, {"tp": 2}, timeout=30.0).tp
         group.barrier()
@@ -382,7 +361,7 @@ def test_ctrl_c_reaches_the_main_thread(pools: Pools) -> None:
     assert pools(2).run(_default_sigint, timeout_s=DEADLINE_S) == [True] * 2
     (told, other), _ = pools(2).run(_interrupted_amid_threads, timeout_s=DEADLINE_S)
     assert told == "KeyboardInterrupt"
-    assert other in ("CommunicationError", "GroupFailedError")
+    assert other == "UsageError"
 
 
 def _wrong_splits() -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import Row
-from device_communicators.errors import InvalidArgumentError, UnsupportedError, UsageError
+from device_communicators.errors import CommunicationError, InvalidArgumentError, UnsupportedError, UsageError
 from tests.contract.carriers import Carrier, Member, Size
 from tests.contract.cases import bytes_of
 from tests.workers import WorkerPool
@@ -431,3 +431,34 @@ def _untouched_body(member: Member) -> None:
 
 def test_a_wrong_call_in_place_changes_nothing(group_carrier: Carrier) -> None:
     group_carrier.run(_untouched_body)
+
+
+# A mistake of one rank, before it has sent anything.
+
+TOO_LARGE = (1 << 50,)
+"""Elements, of an expanded tensor: no machine has memory for them."""
+
+
+def _local_body(member: Member) -> None:
+    with member.case("a tensor that this rank can't copy"):
+        if member.simulated:
+            return
+        group, x = member.group, torch.ones(1).expand(TOO_LARGE)
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: group.all_reduce(x),
+            "all_gather": lambda: group.all_gather(x),
+            "gather": lambda: group.gather(x),
+            "broadcast": lambda: group.broadcast(x),
+            "send": lambda: group.send(x, (member.rank + 1) % member.size),
+        }
+        for name, call in calls.items():
+            if member.rank == 0:
+                with pytest.raises((UsageError, RuntimeError)) as caught:
+                    call()
+                assert not isinstance(caught.value, CommunicationError), caught.value
+                assert "memory" in str(caught.value) or "storage" in str(caught.value), (name, caught.value)
+            assert group.all_reduce(torch.ones(1)).item() == member.size, name
+
+
+def test_a_mistake_of_one_rank_is_its_own(group_carrier: Carrier) -> None:
+    group_carrier.run(_local_body)

@@ -1,0 +1,230 @@
+"""The collective that a caller is in, as far as all ranks of the group must agree on it, and as errors show it.
+
+A route sets it around each collective; a communicator compares it with the other ranks' before it touches a tensor,
+in whatever steps it carries the collective: so an error names what was called, and not the step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from device_communicators.errors import UsageError
+
+_CLASSES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("all_reduce", "all_reduce_", "all_reduce_async"),
+    ("all_gather", "all_gather_to_list", "all_gather_async"),
+    ("reduce_scatter", "reduce_scatter_async"),
+    ("broadcast", "broadcast_", "broadcast_async", "broadcast_flag", "broadcast_tensor_dict with a spec"),
+    ("all_gatherv",),
+    ("reduce_scatterv",),
+    ("all_to_all",),
+    ("barrier",),
+    ("all_reduce_add_rms_norm",),
+    ("all_reduce_add_rms_norm_static_fp8_quant",),
+    ("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",),
+    ("gather",),
+    ("scatter",),
+    ("broadcast_object",),
+    ("broadcast_object_list",),
+    ("broadcast_tensor_dict",),
+    ("all_gather_object", "all_sum"),
+)
+"""Methods by class, in the order of `Method` in csrc/call.h: those of one class match each other."""
+_VARIANTS = 8
+METHODS = {
+    name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
+}
+_NAMES = {number: name for name, number in METHODS.items()}
+_UNKNOWN = 254
+_DTYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
+}  # fmt: skip
+"""c10::ScalarType."""
+_DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in _DTYPES.items()}
+REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
+"""Numbers of `ReduceOp` in csrc/reduce.h."""
+_OWN_SIZES = ("all_to_all", "all_gatherv")
+"""Ranks may pass tensors of different sizes."""
+
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("dim",),
+    "all_gatherv": ("dim", "sizes"),
+    "reduce_scatter": ("dim",),
+    "reduce_scatterv": ("dim", "sizes"),
+    "gather": ("dim", "root"),
+    "scatter": ("", "dim", "root"),
+    "broadcast": ("root",),
+    "broadcast_": ("root",),
+    "ibroadcast_": ("root",),
+}
+"""What a communicator's arguments after its first tensor are."""
+_STARTED = {
+    "iall_reduce_": "all_reduce_async",
+    "iall_gather": "all_gather_async",
+    "ireduce_scatter": "reduce_scatter_async",
+    "ibroadcast_": "broadcast_async",
+}
+
+
+class UserCall(NamedTuple):
+    """A collective by the name of the method that was called. All of it but `numel` is compared."""
+
+    method: str
+    dtype: torch.dtype | None = None
+    numel: int = 0
+    """Of this rank's tensor."""
+    reduce_op: str | None = None
+    dim: int = -1
+    root: int = -1
+    """`src` or `dst`."""
+    sizes: tuple[int, ...] = ()
+    """Of an all_to_all, those of a row."""
+
+    @property
+    def kind(self) -> str:
+        """The first method of its class."""
+        number = METHODS.get(self.method, 0)
+        return _CLASSES[number // _VARIANTS][0] if number else self.method
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes
+
+    @property
+    def digest(self) -> int:
+        """24 bits of the sizes, as `digest_of_sizes` in csrc/call.h has them."""
+        digest = 0
+        for size in self.sizes:
+            digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
+        return digest >> 8
+
+    @property
+    def word(self) -> int:
+        """See `Told` in csrc/call.h."""
+        dtype = 0 if self.dtype is None else _DTYPES.get(self.dtype, _UNKNOWN)
+        reduction = -1 if self.reduce_op is None else REDUCE_OPS[self.reduce_op]
+        return (
+            METHODS.get(self.method, 0)
+            | dtype << 8
+            | (reduction + 1) << 16
+            | (self.dim + 1 & 255) << 24
+            | (self.root + 1 & 255) << 32
+            | self.digest << 40
+        )
+
+    def __str__(self) -> str:
+        what = "rows of" if self.method == "all_to_all" else "sizes"
+        sizes = f"{what} {list(self.sizes)}" if self.sizes else ""
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return _in_words(self.method, self.reduce_op or "", self.dim, self.root, sizes, dtype, self.numel)
+
+
+def in_words(word: int, numel: int, parts: Sequence[int] = ()) -> str:
+    """The call behind a word, whose parts have so many bytes."""
+    method = _NAMES.get(word & 255, "?")
+    reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
+    ops = list(REDUCE_OPS)
+    op = ops[reduction] if 0 <= reduction < len(ops) else ""
+    dtype = "" if method in ("barrier", *_MESSAGES) else _DTYPE_NAMES.get(word >> 8 & 255, "?")
+    sizes = f"parts of {list(parts)} bytes" if parts else ""
+    if method == "all_to_all":
+        sizes = f"rows of shape #{word >> 40:06x}, {sizes}"
+    return _in_words(method, op, dim, root, sizes, dtype, numel)
+
+
+_MESSAGES = ("broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "all_gather_object", "all_sum")
+
+
+def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, numel: int) -> str:
+    facts = [op, f"dim {dim}" if dim >= 0 else "", f"rank {root}" if root >= 0 else "", sizes]
+    arguments = ", ".join(fact for fact in facts if fact)
+    count = "" if method in _OWN_SIZES else f"{numel} × "
+    return f"{method}{f'({arguments})' if arguments else ''}{f' of {count}{dtype}' if dtype else ''}"
+
+
+def of_arguments(
+    operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
+) -> UserCall:
+    """The call of a communicator's `operation` with `args`; `method` and `dim` where the arguments don't tell them."""
+    facts: dict[str, object] = {}
+    if operation in ("iall_gather", "ireduce_scatter"):
+        tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
+    elif operation in _ARGUMENTS:
+        given = args if operation == "ibroadcast_" else args[1:]
+        facts = {name: value for name, value in zip(_ARGUMENTS[operation], given, strict=False) if name}
+    elif operation == "all_to_all" and tensor is not None:
+        facts["sizes"] = tensor.shape[1:]
+    root, sizes = facts.get("root", -1), facts.get("sizes", ())
+    dim = facts.get("dim", dim)  # type: ignore[assignment]
+    name = method or _called_as(_STARTED.get(operation, operation))
+    dtype, numel = (None, 0) if tensor is None else (tensor.dtype, tensor.numel())
+    return UserCall(name, dtype, numel, reduce_op, dim, root, tuple(sizes))  # type: ignore[arg-type]
+
+
+def overlap_error(operation: str, group: str, where: str = "of the group") -> UsageError:
+    """The error for a collective that begins inside of another one."""
+    return UsageError(
+        f"{operation} of {group} must not begin while another collective {where} is under way in this process: in "
+        "which order two threads come, or a signal handler, is not the same on every rank. Nothing was sent; give each "
+        "thread a group of its own (make_sub_group, whose process groups are not shared, or create_parallel_groups and "
+        "use()), or make the calls one after the other"
+    )
+
+
+class _Thread(threading.local):
+    call: UserCall | None = None
+    called_as = ""
+    has_sent = True
+
+
+_THREAD = _Thread()
+
+
+def current(operation: str) -> UserCall:
+    """The call that this thread is in; of a communicator that is used without a route, just `operation`."""
+    return _THREAD.call or UserCall(operation)
+
+
+def swap(call: UserCall | None) -> UserCall | None:
+    """Makes `call` the one that this thread is in; returns the one before."""
+    before, _THREAD.call = _THREAD.call, call
+    return before
+
+
+def _called_as(method: str) -> str:
+    named = _THREAD.called_as
+    return named if named and METHODS.get(named, 0) // _VARIANTS == METHODS.get(method, 0) // _VARIANTS else method
+
+
+@contextmanager
+def called_as(method: str) -> Iterator[None]:
+    """What this thread calls meanwhile, of the class of `method`, is told to be `method`."""
+    before, _THREAD.called_as = _THREAD.called_as, method
+    try:
+        yield
+    finally:
+        _THREAD.called_as = before
+
+
+def begin_sending() -> None:
+    """Notes that the other ranks may get to know of this thread's operation: a failure from here on is theirs, too."""
+    _THREAD.has_sent = True
+
+
+def has_sent() -> bool:
+    return _THREAD.has_sent
+
+
+def begin_locally() -> None:
+    """Notes that an operation of this thread begins, of which nobody else knows yet."""
+    _THREAD.has_sent = False

@@ -1,0 +1,172 @@
+"""Threads and signal handlers in the collectives of one group: row 44. Who comes second is told so at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.test_other_calls import METHODS
+from tests.failure.worlds import ROUTES, settings_of
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 90.0
+LIMIT_S = 10.0
+
+# In which this rank is while it tries the others: by an op of its own, by the Python route, and by messages.
+UNDER_WAY: dict[str, Callable[[ps.GroupCoordinator], object]] = {
+    "barrier": lambda group: group.barrier(),
+    "gather": lambda group: group.gather(torch.ones(3)),
+    "broadcast_object": lambda group: group.broadcast_object("x", src=1),
+}
+
+
+def _groups(route: str, count: int) -> list[ps.GroupCoordinator]:
+    with environment(**settings_of(route)):
+        made = [ps.get_tp_group().make_sub_group(range(2)) for _ in range(count)]
+    return [group for group in made if group is not None]
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < until, "it doesn't come to it"
+        time.sleep(0.001)
+
+
+def _is_inside(group: ps.GroupCoordinator) -> bool:
+    memory = group.context.host_memory
+    if memory is not None and memory.collectives is not None:
+        return memory.collectives.is_busy
+    return group.route._turn.locked()
+
+
+def _second(route: str, under_way: str) -> tuple[dict[str, Outcome], list[Any]]:
+    """What rank 0's other thread is told; and that both groups are as good as new."""
+    group, other, signals = _groups(route, 3)
+    told: dict[str, Outcome] = {}
+    results: list[Any] = []
+    try:
+        if group.rank_in_group == 0:
+            thread = threading.Thread(target=lambda: results.append(attempt(UNDER_WAY[under_way], group).kind))
+            thread.start()
+            _until(lambda: _is_inside(group))
+            told = {name: attempt(call, group) for name, call in METHODS.items()}
+            sent = group.isend(torch.ones(2), 1)
+            results.append(group.recv((3,), torch.float32, 1).tolist())
+            sent.wait()
+            results.append(other.all_reduce(torch.ones(1)).item())
+            signals.barrier()
+            thread.join(LIMIT_S)
+        else:
+            results.append(group.irecv((2,), torch.float32, 0).wait().tolist())
+            group.send(torch.ones(3), 0)
+            results.append(other.all_reduce(torch.ones(1)).item())
+            signals.barrier()
+            UNDER_WAY[under_way](group)
+        results.append(group.all_reduce(torch.ones(1)).item())
+        results.append(group.broadcast_object("fine"))
+    finally:
+        for each in (group, other, signals):
+            each.destroy()
+    return told, results
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("under_way", UNDER_WAY)
+def test_a_collective_that_begins_while_another_thread_is_in_one(pools: Pools, route: str, under_way: str) -> None:
+    (told, results), (_, others) = pools(2).run(_second, route, under_way, tp=2, timeout_s=DEADLINE_S)
+    for name, outcome in told.items():
+        assert outcome.kind == "UsageError", (name, outcome)
+        assert "give each thread a group of its own" in outcome.text and "make_sub_group" in outcome.text
+        assert outcome.seconds < 1.0, (name, outcome)
+    assert len(told) == len(METHODS)
+    assert results == [[1.0, 1.0, 1.0], 2.0, "ok", 2.0, "fine"]
+    assert others == [[1.0, 1.0], 2.0, 2.0, "fine"]
+
+
+def _own_groups(route: str) -> list[bool]:
+    """Four threads, each in a group of its own of the same ranks."""
+    groups = _groups(route, 4)
+    right: list[bool] = []
+
+    def work(number: int) -> None:
+        for turn in range(60):
+            x = torch.full((8 if turn % 2 else 5000,), float(number + turn))
+            right.append(torch.equal(groups[number].all_reduce(x), 2 * x))
+            right.append(groups[number].broadcast_object((number, turn)) == (number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    for group in groups:
+        group.destroy()
+    return right
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_threads_with_groups_of_their_own(pools: Pools, route: str) -> None:
+    for right in pools(2).run(_own_groups, route, tp=2, timeout_s=DEADLINE_S):
+        assert right == [True] * 480
+
+
+def _in_a_handler(route: str) -> tuple[str, float]:
+    """A signal handler that makes a call while this thread is in one; the call that it interrupted goes on."""
+    (group, signals) = _groups(route, 2)
+    told: list[str] = []
+
+    def handle(*_: object) -> None:
+        told.append(attempt(group.all_reduce, torch.ones(1)).kind)
+        signals.barrier()
+
+    try:
+        if group.rank_in_group == 0:
+            before = signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                group.barrier()
+            finally:
+                signal.signal(signal.SIGALRM, before)
+        else:
+            signals.barrier()
+            group.barrier()
+        return ",".join(told), group.all_reduce(torch.ones(1)).item()
+    finally:
+        group.destroy()
+        signals.destroy()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_signal_handler_in_the_middle_of_a_call(pools: Pools, route: str) -> None:
+    told = pools(2).run(_in_a_handler, route, tp=2, timeout_s=DEADLINE_S)
+    assert told == [("UsageError", 2.0), ("", 2.0)]
+
+
+def _started(route: str) -> list[Any]:
+    """What was started is waited for by another thread, while this one makes the next call."""
+    (group,) = _groups(route, 1)
+    results: list[Any] = []
+    try:
+        handle = group.all_reduce_async(torch.ones(5000))
+        thread = threading.Thread(target=lambda: results.append(handle.wait().unique().tolist()))
+        thread.start()
+        total = group.all_reduce(torch.ones(1)).item()
+        thread.join(LIMIT_S)
+        return [*results, total]
+    finally:
+        group.destroy()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_waiting_for_what_was_started_is_no_call(pools: Pools, route: str) -> None:
+    assert pools(2).run(_started, route, tp=2, timeout_s=DEADLINE_S) == [[[2.0], 2.0]] * 2
