@@ -172,6 +172,11 @@ class Communicator(ABC):
         """Entered around the capture of a CUDA graph."""
         yield
 
+    @property
+    def has_native_ops(self) -> bool:
+        """True if the registered ops reach it without Python."""
+        return False
+
     def serve_ops(self, key: str) -> None:
         """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.
 
