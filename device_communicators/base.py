@@ -179,6 +179,11 @@ class Communicator(ABC):
         """Entered around each collective that is waited for; raises UsageError where another thread is in the way."""
         return nullcontext()
 
+    @property
+    def has_native_ops(self) -> bool:
+        """True if the registered ops reach it without Python."""
+        return False
+
     def serve_ops(self, key: str) -> None:
         """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.
 

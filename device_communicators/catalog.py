@@ -127,8 +127,12 @@ def _no_symmetric_memory(context: GroupContext) -> str | None:
 
 
 _KERNEL = Paths("C++ kernel of the op", "the same op", None)
+"""In place of `OP`, for a communicator whose library has the ops."""
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
 _PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
+
+_TOLD: set[str] = set()
+"""Why groups of this process go without shared memory."""
 
 CATALOG: tuple[Row, ...] = (
     Row(
@@ -137,7 +141,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         "shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator",
-        _KERNEL, unfit=_no_shared_memory,
+        unfit=_no_shared_memory,
     ),
     Row(
         "hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator",
@@ -186,11 +190,24 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
             reasons[i] = made.admit()
             if reasons[i] is None:
                 communicators.append(made)
-                paths[row.name] = row.paths
+                paths[row.name] = _KERNEL if row.paths is OP and made.has_native_ops else row.paths
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
             logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
+    _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, paths)
+
+
+def _warn_of_no_shared_memory(context: GroupContext) -> None:
+    """Logs once why ranks of one host go over gloo, unless somebody has chosen that."""
+    problem = None if context.host_memory is None else context.host_memory.problem
+    chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
+    # Other ranks' choices and troubles come with their rank.
+    known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
+    if problem is None or chosen or known or context.rank != 0 or problem in _TOLD:
+        return
+    _TOLD.add(problem)
+    logger.warning("%s goes without shared memory, which is several times faster than gloo: %s", context, problem)
 
 
 def _turned_off(context: GroupContext, row: Row) -> str | None:

@@ -16,13 +16,16 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import json
 import logging
 import os
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_uint64, c_ulong, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from device_communicators import native_build, queue_library, settings
 from device_communicators.native_build import BuildError, Recipe
@@ -33,6 +36,12 @@ _VERSION = 3
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
+_LOOK_S = 0.02
+_HEEDED_S = 60.0
+"""For how long a failed compile isn't tried again: ranks of one host don't come at the same time."""
+_FAILURE_BYTES = 4096
+_STALE_S = 3600.0
+_UNUSED_S = 60 * 86400.0
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_version": (c_int, ()),
     "ps_instruction_set": (c_char_p, ()),
@@ -130,8 +139,11 @@ def _load() -> NativeLibrary | str:
             return full
         problem = full
     plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
+    # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
+    chosen = settings.BUILD.get() != "auto" or os.environ.get("LOCAL_RANK", "0") != "0"
+    level = logging.INFO if chosen else logging.WARNING
     if isinstance(plain, NativeLibrary):
-        logger.info("the registered ops go through Python: %s", problem)
+        logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)
     return plain
 
 
@@ -150,35 +162,96 @@ def _have(recipe: Recipe) -> tuple[Path | None, str]:
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
     target = cache_folder() / f"{recipe.digest()}.so"
-    if target.exists():
-        check_private(target)
+    _check_owner(target.parent)
+    flaw = native_build.flaw_of(target) if target.exists() else "it isn't compiled"
+    if flaw is None:
         return target, ""
     if settings.BUILD.get() == "never":
-        return None, f"it isn't compiled, and {settings.BUILD.name} is never"
+        return None, f"{flaw}, and {settings.BUILD.name} is never"
     compiler = native_build.find_compiler()
     if compiler is None:
         return None, "there is no C++ compiler (c++, g++, clang++ or $CXX) to build it with"
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(target)
-    with locked(target.with_suffix(".lock")):
-        if not target.exists():
-            logger.warning(
-                "compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name
-            )
-            try:
-                native_build.compile_library(recipe, target, compiler)
-            except BuildError as error:
-                return None, str(error)
+    _check_owner(target.parent)
+    asked_s = time.time()
+    with locked(target.with_suffix(".lock")) as lock:
+        if not target.exists() or native_build.flaw_of(target) is not None:
+            return _compile(recipe, target, compiler, lock, asked_s)
     return target, ""
+
+
+def _compile(
+    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float
+) -> tuple[Path | None, str]:
+    """One process compiles, under the lock; those that wait for it, or come soon after, hear why it failed.
+
+    The lock's file has the last failure. Its block is taken before the compiler runs: on a full disk there is none
+    left to say so, and without a word each rank would try for itself.
+    """
+    failure = _last_failure(lock)
+    if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
+        age = max(0.0, time.time() - failure["at_s"])
+        return None, f"{failure['reason']} (tried {age:.0f} s ago; remove {lock.name} to have it tried at once)"
+    _prune(target)
+    _write(lock, b"")
+    logger.warning("compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name)
+    try:
+        native_build.compile_library(recipe, target, compiler, sealed=True)
+    except (BuildError, OSError) as error:
+        told = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
+        _write(lock, json.dumps(told).encode())
+        return None, str(error)
+    return target, ""
+
+
+def _write(lock: IO[bytes], content: bytes) -> None:
+    lock.seek(0)
+    lock.write(content[:_FAILURE_BYTES].ljust(_FAILURE_BYTES))
+    lock.flush()
+
+
+def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
+    lock.seek(0)
+    try:
+        found = json.loads(lock.read(_FAILURE_BYTES))
+        return found if isinstance(found["at_s"], float) and isinstance(found["reason"], str) else None
+    except (ValueError, KeyError, TypeError):  # none, or one that was broken off
+        return None
+
+
+def _prune(target: Path) -> None:
+    """Removes what compiles left that were broken off, and libraries that nobody has loaded for long.
+
+    Called under the lock of `target`: a folder of its name is nobody's any more. A library that a process has loaded
+    stays mapped there; whoever wants a removed one again compiles it.
+    """
+    now = time.time()
+    for path in target.parent.iterdir():
+        with contextlib.suppress(OSError):
+            info = path.stat()
+            unused_s = now - max(info.st_atime, info.st_mtime)
+            name = path.name
+            if path.is_dir():
+                left = name.startswith(f"{target.stem}{native_build.BUILD_FOLDER}")
+                if left or ((native_build.BUILD_FOLDER in name or name.startswith("tmp")) and unused_s > _STALE_S):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif path.suffix in (".so", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
+                path.unlink()
 
 
 def check_private(target: Path) -> None:
     """What lies in the cache is loaded as code: nobody else may write there. Raises BuildError."""
     for path in (target.parent, target):
-        if path.exists():
-            info = path.stat()
-            if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-                raise BuildError(f"{path} must be this user's, and writable by nobody else; mend that, or remove it")
+        _check_owner(path)
+
+
+def _check_owner(path: Path) -> None:
+    if path.exists():
+        info = path.stat()
+        if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            raise BuildError(
+                f"{path} must be this user's, and writable by nobody else; mend that (chmod go-w), or remove it"
+            )
 
 
 def cache_folder() -> Path:
@@ -187,7 +260,18 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked(path: Path) -> Iterator[IO[bytes]]:
+    """Holds a lock among processes, and gives its file, whose content stays. Raises BuildError if another keeps it."""
+    deadline = time.monotonic() + native_build.BUILD_TIMEOUT_S
+    with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, os.O_RDWR | os.O_CREAT, 0o600)) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(
+                        f"another process has held {path} for {native_build.BUILD_TIMEOUT_S} s; end it (fuser {path})"
+                    ) from None
+                time.sleep(_LOOK_S)
+        yield file

@@ -9,9 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,11 @@ _SOURCES = Path(__file__).parent / "csrc"
 _BINDINGS = "bindings.cpp"
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
 """Without contraction: an instruction set that has fused multiply-add would round otherwise than one that hasn't."""
-_BUILD_TIMEOUT_S = 600
+BUILD_TIMEOUT_S = 600
+BUILD_FOLDER = ".build-"
+"""In the names of folders in which something is compiled."""
+_SEAL = b"parallel_state\0\0"
+_SEAL_BYTES = len(_SEAL) + hashlib.sha256().digest_size
 
 
 class BuildError(Exception):
@@ -38,7 +45,9 @@ class Recipe:
     flags: tuple[str, ...] = ()
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
-    """The version of torch that it belongs to; empty: any."""
+    """The build of torch that it belongs to, wherever that is installed; empty: any."""
+    include_flags: tuple[str, ...] = ()
+    """Folders of headers, which tell no builds apart: environments with one torch share what is compiled."""
 
     def digest(self) -> str:
         """Tells builds apart: by sources, flags, machine and torch."""
@@ -70,12 +79,30 @@ def full_recipe() -> Recipe:
         (
             "-std=c++20",
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        ),
+        (f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        for_torch=f"{torch.__version__} {torch.version.git_version} {_headers_digest(include)}",
+        include_flags=(
             "-isystem", str(include),
             "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
         ),
-        (f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
-        for_torch=f"{torch.__version__} {root}",
     )  # fmt: skip
+
+
+def _headers_digest(include: Path) -> str:
+    """Digests torch's headers that the bindings include by name, and those that its build wrote.
+
+    Tells builds of one version apart that somebody made himself.
+    """
+    named = re.findall(r"^#include <(.+)>", (_SOURCES / _BINDINGS).read_text(), re.MULTILINE)
+    content = hashlib.sha256()
+    for name in sorted(
+        {*named, "torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"}
+    ):
+        path = include / name
+        if path.is_file():  # else the C++ library's, or another version of torch's
+            content.update(name.encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def _cpp_files() -> tuple[Path, ...]:
@@ -96,28 +123,54 @@ def is_current(packaged: Path) -> bool:
     return stamp.exists() and stamp.read_text().strip() == sources_digest()
 
 
-def find_compiler() -> str | None:
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+def find_compiler() -> tuple[str, ...] | None:
+    """Returns the compiler's command: $CXX, split as a shell would (`ccache g++`), or the first that is installed."""
+    if given := shlex.split(os.environ.get("CXX", "")):
+        return tuple(given)
+    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    return None if found is None else (found,)
 
 
-def compile_library(recipe: Recipe, target: Path, compiler: str) -> None:
-    """Makes `target`, whole or not at all. Raises BuildError."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+def compile_library(recipe: Recipe, target: Path, compiler: Sequence[str], *, sealed: bool = False) -> None:
+    """Makes `target`, whole or not at all, writable by its owner only. Raises BuildError.
+
+    `sealed`: with the digest by which `flaw_of` finds out whether it is still whole.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in recipe.sources]
         commands = [
-            [compiler, *_FLAGS, *recipe.flags, "-c", str(source), "-o", str(made)]
+            [*compiler, *_FLAGS, *recipe.flags, *recipe.include_flags, "-c", str(source), "-o", str(made)]
             for source, made in zip(recipe.sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as workers:
             list(workers.map(_run, commands))
         made = Path(folder) / "library.so"
-        _run([compiler, "-shared", "-pthread", "-o", str(made), *map(str, objects), *recipe.link_flags])
+        _run([*compiler, "-shared", "-pthread", "-o", str(made), *map(str, objects), *recipe.link_flags])
+        if sealed:
+            # The seal lies behind the last section, where no loader looks. Written anew as a whole: what a linker left
+            # out as holes would be missed when the library is loaded from a file system that is full by then.
+            content = made.read_bytes()
+            made.write_bytes(content + _SEAL + hashlib.sha256(content).digest())
+        made.chmod(0o755)  # by a umask of 002 a whole group could write to it
         made.rename(target)
+
+
+def flaw_of(library: Path) -> str | None:
+    """Returns why a sealed library can't be loaded as it is; None where it can."""
+    try:
+        info = library.stat()
+        content = library.read_bytes()
+    except OSError as error:
+        return str(error)
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+        return "others may have written to it"
+    body, seal = content[:-_SEAL_BYTES], content[-_SEAL_BYTES:]
+    return None if seal == _SEAL + hashlib.sha256(body).digest() else "it is damaged"
 
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{command[0]} can't be run: {error}") from error
     if done.returncode != 0:

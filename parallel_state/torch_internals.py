@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from parallel_state.control_store import ControlStore
 
-_set_aside: torch.device | None = None
+_SET_ASIDE: list[torch.device] = []
 """The bound device, while a group of members is made without it."""
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
 
@@ -64,7 +64,7 @@ def store_in_words() -> str:
 
 def bound_device() -> torch.device | None:
     """The device that the default group was bound to at init, whose communicator was then made at once."""
-    return _set_aside or getattr(dist.group.WORLD, "bound_device_id", None)
+    return _SET_ASIDE[-1] if _SET_ASIDE else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
 def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_s: float, options: Any = None) -> Any:
@@ -93,16 +93,17 @@ def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_
 @contextmanager
 def _without_split() -> Iterator[None]:
     """Where a device is bound, torch would split the default communicator, a call that all its ranks must join."""
-    global _set_aside
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
         return
-    _set_aside, default.bound_device_id = device, None
+    _SET_ASIDE.append(device)
+    default.bound_device_id = None
     try:
         yield
     finally:
-        _set_aside, default.bound_device_id = None, device
+        default.bound_device_id = device
+        _SET_ASIDE.pop()
 
 
 def is_registered(group: Any) -> bool:

@@ -82,7 +82,7 @@ def build(*flags: str, sources: Path = CUDA_SOURCES) -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as work:
             made = Path(work) / "library.so"
             includes = [f"-I{sources}", f"-I{EMULATION}"]
-            command = [compiler, *FLAGS, *WARNINGS, *flags, *includes, str(EMULATION / "cuda_on_cpu.cpp")]
+            command = [*compiler, *FLAGS, *WARNINGS, *flags, *includes, str(EMULATION / "cuda_on_cpu.cpp")]
             done = subprocess.run(
                 [*command, "-o", str(made), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S
             )

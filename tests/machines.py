@@ -40,5 +40,5 @@ def stand_in(source: str, folder: Path, name: str) -> Path:
         pytest.skip("there is no C++ compiler")
     library = folder / name
     files = ["-shared", "-fPIC", "-O1", "-std=c++17", str(_SOURCES / source), "-o", str(library)]
-    subprocess.run([compiler, *files], check=True, timeout=120)
+    subprocess.run([*compiler, *files], check=True, timeout=120)
     return library

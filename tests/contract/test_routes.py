@@ -15,6 +15,7 @@ from device_communicators import CATALOG, Communicator, GroupContext, Request, R
 from device_communicators.errors import GroupDestroyedError, UnsupportedError
 from device_communicators.process_group import ProcessGroupCommunicator
 from parallel_state.messages import Messenger
+from tests.contract.attempts import environment, world
 from tests.contract.carriers import NEEDS_A_DEVICE, PARTIAL, twin_of
 from tests.workers import WorkerPool
 
@@ -352,3 +353,17 @@ def test_graph_capture_prepares_tp_then_pp(pools: Pools) -> None:
     together = ["enter tp", "enter pp", "leave pp", "leave tp"]
     expected = [*together, "enter pp", "enter tp", "leave tp", "leave pp", "enter tp", "enter pp"]
     assert pools(4).run(_capture_body, tp=2, pp=2) == [expected] * 4
+
+
+def _table_of_paths() -> tuple[bool, str, str]:
+    with world(2):
+        collectives = ps.get_world_group().context.host_memory.collectives
+        plain = ps.get_world_group().explain()
+    with environment(PARALLEL_STATE_DEBUG="on"), world(2):
+        return collectives.library.has_ops, plain, ps.get_world_group().explain()
+
+
+def test_the_table_of_paths_says_where_ops_go_through_python(pools: Callable[[int], WorkerPool]) -> None:
+    for has_ops, plain, debugged in pools(2).run(_table_of_paths):
+        assert ("C++ kernel of the op" in plain) == has_ops == ("ops in C++" in plain)
+        assert "C++ kernel of the op" not in debugged, "debug mode compares each call in Python"

@@ -187,7 +187,7 @@ def _wrong_ops() -> list[Wrong]:
             [f"op of {operation}", "'sum', 'avg', 'max', 'min', 'product'", f"but is {op!r}"],
         )
         for operation, call in calls.items()
-        for op in ("mean", "SUM", "", None, 0, dist.ReduceOp.SUM)
+        for op in ("mean", "SUM", "", None, 0, dist.ReduceOp.BAND)
     ]
 
 

@@ -253,7 +253,7 @@ def test_a_deadline_outlasts_the_count_of_looks(tmp_path: Path) -> None:
         pytest.skip("there is no C++ compiler")
     program = tmp_path / "patience"
     includes = [f"-I{CUDA_SOURCES}", f"-I{EMULATION}"]
-    command = [compiler, "-std=c++17", "-O1", "-pthread", *includes, str(EMULATION / "cuda_patience.cpp")]
+    command = [*compiler, "-std=c++17", "-O1", "-pthread", *includes, str(EMULATION / "cuda_patience.cpp")]
     subprocess.run([*command, "-o", str(program)], check=True, timeout=DEADLINE_S)
     assert subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout == "kept\n"
 

@@ -29,7 +29,7 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
     for path in EMULATION.glob("cuda_*.cpp"):
         (folder / path.name).write_text(path.read_text())
     program = folder / "races"
-    command = [compiler, *FLAGS, *flags, f"-I{folder}", f"-I{CUDA_SOURCES}", str(folder / "cuda_races.cpp")]
+    command = [*compiler, *FLAGS, *flags, f"-I{folder}", f"-I{CUDA_SOURCES}", str(folder / "cuda_races.cpp")]
     built = subprocess.run([*command, "-o", str(program), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S)
     if built.returncode != 0 and "tsan" in built.stderr:
         pytest.skip("the compiler has no ThreadSanitizer")

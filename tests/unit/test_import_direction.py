@@ -87,7 +87,7 @@ def test_only_state_assigns_globals(path: Path) -> None:
 def test_layout_is_pure() -> None:
     modules = top_of(imports_of(ROOT / "parallel_state" / "layout.py"))
     standard = {"__future__", "collections", "dataclasses", "functools", "itertools", "math"}
-    assert modules == {*standard, "device_communicators"}
+    assert modules <= {*standard, "device_communicators"}
     assert "device_communicators.errors" in set(imports_of(ROOT / "parallel_state" / "layout.py"))
     assert top_of(imports_of(ROOT / "device_communicators" / "errors.py")) == {"__future__", "collections"}
 

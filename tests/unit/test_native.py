@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from device_communicators import native
+from device_communicators import native, native_build
 
 PROGRAM = """
 import logging, sys
@@ -45,11 +49,11 @@ def test_compiled_once_by_several_processes(tmp_path: Path) -> None:
     # The build without torch's headers, which takes a fraction of the time.
     how = {"CXX": str(compiler), "PARALLEL_STATE_BUILD": "plain"}
     outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
-    assert all("version 2 " in output for output in outputs), outputs
+    assert all("version 3 " in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
     assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
-    assert "version 2 " in again
+    assert "version 3 " in again
     assert "compiling" not in again
     assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
 
@@ -83,7 +87,8 @@ def test_without_the_ops_where_they_can_not_be_compiled(tmp_path: Path) -> None:
     compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
     output = _run(tmp_path, CXX=str(compiler))
     assert "no ops: " in output and "too old" in output
-    assert "version 2 " in output
+    assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
+    assert "version 3 " in output
     assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
 
 
@@ -93,3 +98,153 @@ def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder.chmod(0o777)
     output = _run(tmp_path, CXX="/nowhere")
     assert "writable by nobody else" in output
+
+
+def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:
+    """The environment in which a script stands for the compiler; the build is the one without torch's headers."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return {"CXX": str(path), "PARALLEL_STATE_BUILD": "plain"}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the plain library, made under a umask that lets the group write."""
+    cache = tmp_path_factory.mktemp("compiled")
+    before = os.umask(0o002)
+    try:
+        output = _run(cache, **_compiler(cache, 'exec c++ "$@" -O0'))
+    finally:
+        os.umask(before)
+    assert "version 3 " in output, output
+    return cache
+
+
+@pytest.fixture
+def quick(compiled: Path, tmp_path: Path) -> dict[str, str]:
+    """A compiler that takes no time: what it links is the library of `compiled`."""
+    (library,) = (compiled / "parallel_state").glob("*.so")
+    script = f"""
+shared=
+for word; do
+    [ "$word" = -shared ] && shared=1
+    [ "$before" = -o ] && made=$word
+    before=$word
+done
+if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
+    return _compiler(tmp_path, script, name="quick")
+
+
+def _copy(compiled: Path, target: Path) -> Path:
+    """The library in a cache of the test's own."""
+    shutil.copytree(compiled / "parallel_state", target / "parallel_state")
+    (library,) = (target / "parallel_state").glob("*.so")
+    return library
+
+
+def test_a_umask_that_lets_the_group_write(compiled: Path) -> None:
+    (library,) = (compiled / "parallel_state").glob("*.so")
+    assert library.stat().st_mode & 0o777 == 0o755
+    again = _run(compiled, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
+    assert "version 3 " in again and "compiling" not in again
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "writable"])
+def test_a_library_that_is_not_whole_is_made_again(
+    compiled: Path, quick: dict[str, str], tmp_path: Path, damage: str
+) -> None:
+    library = _copy(compiled, tmp_path)
+    content = library.read_bytes()
+    if damage == "cut":
+        library.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        library.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    else:
+        library.chmod(0o775)
+    never = _run(tmp_path, PARALLEL_STATE_BUILD="never")
+    assert "unavailable" in never and "PARALLEL_STATE_BUILD is never" in never
+    output = _run(tmp_path, **quick)
+    assert "compiling" in output and "version 3 " in output
+    assert native_build.flaw_of(library) is None
+
+
+def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, str], tmp_path: Path) -> None:
+    counter = tmp_path / "calls"
+    how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 1\necho "error: No space left on device" >&2\nexit 1')
+    outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(4)]]
+    assert all("No space left on device" in output for output in outputs), outputs
+    assert sum("compiling" in output for output in outputs) == 1
+    calls = counter.read_text().count("call")
+    late = _run(tmp_path, **how)
+    assert "No space left on device" in late and "s ago; remove " in late
+    assert counter.read_text().count("call") == calls
+    with_another = _run(tmp_path, **quick)
+    assert "version 3 " in with_another, "another compiler is tried at once"
+
+
+def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
+    """There is no room for the reason either, so it is taken before."""
+    full = tmp_path / "full"
+    full.mkdir()
+    script = 'while [ "$1" ]; do [ "$1" = -o ] && made=$2; shift; done\nhead -c 99999 /dev/zero > "$made" || exit 1'
+    no_room = _compiler(tmp_path, script)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        processes = [_start(full, **no_room) for _ in range(3)]
+        outputs = [process.communicate(timeout=COMPILE_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0]
+        assert sum("compiling" in output for output in outputs) == 1, outputs
+        assert all("o space left on device" in output for output in outputs), outputs
+    finally:
+        subprocess.run(["umount", "-l", full], check=True)
+
+
+def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path: Path) -> None:
+    how = _compiler(tmp_path, "exec sleep 60")
+    process = _start(tmp_path, **how)
+    folder = tmp_path / "parallel_state"
+    deadline = time.monotonic() + 60
+    while not list(folder.glob("*.build-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait(timeout=60)
+    assert list(folder.glob("*.build-*")), "nobody was there to remove it"
+    (folder / "0123456789abcdef.so").write_bytes(b"old")
+    old_s = time.time() - 100 * 86400
+    os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
+    assert "version 3 " in _run(tmp_path, **quick)
+    assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+
+
+def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: Path) -> None:
+    counter = tmp_path / "calls"
+    launcher = _compiler(tmp_path, f'echo call >> {counter}\nexec "$@"', name="launcher")["CXX"]
+    assert "version 3 " in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
+    assert counter.read_text()
+
+
+def test_environments_with_the_same_torch_share_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has no path in it; another build of torch has other headers."""
+    here = native_build.full_recipe()
+    root = Path(torch.__file__).parent
+    elsewhere = tmp_path / "site-packages" / "torch"
+    for name in re.findall(r"#include <(\S+)>", (SOURCES / "bindings.cpp").read_text()):
+        if (root / "include" / name).exists():
+            (elsewhere / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / "include" / name, elsewhere / "include" / name)
+    for name in ("torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"):
+        if (root / "include" / name).exists():
+            (elsewhere / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / "include" / name, elsewhere / "include" / name)
+    monkeypatch.setattr(torch, "__file__", str(elsewhere / "__init__.py"))
+    there = native_build.full_recipe()
+    assert there.include_flags != here.include_flags
+    assert there.digest() == here.digest()
+    header = elsewhere / "include" / "torch" / "library.h"
+    header.write_text(header.read_text() + "// patched\n")
+    assert native_build.full_recipe().digest() != here.digest()
