@@ -354,6 +354,8 @@ class Route:
                 timeout_s=self.first_failure.timeout_s,
             ) from self.first_failure
         if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
+            if self.context.watcher is not None:
+                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # others may be ending with it
             self._poison(died(self.context, operation, time.monotonic()))
             if self.first_failure is not None:
                 raise self.first_failure
