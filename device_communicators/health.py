@@ -19,8 +19,11 @@ from typing import Any
 
 logger = logging.getLogger("parallel_state")
 
+NEWS_S = 0.5
+"""How long after a transport's own error a death may come to be known: a kernel closes the connections of a process
+before it tells of its end, and on a busy machine some time lies between."""
 NOTICE_S = 0.2
-"""How long after a transport's own error a death may come to be known: the error can overtake the news of it."""
+"""How long after a death an operation may still be completed by what the dead rank sent before."""
 
 _FAREWELL_S = 0.1
 _TOGETHER_S = 0.05
@@ -92,7 +95,7 @@ class Watcher:
         self._news = threading.Condition()
         self._processes: dict[int, int] = {}  # pidfd -> global rank
         self._linked: set[int] = set()
-        self.bound_s = NOTICE_S
+        self.bound_s = NEWS_S
         """How long after a connection broke a death may come to be known: over hosts, the heartbeats' limit."""
         self._has_left: Callable[[int], bool] = lambda rank: False
         self._thread: threading.Thread | None = None

@@ -23,7 +23,7 @@ import torch
 from device_communicators import native, settings
 from device_communicators.channels import Channels
 from device_communicators.errors import CommunicationError, PeerDiedError
-from device_communicators.health import NOTICE_S, FailureDomain, Watcher
+from device_communicators.health import NEWS_S, FailureDomain, Watcher
 from device_communicators.native import NativeLibrary
 from device_communicators.native_group import Members, NativeGroup
 from device_communicators.queue_memory import QueueMapping
@@ -98,7 +98,7 @@ class HostMemory:
             if isinstance(error, CommunicationError):
                 raise
             # A connection breaks with its rank, or a moment before that is heard of.
-            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NOTICE_S)
+            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NEWS_S)
             who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
             kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
             raise kind(

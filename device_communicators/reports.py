@@ -23,7 +23,7 @@ from device_communicators.errors import (
     CommunicationError,
     PeerDiedError,
 )
-from device_communicators.health import NOTICE_S
+from device_communicators.health import NEWS_S
 from device_communicators.recorder import Operation
 from device_communicators.waiting import died, gave_up
 
@@ -72,7 +72,7 @@ def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing:
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
     started = time.monotonic() - (failure.elapsed_s or 0)
-    patience_s = NOTICE_S if watcher.watches(missing) else watcher.bound_s
+    patience_s = NEWS_S if watcher.watches(missing) else watcher.bound_s
     if watcher.await_death_of(context.failure_ranks, patience_s):
         return died(context, failure.operation or "an operation", started)
     return failure

@@ -19,7 +19,7 @@ import torch
 
 from device_communicators.base import GroupContext, Work
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
-from device_communicators.health import NOTICE_S, Watcher
+from device_communicators.health import NEWS_S, NOTICE_S, Watcher
 
 _SLICE = timedelta(milliseconds=50)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -205,7 +205,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
     watcher = context.watcher
     if watcher is None:
         return failure
-    deaths = watcher.await_death_of(context.failure_ranks, NOTICE_S)
+    deaths = watcher.await_death_of(context.failure_ranks, NEWS_S)
     if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
@@ -231,7 +231,7 @@ def attributed(
     watcher = context.watcher
     if watcher is None:
         return failure
-    if watcher.await_death_of(context.failure_ranks, NOTICE_S):
+    if watcher.await_death_of(context.failure_ranks, NEWS_S):
         return died(context, operation, started)
     others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
     if not isinstance(failure, PeerDiedError) or not watcher.watches(others):

@@ -32,7 +32,7 @@ from device_communicators.errors import (
     UnsupportedError,
     format_ranks,
 )
-from device_communicators.health import NOTICE_S, Watcher
+from device_communicators.health import NEWS_S, Watcher
 from device_communicators.waiting import abandon
 from parallel_state.agreement import Agreement, digest
 from parallel_state.options import GroupOptions
@@ -289,7 +289,7 @@ class ProcessGroupPool:
             if isinstance(error, CommunicationError):
                 raise
             elapsed_s = time.monotonic() - started
-            deaths = self.watcher.await_death_of(self.watched_with(ranks), NOTICE_S)
+            deaths = self.watcher.await_death_of(self.watched_with(ranks), NEWS_S)
             who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
             kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
             raise kind(

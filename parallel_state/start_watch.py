@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.health import NOTICE_S, Watcher
+from device_communicators.health import NEWS_S, NOTICE_S, Watcher
 from parallel_state import interfaces
 from parallel_state.interfaces import Whereabouts
 
@@ -177,7 +177,7 @@ class StartWatch:
         except dist.DistNetworkError:
             served_by = self._served_by
             if served_by is not None and served_by != self._rank and not self._closed:
-                self.watcher.await_death_of([served_by], NOTICE_S)
+                self.watcher.await_death_of([served_by], NEWS_S)
                 if not self._closed and not self.watcher.has_left(served_by):
                     self.watcher.report(served_by, "has closed the store of the start, which it serves")
             return False

@@ -28,7 +28,7 @@ from device_communicators.errors import (
     format_ranks,
 )
 from device_communicators.group_topology import uuid_of
-from device_communicators.health import NOTICE_S, Farewells
+from device_communicators.health import NEWS_S, Farewells
 from device_communicators.heartbeat import Heartbeats
 from device_communicators.links import Links
 from device_communicators.segment import sweep
@@ -407,7 +407,7 @@ def closing_barrier(world: GroupCoordinator) -> None:
         raise
     except RuntimeError as error:
         # A connection can break before the end of its rank is heard of.
-        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks, NOTICE_S):
+        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks, NEWS_S):
             raise died(world.context, "barrier", started) from error
         raise CommunicationError(
             f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
