@@ -54,16 +54,19 @@ class Handle:
         return False
 
     @property
+    @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
         """Whether the transfer is known to have ended, without a look at it that costs anything."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
     @property
+    @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
         """Whether the transfer's end shows to a thread only that waits for it: see `run_to_end`."""
         return not self.has_ended and hasattr(self._work, "run_here")
 
+    @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
         """Waits without a deadline for a transfer that nobody waits for, and lets go of its tensor.
 

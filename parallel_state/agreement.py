@@ -59,6 +59,7 @@ class Agreement:
         self._asked: Counter[str] = Counter()
         self._names: dict[str, str] = {}
         """By key of a meeting, the last name under which this rank was there: it doesn't come there again."""
+        self._attempts: Counter[str] = Counter()
 
     def settle(
         self,
@@ -146,8 +147,10 @@ class Agreement:
         """Returns a name for `what` that no earlier attempt had, once all of `ranks`, who call it alike, are there.
 
         The first of them opens a new name, the others come to it, and it gives the word. Who finds a name that is left
-        of an attempt that failed gets no word there, and goes on to the next. Raises as `settle` where a rank is
-        missing, or where one of `watched`, by default `ranks`, has ended.
+        of an attempt that failed gets no word there, and goes on to the next. Names are numbers of attempts, so that
+        groups of later worlds have those of earlier ones: DTensor's caches live as long as the process, and look
+        groups up by name. Raises as `settle` where a rank is missing, or where one of `watched`, by default `ranks`,
+        has ended.
         """
         watched = watched or ranks
         if len(ranks) == 1 or self.alone:
@@ -158,7 +161,8 @@ class Agreement:
         name = ""
         try:
             if self._rank == ranks[0]:
-                name = secrets.token_hex(8)
+                self._attempts[key] += 1
+                name = str(self._attempts[key])
                 self._store.set(key, name)
                 for rank in ranks[1:]:
                     self._wait(f"{key}/{name}/{rank}", watched, deadline)

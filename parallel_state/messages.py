@@ -87,14 +87,17 @@ class SendHandle:
         self._parts.clear()
 
     @property
+    @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
         """Whether nothing reads the buffers any more."""
         return all(part.has_ended for part in self._parts)
 
     @property
+    @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
         return any(part.needs_a_thread for part in self._parts)
 
+    @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
         """Lets go of each buffer as it is sent; for the thread that looks after sends that nobody waits for."""
         for part in list(self._parts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from parallel_state import startup
+from parallel_state.rendezvous import Met
 from tests.contract.attempts import attempt, environment, no_launcher, world
 from tests.contract.test_objects import DEADLINE_S, Pools
 
@@ -347,7 +349,8 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(startup, "check_backend", lambda _: None)
     monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(startup, "make_store", lambda *_, **__: None)
+    monkeypatch.setattr(startup, "meet", lambda *_, **__: Met(None, {}, {}, math.inf))  # type: ignore[arg-type]
+    monkeypatch.setattr(startup, "StartWatch", lambda *_: None)
     monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with no_launcher(), pytest.raises(Asked):
         ps.init_distributed_environment(

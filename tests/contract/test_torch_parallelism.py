@@ -85,7 +85,7 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 
 def _sharded(sizes: dict[str, Any], dims: tuple[str, ...], data: str) -> dict[str, Any]:
-    with world(1, **sizes):
+    with world(sizes.pop("tp", 1), **sizes):
         group, model = ps.get_group(data), _transformer()
         parallelize_module(model, ps.get_device_mesh("tp"), PLAN)
         mesh = ps.get_device_mesh(*dims)
