@@ -142,7 +142,10 @@ def in_words(word: int, numel: int, parts: Sequence[int] = ()) -> str:
     return _in_words(method, op, dim, root, sizes, dtype, numel)
 
 
-_MESSAGES = ("broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "all_gather_object", "all_sum")
+_MESSAGES = (
+    "broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "broadcast_tensor_dict with a spec",
+    "all_gather_object", "all_sum",
+)  # fmt: skip
 
 
 def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, numel: int) -> str:
