@@ -290,6 +290,9 @@ def test_the_calls_of_a_group_take_fake_tensors() -> None:
         found = group.all_gather(group.all_reduce(x), 0)
         group.barrier()
         assert group.recv([5], torch.int8, 1).shape == (5,)
+        spec = ps.TensorDictSpec.of({"y": torch.ones(2)})
+        assert isinstance(group.recv_tensor_dict(1, spec=spec)["y"], FakeTensor)
+        assert isinstance(group.broadcast_tensor_dict(None, 1, spec=spec)["y"], FakeTensor)
         found.sum().backward()
     assert isinstance(found, FakeTensor)
     assert x.grad is not None
