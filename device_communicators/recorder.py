@@ -35,7 +35,7 @@ _OWN = tuple(
 """The folders of this library's two packages, which lie side by side, and of torch."""
 
 
-PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message")
+PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
 """Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
 
 

@@ -97,6 +97,8 @@ class Route:
         self._recorder = Recorder()
         self._kept: list[Operation] = []
         self.first_failure: CommunicationError | None = None
+        self.messenger: Callable[[], Any] = lambda: None
+        """Returns what carries the group's messages while it is there, for the ops on lists of tensors."""
         self.closed = False
         self.is_parents = False
         """Whether this process was forked from the one that made it; then it is `closed` too."""

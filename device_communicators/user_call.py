@@ -20,7 +20,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("all_reduce", "all_reduce_", "all_reduce_async"),
     ("all_gather", "all_gather_to_list", "all_gather_async"),
     ("reduce_scatter", "reduce_scatter_async"),
-    ("broadcast", "broadcast_", "broadcast_async", "broadcast_flag", "broadcast_tensor_dict with a spec"),
+    ("broadcast", "broadcast_", "broadcast_async", "broadcast_flag"),
     ("all_gatherv",),
     ("reduce_scatterv",),
     ("all_to_all",),
@@ -34,6 +34,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_object_list",),
     ("broadcast_tensor_dict",),
     ("all_gather_object", "all_sum"),
+    ("broadcast_tensor_dict with a spec",),
 )
 """Methods by class, in the order of `Method` in csrc/call.h: those of one class match each other."""
 _VARIANTS = 8
@@ -142,7 +143,10 @@ def in_words(word: int, numel: int, parts: Sequence[int] = ()) -> str:
     return _in_words(method, op, dim, root, sizes, dtype, numel)
 
 
-_MESSAGES = ("broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "all_gather_object", "all_sum")
+_MESSAGES = (
+    "broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "broadcast_tensor_dict with a spec",
+    "all_gather_object", "all_sum",
+)  # fmt: skip
 
 
 def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, numel: int) -> str:

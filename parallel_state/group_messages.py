@@ -123,7 +123,9 @@ class GroupMessages(AsyncTensorCollectives):
         """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
 
         CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
-        With `spec` (see TensorDictSpec) nothing but tensor data is sent, and the call compiles.
+        With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
+
+        Raises CollectiveMismatchError where `src` has another spec, or only one side has one; for CPU tensors only.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         if spec is not None:
@@ -152,7 +154,7 @@ class GroupMessages(AsyncTensorCollectives):
         With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
         that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
         differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
-        With `spec` no metadata is sent, and the call compiles.
+        With `spec` no metadata is sent but its digest, and the call compiles.
         """
         if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
             return _own(tensor_dict)
@@ -185,6 +187,7 @@ class GroupMessages(AsyncTensorCollectives):
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
+        Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one.
         """
         if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
             return None

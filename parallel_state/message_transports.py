@@ -50,16 +50,19 @@ class Incoming(Protocol):
 class Transport(Protocol):
     """Carries the messages of one group."""
 
+    takes_many: bool
+    """Whether many small CPU tensors cost no more than one of their size."""
+
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         """Starts to send; nothing is left to wait for where the list is empty."""
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         """Sends to all other ranks, which receive from `broadcast_of`; the tensors may be changed afterwards."""
 
-    def incoming(self, src: int) -> Incoming:
+    def incoming(self, src: int, counted: str = _RECEIVED) -> Incoming:
         """The next message of `src` that nobody has asked for."""
 
-    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+    def broadcast_of(self, src: int, call: UserCall, counted: str = _BROADCAST) -> Incoming:
         """The next message of `src` to all; every rank is in `call`."""
 
 
@@ -76,6 +79,8 @@ def transport_of(route: Route) -> Transport:
 class RouteTransport:
     """Over whatever carries the group's tensors."""
 
+    takes_many = False
+
     def __init__(self, route: Route) -> None:
         self.route = route
 
@@ -83,34 +88,35 @@ class RouteTransport:
         rest = [] if outgoing.rest is None else [outgoing.rest]
         pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *outgoing.tensors])]
         tag = self.route.context.tag
-        parts = [self.route.start("isend", piece, dst, tag(kind), part_of=_SENT) for piece, kind in pieces]
-        self.route.count(_SENT)
+        name = outgoing.counted or _SENT
+        parts = [self.route.start("isend", piece, dst, tag(kind), part_of=name) for piece, kind in pieces]
+        self.route.count(name)
         return parts
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, src, method = self.route, self.route.context.rank, call.method
         # First, and waited for, what tells ranks that are in another call.
-        route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=_BROADCAST, method=method)
+        name = outgoing.counted or _BROADCAST
+        route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
         pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
-        for part in [route.start("ibroadcast_", piece, src, part_of=_BROADCAST, method=method) for piece in pieces]:
+        for part in [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]:
             part.wait()
-        route.count(_BROADCAST)
+        route.count(name)
 
-    def incoming(self, src: int) -> Incoming:
-        return _PostedFrame(self.route, src)
+    def incoming(self, src: int, counted: str = _RECEIVED) -> Incoming:
+        return _PostedFrame(self.route, src, counted)
 
-    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
-        return _BroadcastFrame(self.route, src, call)
+    def broadcast_of(self, src: int, call: UserCall, counted: str = _BROADCAST) -> Incoming:
+        return _BroadcastFrame(self.route, src, call, counted)
 
 
 class _Frame:
     """A message that comes as a frame, perhaps the rest of its head, and its tensors."""
 
-    counted = ""
-
-    def __init__(self, route: Route, src: int) -> None:
+    def __init__(self, route: Route, src: int, counted: str) -> None:
         self._route = route
         self._src = src
+        self._counted = counted
         self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
 
     def _start(self, x: Tensor, kind: int) -> Handle:
@@ -123,7 +129,7 @@ class _Frame:
         route, context = self._route, self._route.context
         route.check_usable()  # after a failure, or the end, of the group nothing more comes
         self._take_frame()
-        route.count(self.counted)
+        route.count(self._counted)
         header = wire.parse_frame(self._frame, context, self._src)
         rest = wire.rest_buffer(header)
         if rest is not None:
@@ -137,32 +143,28 @@ class _Frame:
 
 
 class _PostedFrame(_Frame):
-    counted = _RECEIVED
-
-    def __init__(self, route: Route, src: int) -> None:
-        super().__init__(route, src)
+    def __init__(self, route: Route, src: int, counted: str) -> None:
+        super().__init__(route, src, counted)
         self._handle = self._start(self._frame, _FRAME)
 
     def _take_frame(self) -> None:
         self._handle.wait()
 
     def _start(self, x: Tensor, kind: int) -> Handle:
-        return self._route.start("irecv_", x, self._src, self._route.context.tag(kind), part_of=_RECEIVED)
+        return self._route.start("irecv_", x, self._src, self._route.context.tag(kind), part_of=self._counted)
 
 
 class _BroadcastFrame(_Frame):
-    counted = _BROADCAST
-
-    def __init__(self, route: Route, src: int, call: UserCall) -> None:
-        super().__init__(route, src)
+    def __init__(self, route: Route, src: int, call: UserCall, counted: str) -> None:
+        super().__init__(route, src, counted)
         self._method = call.method
 
     def _take_frame(self) -> None:
         frame = self._frame
-        self._route.run("broadcast_", frame, frame, self._src, part_of=_BROADCAST, method=self._method)
+        self._route.run("broadcast_", frame, frame, self._src, part_of=self._counted, method=self._method)
 
     def _start(self, x: Tensor, kind: int) -> Handle:
-        return self._route.start("ibroadcast_", x, self._src, part_of=_BROADCAST, method=self._method)
+        return self._route.start("ibroadcast_", x, self._src, part_of=self._counted, method=self._method)
 
 
 # One message of a queue.
@@ -171,6 +173,8 @@ class _BroadcastFrame(_Frame):
 class QueueTransport:
     """Head and CPU tensors in one piece through shared memory; tensors of a device are transfers of the route."""
 
+    takes_many = True
+
     def __init__(self, route: Route, channels: Channels) -> None:
         self.route = route
         self.channels = channels
@@ -178,8 +182,9 @@ class QueueTransport:
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
-        record = self._begin(_SENT, outgoing)
-        here, there = _by_place(outgoing.tensors) if outgoing.tensors else ((), ())
+        name = outgoing.counted or _SENT
+        record = self._begin(name, outgoing)
+        here, there = by_place(outgoing.tensors) if outgoing.tensors else ((), ())
         try:
             work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, here, 0, outgoing.more_head))
         except Exception as error:
@@ -190,12 +195,13 @@ class QueueTransport:
                 return []
         parts = [] if work.is_completed() else [Handle(route, record, work, outgoing.frame)]
         tag = route.context.tag(_BODY)
-        return parts + [route.start("isend", tensor, dst, tag, part_of=_SENT) for tensor in there]
+        return parts + [route.start("isend", tensor, dst, tag, part_of=name) for tensor in there]
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, started = self.route, time.monotonic()
-        record = self._begin(_BROADCAST, outgoing, call)
-        here, there = _by_place(outgoing.tensors) if outgoing.tensors else ((), ())
+        name = outgoing.counted or _BROADCAST
+        record = self._begin(name, outgoing, call)
+        here, there = by_place(outgoing.tensors) if outgoing.tensors else ((), ())
         self.channels.broadcasts += 1
         try:
             self.announce(call)
@@ -206,7 +212,7 @@ class QueueTransport:
             raise route.failure_of(error, call.method, started)  # noqa: B904
         record.ended_s = time.monotonic()
         src, method = route.context.rank, call.method
-        for part in [route.start("ibroadcast_", x, src, part_of=_BROADCAST, method=method) for x in there]:
+        for part in [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in there]:
             part.wait()
 
     def announce(self, call: UserCall) -> None:
@@ -235,35 +241,37 @@ class QueueTransport:
         self.route.count(name, 1, max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + size_bytes)
         return record
 
-    def incoming(self, src: int) -> Incoming:
+    def incoming(self, src: int, counted: str = _RECEIVED) -> Incoming:
         self.route.check_usable()
-        self.route.check_recordable(_RECEIVED)
-        return _Queued(self, src, self.channels.receiver(src, MESSAGES))
+        self.route.check_recordable(counted)
+        return _Queued(self, src, self.channels.receiver(src, MESSAGES), counted)
 
-    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+    def broadcast_of(self, src: int, call: UserCall, counted: str = _BROADCAST) -> Incoming:
         self.route.check_usable()
-        self.route.check_recordable(_BROADCAST)
+        self.route.check_recordable(counted)
         self.channels.broadcasts += 1
-        return _QueuedBroadcast(self, src, self.channels.receiver(src, MESSAGES, broadcast=True), call)
+        return _QueuedBroadcast(self, src, self.channels.receiver(src, MESSAGES, broadcast=True), counted, call)
 
 
 class _Queued:
     """A message that comes through a queue."""
 
-    counted = _RECEIVED
     operation = "recv"
 
-    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall | None = None) -> None:
+    def __init__(
+        self, transport: QueueTransport, src: int, receiver: Receiver, counted: str, call: UserCall | None = None
+    ) -> None:
         self.route = transport.route
         self._call = call
         self._src = src
         self._receiver = receiver
         self._number = transport.channels.broadcasts
+        self._counted = counted
 
     def receive(self, plan: Plan) -> list[Handle]:
         route, receiver = self.route, self._receiver
         route.check_usable()
-        record = route.note(self.counted, None, self._call)
+        record = route.note(self._counted, None, self._call)
         with receiver.lock:
             head = self._next()
             self._check(head)
@@ -271,10 +279,10 @@ class _Queued:
             if tensors is None:
                 header, body = self._read_head(head)
                 if header.is_error:
-                    route.count(self.counted, 1, FRAME_BYTES)
+                    route.count(self._counted, 1, FRAME_BYTES)
                     raise wire.remote_error(body, route.context, self._src)
                 tensors = plan.plan(header, body)
-            here, there = _by_place(tensors) if tensors else ((), ())
+            here, there = by_place(tensors) if tensors else ((), ())
             size_bytes = sum([tensor.nbytes for tensor in here])
             left_bytes = head.left_bytes if head.data else head.left_bytes - head.head_bytes
             if left_bytes != size_bytes:
@@ -283,7 +291,7 @@ class _Queued:
             if left_bytes:
                 receiver.read(*pieces_of(here), self.operation)
         record.ended_s = time.monotonic()
-        route.count(self.counted, 1, max(FRAME_BYTES, head.head_bytes) + size_bytes)
+        route.count(self._counted, 1, max(FRAME_BYTES, head.head_bytes) + size_bytes)
         return [self._start(tensor) for tensor in there] if there else []
 
     def _read_head(self, head: Head) -> tuple[Header, memoryview]:
@@ -307,14 +315,12 @@ class _Queued:
 
     def _start(self, tensor: Tensor) -> Handle:
         context = self.route.context
-        return self.route.start("irecv_", tensor, self._src, context.tag(_BODY), part_of=self.counted)
+        return self.route.start("irecv_", tensor, self._src, context.tag(_BODY), part_of=self._counted)
 
 
 class _QueuedBroadcast(_Queued):
-    counted = _BROADCAST
-
-    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, call: UserCall) -> None:
-        super().__init__(transport, src, receiver, call)
+    def __init__(self, transport: QueueTransport, src: int, receiver: Receiver, counted: str, call: UserCall) -> None:
+        super().__init__(transport, src, receiver, counted, call)
         self._collective = call
         self._transport = transport
         self.operation = call.method
@@ -337,10 +343,10 @@ class _QueuedBroadcast(_Queued):
             )
 
     def _start(self, tensor: Tensor) -> Handle:
-        return self.route.start("ibroadcast_", tensor, self._src, part_of=self.counted, method=self.operation)
+        return self.route.start("ibroadcast_", tensor, self._src, part_of=self._counted, method=self.operation)
 
 
-def _by_place(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+def by_place(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Those on the CPU, and the others."""
     there = [tensor for tensor in tensors if not tensor.is_cpu]
     return (tensors, ()) if not there else ([tensor for tensor in tensors if tensor.is_cpu], there)

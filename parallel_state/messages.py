@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,13 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+    MessageDecodeError,
+)
 from device_communicators.host_calls import host_call
 from device_communicators.routing import Route
 from device_communicators.started import WAITED_FOR, Handle
 from device_communicators.user_call import UserCall
 from parallel_state import codec, wire, wire_forms
-from parallel_state.message_transports import Incoming, transport_of
+from parallel_state.message_transports import Incoming, by_place, transport_of
 from parallel_state.wire import FRAME_BYTES, AllGatherGroup, Header
 
 _GATHERED = "all_gather_message"
@@ -30,6 +37,12 @@ _GATHERED = "all_gather_message"
 _CPU = torch.device("cpu")
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
+_SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
+"""Under which names lists are counted: one call each."""
+_BROADCAST_METHOD = "broadcast_tensor_dict with a spec"
+_PACKED_BYTES = 64 << 10
+"""Up to which size the tensors of a list are copied into one, where each would be a transfer of its own."""
+
 _UNWAITED_S = 0.02
 """After that time a thread looks after a send that nobody has waited for."""
 
@@ -130,14 +143,14 @@ class ReceiveHandle:
     def is_completed(self) -> bool:
         """Whether all bytes are here (a thread takes them in from the first call on)."""
         if self._waiter is None and not self._arrived:
-            self._waiter = threading.Thread(target=self._take_in, daemon=True, name="parallel_state-receive")
+            self._waiter = threading.Thread(target=self.take_in, daemon=True, name="parallel_state-receive")
             self._waiter.start()
         return self._arrived and all(part.is_completed() for part in self._parts)
 
     @host_call(WAITED_FOR)
     def wait(self) -> Any:
         """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
-        self._take_in()
+        self.take_in()
         if self._error is not None:
             raise self._error
         if not self._built:
@@ -160,7 +173,7 @@ class ReceiveHandle:
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
-    def _take_in(self) -> None:
+    def take_in(self) -> None:
         """Receives everything that was sent point to point; earlier messages of the same sender first."""
         for handle in self._messenger.pending_up_to(self, self._src):
             with handle._lock:
@@ -248,8 +261,57 @@ class _Arriving:
             )
 
 
+class _ArrivingList:
+    """What a receiver of a list makes of the message's head, which it knows beforehand."""
+
+    def __init__(self, messenger: Messenger, src: int, form: str, tensors: list[Tensor]) -> None:
+        self._context = messenger.route.context
+        self._src = src
+        self._expected = wire.head_of_list(form, tensors)
+        self._tensors = messenger.packed(tensors, fill=False)
+        self._given = tensors
+
+    def recall(self, head: memoryview, has_tensors: bool) -> Sequence[Tensor] | None:
+        return self._tensors if head == self._expected else None
+
+    def plan(self, header: Header, body: bytes | memoryview) -> Sequence[Tensor]:
+        wire.check_list(self._expected, header, body, self._context, self._src)
+        return self._tensors
+
+    def unpack(self) -> None:
+        """Fills the given tensors, where they came in one."""
+        if self._tensors is not self._given:
+            pieces = self._tensors[0].split([tensor.nbytes for tensor in self._given])
+            for tensor, piece in zip(self._given, pieces, strict=True):
+                wire.flat_bytes(tensor).copy_(piece)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors themselves where all are contiguous, else with copies of those that are not."""
+    for x in tensors:
+        if not x.is_contiguous():
+            return [x.contiguous() for x in tensors]
+    return tensors
+
+
+def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
+    """Copies what was received where a tensor is not contiguous, and its place was taken by one that is."""
+    if flat is not tensors:
+        for tensor, received in zip(tensors, flat, strict=True):
+            if received is not tensor:
+                tensor.copy_(received)
+
+
+def messenger_of(route: Route) -> Messenger:
+    """Returns the messenger of the group that the route belongs to."""
+    messenger = route.messenger()
+    if messenger is None:
+        raise GroupDestroyedError(f"{route.context} was destroyed; take the group anew from its getter")
+    return messenger
+
+
 class Messenger:
-    """Sends and receives objects within one group."""
+    """Sends and receives objects, and lists of tensors whose form both sides know, within one group."""
 
     def __init__(self, route: Route, allow_pickle: bool = False) -> None:
         self.route = route
@@ -262,6 +324,7 @@ class Messenger:
         """Sends under way whose handles may be gone: their buffers live here."""
         self._unwaited_lock = threading.Lock()
         self._releaser: threading.Thread | None = None
+        route.messenger = weakref.ref(self)
 
     # Point to point.
 
@@ -446,6 +509,92 @@ class Messenger:
             offset += size
             tensors.append(tensor)
         return self.build(message, tensors, src)
+
+    # Lists of tensors. Those on the CPU are one message, which tells `form` by its digest: a text that is equal on all
+    # ranks that fit together. Each other tensor is a transfer on the device.
+
+    def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
+        """Sends the tensors to rank `dst`, which calls recv_list."""
+        here, there = self._by_place(tensors, _SENT_LIST)
+        if here:
+            SendHandle(self, self.transport.isend(self._list_of(here, form, _SENT_LIST), dst)).wait()
+        for tensor in there:
+            self.route.run("send", tensor, tensor, dst, part_of=_SENT_LIST)
+
+    def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
+        """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
+        flat = _flat(tensors)
+        here, there = self._by_place(flat, _RECEIVED_LIST)
+        if here:
+            if self._pending.get(src):
+                with self._pending_lock:
+                    earlier = self._pending[src][-1:]
+                for handle in earlier:
+                    handle.take_in()
+            self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(here), form, src)
+        for tensor in there:
+            self.route.run("recv", tensor, tensor, src, part_of=_RECEIVED_LIST)
+        _copy_back(tensors, flat)
+
+    def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
+        """Fills the tensors with rank `src`'s. Raises as recv_list."""
+        call = UserCall(_BROADCAST_METHOD, root=src)
+        with self.route.alone(call):
+            self._broadcast_list(tensors, form, src, call)
+
+    def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
+        flat = _flat(tensors)
+        here, there = self._by_place(flat, _BROADCAST_LIST)
+        if here and self.route.context.rank == src:
+            self.transport.broadcast(self._list_of(here, form, _BROADCAST_LIST), call)
+        elif here:
+            self._fill(self.transport.broadcast_of(src, call, _BROADCAST_LIST), list(here), form, src)
+        for tensor in there:
+            self.route.run("broadcast_", tensor, tensor, src, part_of=_BROADCAST_LIST, method=call.method)
+        if self.route.context.rank != src:
+            _copy_back(tensors, flat)
+
+    def packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
+        """Returns the tensors, or one of all their bytes where that saves transfers; every rank decides alike."""
+        if self.transport.takes_many or len(tensors) < 2:
+            return tensors
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        if size_bytes > _PACKED_BYTES:
+            return tensors
+        if fill:
+            return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
+        return [torch.empty(size_bytes, dtype=torch.uint8)]
+
+    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> wire.Outgoing:
+        dense = []
+        for x in tensors:
+            if x.layout is not torch.strided or x.is_nested:
+                raise InvalidArgumentError(f"{counted} on {self.route.context} takes dense tensors; send others apart")
+            if x.is_conj() or x.is_neg():
+                dense.append(x.resolve_conj().resolve_neg().contiguous())
+            else:
+                dense.append(x if x.is_contiguous() else x.contiguous())
+        return wire.Outgoing(wire.head_of_list(form, dense), self.packed(dense), counted=counted)
+
+    def _fill(self, incoming: Incoming, tensors: list[Tensor], form: str, src: int) -> None:
+        try:
+            arriving = _ArrivingList(self, src, form, tensors)
+            for part in incoming.receive(arriving):
+                part.wait()
+            arriving.unpack()
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+
+    def _by_place(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Those that travel as one message, and the others; a simulated group has no messages."""
+        context = self.route.context
+        if context.device.type == "cpu" and not context.simulated:
+            return tensors, ()
+        self.route.check_usable(counted)
+        here, there = by_place(tensors) if not context.simulated else ((), tensors)
+        if not here:
+            self.route.count(counted)
+        return here, there
 
     def read_body(self, header: Header, body: bytes | memoryview, src: int) -> tuple[codec.Message, list[bool]]:
         return wire.read_body(header, body, self.route.context, src, self.allow_pickle)

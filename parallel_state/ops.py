@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import leave_to_interpreter
 from device_communicators.registry import find_route
+from parallel_state.messages import messenger_of
 
 _LIBRARY = Library("parallel_state", "DEF")
 _TWINS = Library("parallel_state_python", "DEF")
@@ -126,6 +127,28 @@ def recv(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.d
 def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device, group: str) -> Tensor:
     find_route(group)  # raises for a group that is no more
     return torch.empty(size, dtype=dtype, device=device)
+
+
+def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
+    route = find_route(group)
+    if route.context.rank != src:
+        raise InvalidArgumentError(
+            f"broadcast_list on {route.context} only reads its tensors, which rank {src} alone may do; "
+            "use broadcast_list_, which fills them"
+        )
+    messenger_of(route).broadcast_list(x, form, src)
+
+
+def broadcast_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
+    messenger_of(find_route(group)).broadcast_list(x, form, src)
+
+
+def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: str) -> None:
+    messenger_of(find_route(group)).send_list(x, form, dst)
+
+
+def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
+    messenger_of(find_route(group)).recv_list(x, form, src)
 
 
 def barrier(token: Tensor, group: str) -> None:
@@ -299,6 +322,26 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
     return kernel
 
 
+def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
+    """As `_autograd_kernel` for an op on a list of tensors: there is no formula."""
+    in_place = name.endswith("_")
+
+    def kernel(x: Sequence[Tensor], *args: Any) -> None:
+        has_tangent = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(y).tangent is not None for y in x)
+        if has_tangent or (torch.is_grad_enabled() and any(y.requires_grad for y in x)):
+            raise InvalidArgumentError(
+                f"{name} on {find_route(args[-1]).context} has no gradient, but one of its tensors "
+                f"{'has a tangent' if has_tangent else 'requires one'}; {advice}, or call it under torch.no_grad()"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            getattr(_OPS, name).default(x, *args)
+        if in_place:
+            for y in x:
+                torch.autograd.graph.increment_version(y)
+
+    return kernel
+
+
 _SUM_OR_AVG = "differentiable are sum and avg"
 _DETACH = "detach the tensor first and send the gradient back yourself"
 
@@ -334,6 +377,14 @@ _TABLE: tuple[tuple[str, str, str, Callable[..., Any], Callable[..., Any], Formu
      recv, _fake_recv, None, ""),
     ("empty", "Tensor token, SymInt[] size, ScalarType dtype, Device device, str group", "Tensor",
      empty, _fake_empty, None, ""),
+    ("broadcast_list", "Tensor[] x, Tensor(a!) token, str form, int src, str group", "()",
+     broadcast_list, _fake_nothing, None, _DETACH),
+    ("broadcast_list_", "Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()",
+     broadcast_list_, _fake_nothing, None, _DETACH),
+    ("send_list", "Tensor[] x, Tensor(a!) token, str form, int dst, str group", "()",
+     send_list, _fake_nothing, None, _DETACH),
+    ("recv_list_", "Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()",
+     recv_list_, _fake_nothing, None, _DETACH),
     ("barrier", "Tensor(a!) token, str group", "()", barrier, _fake_nothing, None, ""),
 )  # fmt: skip
 
@@ -359,8 +410,9 @@ def define(
 
 
 for _name, _arguments, _result, _kernel, _fake, _formula, _advice in _TABLE:
-    _takes_input = _name not in ("recv", "empty", "barrier")
-    define(
-        _name, _arguments, _result, _kernel, _fake,
-        _autograd_kernel(_name, _formula, _advice) if _takes_input else None,
-    )  # fmt: skip
+    _autograd: Callable[..., Any] | None = None
+    if "[] x" in _arguments:
+        _autograd = _refusing_kernel(_name, _advice)
+    elif _name not in ("recv", "empty", "barrier"):
+        _autograd = _autograd_kernel(_name, _formula, _advice)
+    define(_name, _arguments, _result, _kernel, _fake, _autograd)

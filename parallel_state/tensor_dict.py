@@ -1,4 +1,4 @@
-"""Tensor dicts whose form both sides know: no metadata on the wire, ops only, so that they compile and capture.
+"""Tensor dicts whose form both sides know: no metadata on the wire but its digest, one op, so that they compile.
 
     first = group.recv_tensor_dict()          # eager, with metadata
     spec = TensorDictSpec.of(first)           # the sender makes its own from what it sent
@@ -10,7 +10,7 @@ What travels with metadata is in `messages`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,19 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
-from parallel_state.wire import AllGatherGroup, can_be_cut
+from parallel_state import ops  # noqa: F401  (registers torch.ops.parallel_state)
+from parallel_state.messages import messenger_of
+from parallel_state.wire import AllGatherGroup, can_be_cut, digest_of
 
 if TYPE_CHECKING:
     from parallel_state.collectives import TensorCollectives
+
+
+_BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
+_BROADCAST_LIST_ = torch.ops.parallel_state.broadcast_list_.default
+_SEND_LIST = torch.ops.parallel_state.send_list.default
+_RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class TensorEntry:
     dtype: torch.dtype
     device_type: str
 
+    def described(self) -> str:
+        return f"{self.key!r}: {self.dtype} {self.shape} {self.device_type}"
+
 
 @dataclass(frozen=True)
 class ConstantEntry:
@@ -41,12 +53,24 @@ class ConstantEntry:
     key: str
     value: Any
 
+    def described(self) -> str:
+        return f"{self.key!r}: {self.value!r}"
+
 
 @dataclass(frozen=True)
 class TensorDictSpec:
     """Keys, shapes, dtypes and constants of a flat tensor dict, equal on both sides of an exchange."""
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
+    digest: str = field(init=False, repr=False, compare=False, default="")
+    """Equal for equal specs: by it a receiver sees that the sender has another one."""
+    carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
+    """The tensors that have elements: what travels, in this order."""
+
+    def __post_init__(self) -> None:
+        carried = tuple([each for each in self.entries if isinstance(each, TensorEntry) and prod(each.shape) > 0])
+        object.__setattr__(self, "carried", carried)
+        object.__setattr__(self, "digest", digest_of("; ".join([entry.described() for entry in self.entries])))
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
@@ -81,9 +105,9 @@ class TensorDictSpec:
                     )
             elif (
                 not isinstance(value, Tensor)
-                or tuple(value.shape) != entry.shape
+                or value.shape != entry.shape
                 or value.dtype != entry.dtype
-                or value.device.type != entry.device_type
+                or (not value.is_cpu if entry.device_type == "cpu" else value.device.type != entry.device_type)
             ):
                 raise InvalidArgumentError(
                     f"{entry.key!r} must be a {entry.dtype} tensor of shape {list(entry.shape)} on "
@@ -94,28 +118,22 @@ class TensorDictSpec:
 def broadcast(
     group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
 ) -> dict[str, Any]:
-    if not torch.compiler.is_compiling():
-        with group.route.called_as("broadcast_tensor_dict with a spec"):
-            return _broadcast(group, tensors, src, spec)
-    return _broadcast(group, tensors, src, spec)
-
-
-def _broadcast(
-    group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
-) -> dict[str, Any]:
     if group.rank_in_group == src:
         given = _given(tensors, spec)
-        for entry in spec.entries:
-            if isinstance(entry, TensorEntry) and prod(entry.shape) > 0:
-                group.broadcast(given[entry.key].detach(), src)
+        if spec.carried and not group._ends_here():
+            pieces = _tensors_of(given, spec)
+            if _is_plain(pieces):
+                messenger_of(group.route).broadcast_list(pieces, spec.digest, src)
+            else:
+                _BROADCAST_LIST(pieces, group._token, spec.digest, src, group._key)
         return given
-    result: dict[str, Any] = {}
-    for entry in spec.entries:
-        if isinstance(entry, ConstantEntry):
-            result[entry.key] = entry.value
-            continue
-        x = torch.empty(entry.shape, dtype=entry.dtype, device=_device(group, entry))
-        result[entry.key] = group.broadcast(x, src) if prod(entry.shape) > 0 else x
+    result = _allocated(group, spec)
+    if spec.carried:
+        pieces = [result[entry.key] for entry in spec.carried]
+        if _is_plain(pieces):
+            messenger_of(group.route).broadcast_list(pieces, spec.digest, src)
+        else:
+            _BROADCAST_LIST_(pieces, group._token, spec.digest, src, group._key)
     return result
 
 
@@ -128,14 +146,18 @@ def send(
     spec: TensorDictSpec,
 ) -> None:
     given = _given(tensors, spec)
-    for entry in spec.entries:
-        if isinstance(entry, ConstantEntry) or prod(entry.shape) == 0:
-            continue
-        x = given[entry.key].detach()
-        slices = _slices(entry, all_gather_group, all_gather_tensors)
-        if all_gather_group is not None and slices > 1:
-            x = x.reshape(slices, -1)[all_gather_group.rank_in_group]
-        group.send(x, dst)
+    pieces = _tensors_of(given, spec)
+    if all_gather_group is not None:
+        for i, entry in enumerate(spec.carried):
+            slices = _slices(entry, all_gather_group, all_gather_tensors)
+            if slices > 1:
+                pieces[i] = pieces[i].reshape(slices, -1)[all_gather_group.rank_in_group]
+    if not pieces:
+        return
+    if _is_plain(pieces):
+        messenger_of(group.route).send_list(pieces, spec.digest, dst)
+    else:
+        _SEND_LIST(pieces, group._token, spec.digest, dst, group._key)
 
 
 def recv(
@@ -145,23 +167,43 @@ def recv(
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for entry in spec.entries:
-        if isinstance(entry, ConstantEntry):
-            result[entry.key] = entry.value
-            continue
-        device = _device(group, entry)
-        numel = prod(entry.shape)
-        slices = _slices(entry, all_gather_group, all_gather_tensors)
-        if numel == 0:
-            x = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        elif all_gather_group is not None and slices > 1:
-            part = group.recv([numel // slices], entry.dtype, src, device=device)
-            x = all_gather_group.all_gather(part, 0).view(entry.shape)
+    result = _allocated(group, spec)
+    sliced: list[TensorEntry] = []
+    if all_gather_group is not None:
+        for entry in spec.carried:
+            slices = _slices(entry, all_gather_group, all_gather_tensors)
+            if slices > 1:
+                result[entry.key] = result[entry.key].new_empty(prod(entry.shape) // slices)
+                sliced.append(entry)
+    if spec.carried:
+        pieces = [result[entry.key] for entry in spec.carried]
+        if _is_plain(pieces):
+            messenger_of(group.route).recv_list(pieces, spec.digest, src)
         else:
-            x = group.recv(entry.shape, entry.dtype, src, device=device)
-        result[entry.key] = x
+            _RECV_LIST_(pieces, group._token, spec.digest, src, group._key)
+    if all_gather_group is not None:
+        for entry in sliced:
+            result[entry.key] = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
     return result
+
+
+def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
+    """What travels, detached."""
+    return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
+
+
+def _is_plain(tensors: list[Tensor]) -> bool:
+    """Returns True where an op would cost its dispatch and no more: nothing traces, and the host does the work."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110  (half the time of a generator)
+        if type(x) is not Tensor or not x.is_cpu:
+            return False
+    return True
 
 
 def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:
@@ -182,8 +224,19 @@ def _slices(
     return size if can_be_cut(prod(entry.shape), size) else 1
 
 
-def _device(group: TensorCollectives, entry: TensorEntry) -> torch.device:
-    return group.device if group.device.type == entry.device_type else torch.device(entry.device_type)
+def _allocated(group: TensorCollectives, spec: TensorDictSpec) -> dict[str, Any]:
+    """The dict, of tensors to be filled."""
+    result: dict[str, Any] = {}
+    for entry in spec.entries:
+        if isinstance(entry, ConstantEntry):
+            result[entry.key] = entry.value
+        elif entry.device_type == "cpu":
+            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=_CPU)
+        else:
+            own = group.device.type == entry.device_type
+            device = group.device if own else torch.device(entry.device_type)
+            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return result
 
 
 def _is_constant(value: object) -> bool:

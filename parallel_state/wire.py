@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor
 
 from device_communicators import settings
 from device_communicators.base import GroupContext
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError, RemoteError
+from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
 from parallel_state import codec, wire_forms
 from parallel_state.codec_types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
 
@@ -37,7 +39,8 @@ HEADER_BYTES = _HEADER.size
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
-_VALUE, _ERROR = 0, 1
+_VALUE, _ERROR, _LIST = 0, 1, 2
+_DIGEST_BYTES = 16
 
 
 class Header(NamedTuple):
@@ -79,6 +82,8 @@ class Outgoing:
     error: Exception | None = None
     more_head: bytes = b""
     """The end of a long head."""
+    counted: str = ""
+    """Under which name it is counted, unless as a message."""
 
     @property
     def frame(self) -> Tensor:
@@ -190,11 +195,11 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int) -> H
     problem = None
     if magic != _MAGIC:
         problem = f"it begins with {magic!r}, not {_MAGIC!r}"
-    elif kind not in (_VALUE, _ERROR):
+    elif kind not in (_VALUE, _ERROR, _LIST):
         problem = f"its kind is {kind}"
     elif kind == _ERROR and (body_bytes > _INLINE_BYTES or tensors or tensor_bytes):
         problem = "an error's text is longer than its frame, or it comes with tensors"
-    elif kind == _VALUE and body_bytes > limit:
+    elif kind != _ERROR and body_bytes > limit:
         problem = f"its metadata has {body_bytes} bytes, more than {limit} ({settings.MAX_METADATA_BYTES.name})"
     elif tensors > body_bytes:
         problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
@@ -218,6 +223,51 @@ def read_plain(head: memoryview, allow_pickle: bool) -> tuple[Any] | None:
     return codec.read_plain(head[HEADER_BYTES:], allow_pickle=allow_pickle)
 
 
+def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
+    """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides."""
+    return _head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
+
+
+@lru_cache(maxsize=256)
+def _head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
+    body = bytes.fromhex(digest_of(form)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
+
+
+def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
+    """Raises CollectiveMismatchError unless header and body, from `src`, are those of the expected head of a list."""
+    body = bytes(body)
+    if head_of(header, body) == expected:
+        return
+    if header.kind != _LIST:
+        found = "sent no tensor dict with a spec, and this rank receives one"
+    elif body[:_DIGEST_BYTES] != expected[HEADER_BYTES : HEADER_BYTES + _DIGEST_BYTES]:
+        found = "has another spec than this rank: other keys, shapes, dtypes or constants, or another order"
+    else:
+        found = "cut other tensors into slices; pass the same all_gather_group and all_gather_tensors on both sides"
+    raise _list_mismatch(found, context, src)
+
+
+def digest_of(text: str) -> str:
+    """Returns a digest as hexadecimal digits."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+# Of constants only, such as a spec that is made in a compiled function: as torch.compiler.assume_constant_result, whose
+# import takes a second.
+digest_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"sender and receivers of a tensor dict must pass equal specs, but rank {src} of {context} {found}. The group "
+        "can't be used further; pass spec=TensorDictSpec.of(…) of the same dict on every rank, or on none",
+        group=context.name,
+        rank=context.rank,
+        suspect_ranks=[context.ranks[src]],
+    )
+
+
 def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
     """What a reader raises where `src` could not encode its value."""
     return RemoteError(
@@ -237,6 +287,8 @@ def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
     """The message, its tensors still to come, and which of them are cut."""
+    if header.kind == _LIST:
+        raise _list_mismatch("sent a tensor dict with a spec, and this rank receives without one", context, src)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
@@ -319,6 +371,11 @@ def head_of(header: Header, *body: bytes) -> bytes:
 def bytes_of(x: Tensor) -> bytes:
     """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
+
+
+def flat_bytes(x: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor as a view of it."""
+    return x.view(-1).view(torch.uint8)
 
 
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:

@@ -18,6 +18,7 @@ from device_communicators import Route, register_route
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.simulated import SimulatedCommunicator
 from parallel_state import ops
+from parallel_state.messages import Messenger
 from tests.workers import WorkerPool
 
 Group = ps.GroupCoordinator
@@ -43,7 +44,9 @@ class Case(NamedTuple):
 
     def of(self, group: Group, x: Tensor | None) -> Arguments:
         """All arguments of the call."""
-        first = () if self.op in ("recv", "barrier") else (x,)
+        first: Arguments = () if self.op in ("recv", "barrier") else (x,)
+        if "_list" in self.op and x is not None:
+            first = ([x, x.new_empty(2).fill_(1.0)],)
         return (*first, group._token, *self.arguments, group.unique_name)
 
     def __str__(self) -> str:
@@ -83,6 +86,10 @@ CASES = (
     Case("broadcast_", (4, 3), (0,), None),
     Case("send", (4, 3), (1,), None, rank=0),
     Case("recv", None, ([4, 3], torch.float32, CPU, 0), (4, 3), rank=1),
+    Case("broadcast_list", (4, 3), ("form", 0), None, rank=0),
+    Case("broadcast_list_", (4, 3), ("form", 0), None, rank=1),
+    Case("send_list", (4, 3), ("form", 1), None, rank=0),
+    Case("recv_list_", (4, 3), ("form", 0), None, rank=1),
     Case("barrier", None, (), None),
 )
 
@@ -120,13 +127,14 @@ class Answering(SimulatedCommunicator):
 def _answering_group() -> Group:
     group = ps.simulated_group([0, 1], 0)
     group.route = Route(group.context, [Answering(group.context)], {})
+    group._messenger = Messenger(group.route)
     register_route(group.route)
     return group
 
 
 def _local_peer(case: Case) -> Case:
     """The same call by rank 0 of two."""
-    return case._replace(arguments=(*case.arguments[:-1], 1)) if case.op == "recv" else case
+    return case._replace(arguments=(*case.arguments[:-1], 1)) if case.op in ("recv", "recv_list_") else case
 
 
 RECORDED = [(case, False) for case in CASES] + [(case, True) for case in CASES if case.differentiable]
@@ -160,17 +168,23 @@ def _answer(group: Group, case: Case) -> None:
     """The other end of a send or recv that the peer checks, as often as opcheck runs it."""
     alone = _answering_group()
     torch.library.opcheck(_op(case.op), _local_peer(case).of(alone, _x(case)))
-    for _ in range(alone.traffic()[case.op].calls):
-        if case.op == "send":
-            group.recv([4, 3], torch.float32, 0)
-        else:
-            group.send(torch.ones(4, 3), 1)
+    lists = [torch.ones(4, 3), torch.ones(2)]
+    answers: dict[str, Callable[[], object]] = {
+        "send": lambda: group.recv([4, 3], torch.float32, 0),
+        "recv": lambda: group.send(torch.ones(4, 3), 1),
+        "send_list": lambda: _op("recv_list_")(lists, group._token, "form", 0, group._key),
+        "recv_list_": lambda: _op("send_list")(lists, group._token, "form", 1, group._key),
+        "broadcast_list": lambda: _op("broadcast_list_")(lists, group._token, "form", 0, group._key),
+        "broadcast_list_": lambda: _op("broadcast_list")(lists, group._token, "form", 0, group._key),
+    }
+    for _ in range(alone.traffic()[case.op.removesuffix("_")].calls):
+        answers[case.op]()
 
 
 def test_opcheck_on_two_ranks(pools: Callable[[int], WorkerPool]) -> None:
     first, second = pools(2).run(_opcheck_body, tp=2)
-    assert set(first) == set(NAMES) - {"recv"}
-    assert set(second) == set(NAMES) - {"send"}
+    assert set(first) == set(NAMES) - {"recv", "recv_list_", "broadcast_list_"}
+    assert set(second) == set(NAMES) - {"send", "send_list", "broadcast_list"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,6 +290,9 @@ def test_the_calls_of_a_group_take_fake_tensors() -> None:
         found = group.all_gather(group.all_reduce(x), 0)
         group.barrier()
         assert group.recv([5], torch.int8, 1).shape == (5,)
+        spec = ps.TensorDictSpec.of({"y": torch.ones(2)})
+        assert isinstance(group.recv_tensor_dict(1, spec=spec)["y"], FakeTensor)
+        assert isinstance(group.broadcast_tensor_dict(None, 1, spec=spec)["y"], FakeTensor)
         found.sum().backward()
     assert isinstance(found, FakeTensor)
     assert x.grad is not None

@@ -21,6 +21,7 @@ from parallel_state.coordinator import GroupCoordinator, Traits, create_group
 from parallel_state.options import GroupOptions
 from parallel_state.tensor_dict import ConstantEntry, TensorEntry
 from parallel_state.wire import FRAME_BYTES
+from tests.contract import test_objects
 from tests.contract.test_objects import (
     BODY_TAG,
     DEADLINE_S,
@@ -499,8 +500,7 @@ def exchange_with_spec() -> None:
         mine = flat_dict(src) if rank == src else None
         with counted(group) as carried:
             got = group.broadcast_tensor_dict(mine, src, spec=spec)
-        assert list(carried) == ["broadcast"]
-        assert carried["broadcast"].bytes == FLAT_BYTES
+        assert carried == {"broadcast_list": Traffic(1, FRAME_BYTES + FLAT_BYTES)}
         if mine is not None:
             assert got is mine
         else:
@@ -509,14 +509,12 @@ def exchange_with_spec() -> None:
     if rank == 0:
         with counted(group) as carried:
             group.send_tensor_dict(flat_dict(7), 1, spec=spec)
-        assert list(carried) == ["send"]
-        assert carried["send"].bytes == FLAT_BYTES
+        assert carried == {"send_list": Traffic(1, FRAME_BYTES + FLAT_BYTES)}
         group.send_tensor_dict(flat_dict(7), 1)
     elif rank == 1:
         with counted(group) as carried:
             got = group.recv_tensor_dict(0, spec=spec)
-        assert list(carried) == ["recv"]
-        assert carried["recv"].bytes == FLAT_BYTES
+        assert carried == {"recv_list": Traffic(1, FRAME_BYTES + FLAT_BYTES)}
         with_metadata = group.recv_tensor_dict(0)
         assert same(got, with_metadata)
         assert same(got, arrived_flat_dict(7))
@@ -526,6 +524,146 @@ def exchange_with_spec() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_with_a_spec_only_tensors_are_sent(pools: Pools, world_size: int) -> None:
     pools(world_size).run(exchange_with_spec, tp=1, timeout_s=DEADLINE_S)
+
+
+def exchange_lists(over: str) -> None:
+    """Small tensors, which a route carries as one, and large ones, after a receive that nobody has waited for yet."""
+    with own_group(over) as group:
+        rank = group.rank_in_group
+        for values in (flat_dict(1), {**flat_dict(2), "large": torch.arange(LARGE // 4)}):
+            spec = ps.TensorDictSpec.of(values)
+            arrived = {k: v.detach() if isinstance(v, Tensor) else v for k, v in values.items()}
+            got = group.broadcast_tensor_dict(values if rank == 1 else None, 1, spec=spec)
+            assert got is values if rank == 1 else same(got, arrived)
+            if rank == 0:
+                group.send_object("earlier", 1)
+                with counted(group) as carried:
+                    group.send_tensor_dict(values, 1, spec=spec)
+            else:
+                earlier = group.irecv_object(0)
+                with counted(group) as carried:
+                    assert same(group.recv_tensor_dict(0, spec=spec), arrived)
+                assert earlier.wait() == "earlier"
+            assert carried["recv_list" if rank else "send_list"] == Traffic(
+                1, FRAME_BYTES + sum(tensor.nbytes for tensor in tensors_in(values))
+            )
+        check_usable(group)
+
+
+@pytest.mark.parametrize("over", ["queue", "route"])
+def test_lists_over_both_transports(pools: Pools, over: str) -> None:
+    pools(2).run(exchange_lists, over, tp=1, timeout_s=DEADLINE_S)
+
+
+def other_specs() -> list[dict[str, Any]]:
+    """Dicts whose bytes would fit `small_dict`'s, but which are not of its spec."""
+    x, y = torch.ones(4), torch.zeros(4)
+    return [
+        {"y": y, "x": x, "n": 3},
+        {"x": x, "z": y, "n": 3},
+        {"x": x.int(), "y": y, "n": 3},
+        {"x": x.view(2, 2), "y": y, "n": 3},
+        {"x": x, "y": y, "n": 4},
+    ]
+
+
+SPEC_MISMATCH = "must pass equal specs, but rank 0|this rank is in broadcast_tensor_dict"
+"""By the message itself, or, of a broadcast, by the calls that the ranks announce."""
+
+
+def small_dict() -> dict[str, Any]:
+    return {"x": torch.ones(4), "y": torch.zeros(4), "n": 3}
+
+
+def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
+    """Rank 0 sends a dict of another spec, or without one, or to a rank that receives without one."""
+    spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
+    others = other_specs()
+    sent = others[case] if case < len(others) else small_dict()
+    sent_spec = None if case == len(others) else ps.TensorDictSpec.of(sent)
+    if case == len(others) + 1:
+        spec = None
+    with short_group(over) as group:
+        if group.rank_in_group == 0:
+            # In a broadcast, whoever comes later finds out; over gloo a sender waits for its receiver.
+            found = ps.CollectiveMismatchError if over == "queue" else ps.CollectiveTimeoutError
+            with contextlib.suppress(found):
+                if broadcasts:
+                    group.broadcast_tensor_dict(sent, 0, spec=sent_spec)
+                else:
+                    group.send_tensor_dict(sent, 1, spec=sent_spec)
+        else:
+            with pytest.raises(ps.CollectiveMismatchError, match=SPEC_MISMATCH) as caught:
+                if broadcasts:
+                    group.broadcast_tensor_dict(None, 0, spec=spec)
+                else:
+                    group.recv_tensor_dict(0, spec=spec)
+            assert caught.value.suspect_ranks == (0,)
+            with pytest.raises(ps.GroupFailedError):
+                group.recv_tensor_dict(0, spec=spec)
+
+
+@contextlib.contextmanager
+def short_group(over: str) -> Iterator[GroupCoordinator]:
+    """As own_group; over gloo a sender waits for its receiver, here for two seconds at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        if over == "route":
+            patch.setattr(test_objects, "DEADLINE_S", 7)
+        with own_group(over) as group:
+            yield group
+
+
+def meet_other_specs(over: str, cases: list[int]) -> None:
+    for case in cases:
+        for broadcasts in (False, True) if over == "queue" else (False,):
+            meet_other_spec(over, case, broadcasts)
+
+
+@pytest.mark.parametrize(("over", "cases"), [("queue", list(range(7))), ("route", [0, 5])])
+def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -> None:
+    """Two tensors of one size that change places would else be taken for each other."""
+    pools(2).run(meet_other_specs, over, cases, tp=1, timeout_s=90)
+
+
+def meet_other_slices() -> None:
+    """Both except one tensor of one size from the slices, but not the same one."""
+    tp = ps.get_tp_group()
+    values = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 4}
+    spec = ps.TensorDictSpec.of(values)
+    with own_group() as group:
+        if group.rank_in_group < 2:
+            group.send_tensor_dict(values, group.rank_in_group + 2, tp, {"x": False}, spec=spec)
+        else:
+            with pytest.raises(ps.CollectiveMismatchError, match="cut other tensors into slices"):
+                group.recv_tensor_dict(group.rank_in_group - 2, tp, {"y": False}, spec=spec)
+
+
+def test_other_slices_are_a_mismatch(pools: Pools) -> None:
+    pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)
+
+
+def refuse_gradients() -> None:
+    group = ps.get_world_group()
+    x = torch.ones(2, requires_grad=True)
+    arguments = ([torch.ones(1), x], group._token, "form")
+    none = group.traffic()
+    for name in ("send_list", "broadcast_list", "broadcast_list_", "recv_list_"):
+        with pytest.raises(ps.InvalidArgumentError, match=f"{name} on .* has no gradient, but one of its tensors"):
+            getattr(torch.ops.parallel_state, name)(*arguments, 1 - group.rank_in_group, group._key)
+    assert group.traffic() == none
+    arguments[0].pop()
+    strided = torch.zeros(4, 4).t()
+    with torch.no_grad():
+        if group.rank_in_group == 0:
+            torch.ops.parallel_state.send_list([torch.arange(16.0).view(4, 4)], *arguments[1:], 1, group._key)
+        else:
+            torch.ops.parallel_state.recv_list_([strided], *arguments[1:], 0, group._key)
+            assert same(strided.contiguous(), torch.arange(16.0).view(4, 4))
+            assert strided._version > 0, strided._version
+
+
+def test_an_op_on_a_list_has_no_gradient(pools: Pools) -> None:
+    pools(2).run(refuse_gradients, tp=1, timeout_s=DEADLINE_S)
 
 
 def slices_with_spec() -> None:
@@ -538,8 +676,7 @@ def slices_with_spec() -> None:
             pp.send_tensor_dict(values, None, tp, all_gather_tensors=OWN, spec=spec)
         else:
             assert same(pp.recv_tensor_dict(None, tp, all_gather_tensors=OWN, spec=spec), arrived)
-    (traffic,) = carried.values()
-    assert traffic.bytes == bytes_sent(values)
+    assert list(carried.values()) == [Traffic(1, FRAME_BYTES + bytes_sent(values))]
 
 
 def test_slices_with_a_spec(pools: Pools) -> None:
@@ -649,12 +786,36 @@ def compiled_exchange() -> None:
     for _ in range(2):
         with counted(group) as carried:
             got = compiled(x)
-        assert sorted(carried) == ["broadcast", "recv", "send"]
+        assert sorted(carried) == ["broadcast_list", "recv_list", "send_list"]
         assert same(got, expected)
 
 
 def test_compiled_with_a_spec(pools: Pools) -> None:
     pools(2).run(compiled_exchange, tp=1, timeout_s=90)
+
+
+def compiled_on_one_side() -> None:
+    """Eager and compiled callers meet; and a spec may be made where it is used."""
+    torch._dynamo.reset()
+    group = ps.get_world_group()
+    rank = group.rank_in_group
+
+    def step(x: Tensor) -> Tensor:
+        spec = ps.TensorDictSpec.of({"x": x, "n": ("a", 3)})
+        told = group.broadcast_tensor_dict({"x": x * 2, "n": ("a", 3)} if rank == 0 else None, 0, spec=spec)
+        if rank == 0:
+            group.send_tensor_dict({"x": x + 1, "n": ("a", 3)}, 1, spec=spec)
+            return told["x"]
+        return told["x"] + group.recv_tensor_dict(0, spec=spec)["x"]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    x = torch.arange(6.0)
+    for of_first, of_second in ((step, compiled), (compiled, step)):
+        assert same((of_second if rank else of_first)(x), x * 2 + x + 1 if rank else x * 2)
+
+
+def test_eager_and_compiled_callers_meet(pools: Pools) -> None:
+    pools(2).run(compiled_on_one_side, tp=1, timeout_s=90)
 
 
 def compiled_by_inductor() -> None:
@@ -680,7 +841,11 @@ def compiled_by_inductor() -> None:
         with counted(group) as carried:
             got = compiled(torch.full((4, 6), float(rank + turn)))
         assert same(got, torch.full((4, 6), float(rank + turn + 1 + turn + 3)))
-        assert {name: traffic.calls for name, traffic in carried.items()} == {"send": 1, "recv": 1, "broadcast": 1}
+        assert {name: traffic.calls for name, traffic in carried.items()} == {
+            "send_list": 1,
+            "recv_list": 1,
+            "broadcast_list": 1,
+        }
 
 
 def test_compiled_by_inductor_with_a_spec(pools: Pools) -> None:
@@ -706,8 +871,7 @@ def compiled_slices() -> None:
         else:
             got = torch.compile(recv, fullgraph=True, backend="aot_eager")()
             assert same(got, {key: (value + 1) * 2 for key, value in values.items()})
-    (traffic,) = carried.values()
-    assert traffic == Traffic(3, 24 * 4 // 2 + 3 * 8 + 4 * 8)
+    assert list(carried.values()) == [Traffic(1, FRAME_BYTES + 24 * 4 // 2 + 3 * 8 + 4 * 8)]
 
 
 def test_compiled_slices_with_a_spec(pools: Pools) -> None:

@@ -84,7 +84,7 @@ ALIKE = (
     {"all_reduce", "all_reduce_", "all_reduce_async"},
     {"all_gather", "all_gather_to_list", "all_gather_async"},
     {"reduce_scatter", "reduce_scatter_async"},
-    {"broadcast", "broadcast_", "broadcast_async", "broadcast_tensor_dict with a spec"},
+    {"broadcast", "broadcast_", "broadcast_async"},
     {"all_gather_object", "all_sum"},
 )
 """Methods that match each other, in place or not, waited for or not; over gloo a started one matches started ones."""
