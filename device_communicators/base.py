@@ -81,6 +81,8 @@ class GroupContext:
     """Tells the users of one process group apart: their transfers have other tags."""
     simulated: bool = False
     """True where all ranks but this one are imagined."""
+    fake: bool = False
+    """True where torch's `fake` backend imagines them."""
     custom_all_reduce: bool = True
     """Whether communicators with kernels of our own may be used."""
     high_priority_stream: bool = False

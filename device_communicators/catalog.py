@@ -40,6 +40,8 @@ class Row:
     """As `probe`, by what the ranks find out together: the same on every rank, each of which calls it."""
     simulated: bool = False
     """For groups whose ranks are imagined; the other rows are for groups of processes."""
+    fake: bool = False
+    """For groups of torch's `fake` backend, which have no other row."""
     custom_all_reduce: bool = False
     """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
     asked_for: Callable[[], bool] = lambda: False
@@ -139,6 +141,7 @@ CATALOG: tuple[Row, ...] = (
         "simulated", "device_communicators.simulated", "SimulatedCommunicator",
         Paths("registered op, copies", "the same op", "recorded"), simulated=True,
     ),
+    Row("fake", "device_communicators.fake_group", "FakeGroupCommunicator", fake=True),
     Row(
         "shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator",
         unfit=_no_shared_memory,
@@ -177,7 +180,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     """
     if context.size == 1:
         return Route(context, (), {})
-    rows = [row for row in rows if row.simulated == context.simulated]
+    rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]
     reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
     possible = [reason is None for reason in reasons]
     reasons = _vote(context, rows, reasons)

@@ -175,8 +175,13 @@ class Watcher:
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
         self.open_store = None  # whose server, if it is this process, must be able to go
-        while self.on_close:
-            self.on_close.pop()()
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done, the last one first
+            stack.callback(self._end)
+            closing, self.on_close = self.on_close, []
+            for call in closing:
+                stack.callback(call)
+
+    def _end(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None and self._pid == os.getpid():
             os.eventfd_write(self._wake or 0, 1)

@@ -176,13 +176,15 @@ class HostMemory:
         watcher, self._watcher = self._watcher, None
         if watcher is not None and self._pass_on in watcher.on_death:
             watcher.on_death.remove(self._pass_on)
-        channels, self.channels = self.channels, None
-        if channels is not None:
-            channels.close()
-        collectives, self.collectives = self.collectives, None
-        if collectives is not None:
-            collectives.close()
         self.problem = "the group was closed"
+        channels, self.channels = self.channels, None
+        collectives, self.collectives = self.collectives, None
+        try:
+            if channels is not None:
+                channels.close()
+        finally:
+            if collectives is not None:
+                collectives.close()
 
 
 class _Memory:

@@ -498,15 +498,19 @@ class Route:
         """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
         if not self.closed:
             self.closed = True
-            self.serve_ops(False)
-            closing, self.communicators = self.communicators, ()
-            for communicator in closing:
-                communicator.close()
-            self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
-            # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call
-            # with it has frames that can't be cleared yet.
-            failure, self.first_failure = self.first_failure, None
-            _let_go(failure)
+            with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
+                stack.callback(self._let_go)
+                for communicator in reversed(self.communicators):
+                    stack.callback(communicator.close)
+                stack.callback(setattr, self, "communicators", ())
+                self.serve_ops(False)
+
+    def _let_go(self) -> None:
+        self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
+        # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call with it
+        # has frames that can't be cleared yet.
+        failure, self.first_failure = self.first_failure, None
+        _let_go(failure)
 
 
 def _let_go(failure: BaseException | None) -> None:

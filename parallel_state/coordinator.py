@@ -366,7 +366,8 @@ def create_group(
         if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
             cpu_group()
         members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)
-        real = cpu_group.made and len(ranks) > 1 and not is_fake(device.process_group)
+        fake = is_fake(device.process_group)
+        real = cpu_group.made and len(ranks) > 1 and not fake
         memory = HostMemory(members, pool.address, pool.neighbours) if real else None
         if memory is not None:
             memory.attach(cpu_group(), pool.watcher, pool.watched_with(ranks))
@@ -383,6 +384,7 @@ def create_group(
             watcher=pool.watcher,
             domain=domain,
             channel=pool.next_channel(ranks),
+            fake=fake,
             custom_all_reduce=traits.custom_all_reduce,
             high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
             nccl_config=traits.options.nccl_config,

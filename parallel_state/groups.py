@@ -329,18 +329,25 @@ class ProcessGroupPool:
         with self._lock:
             if failed:
                 self._failed.update(acquired.keys)
-            for key in acquired.keys:
-                self._users[key] -= 1
-                if self._users[key] == 0:
-                    del self._users[key]
-                    group = self._groups.pop(key)
-                    if key in self._borrowed:
-                        self._borrowed.remove(key)
-                    else:
-                        if key in self._failed:
-                            self._abandon(key, group)
-                        _destroy(group)
-                    self._failed.discard(key)
+            with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are released
+                for key in reversed(acquired.keys):
+                    stack.callback(self._release, key)
+
+    def _release(self, key: _Key) -> None:
+        self._users[key] -= 1
+        if self._users[key] > 0:
+            return
+        del self._users[key]
+        group, failed, borrowed = self._groups.pop(key), key in self._failed, key in self._borrowed
+        self._failed.discard(key)
+        self._borrowed.discard(key)
+        if borrowed:
+            return
+        try:
+            if failed:
+                self._abandon(key, group)
+        finally:
+            _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
         """Before an end after a failure: nobody waits in a process group any more, for ranks that will never come.
@@ -364,10 +371,11 @@ class ProcessGroupPool:
     def close(self) -> None:
         """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
         self._closed = True
-        self.watcher.close()
         alone, self._alone = self._alone, {}
-        for group in [*alone.values(), self._default_made]:
-            _destroy(group)
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
+            for group in [self._default_made, *alone.values()]:
+                stack.callback(_destroy, group)
+            self.watcher.close()
 
     def alone(self, options: GroupOptions) -> Any:
         """A process group of this rank only, made at its first use and without the other ranks."""

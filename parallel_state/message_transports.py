@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.channels import MESSAGES, Channels
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.message_queue import Head, Message, Receiver, pieces_of
 from device_communicators.recorder import Operation
 from device_communicators.routing import Route
@@ -68,9 +68,33 @@ class Transport(Protocol):
 
 def transport_of(route: Route) -> Transport:
     """By queue where all ranks share a host, which they agreed on when the group was made."""
+    if route.context.fake:
+        return FakeTransport(route)
     memory = route.context.host_memory
     channels = None if memory is None else memory.channels
     return RouteTransport(route) if channels is None else QueueTransport(route, channels)
+
+
+class FakeTransport:
+    """On torch's `fake` backend: what is sent goes nowhere, and nobody says anything."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        self.route.count(_SENT)
+        return []
+
+    def broadcast(self, outgoing: Outgoing) -> None:
+        self.route.count(_BROADCAST)
+
+    def incoming(self, src: int) -> Incoming:
+        raise UnsupportedError(
+            f"a message of rank {src} needs that rank, but {self.route.context} is of torch's fake backend: only rank "
+            f"{self.route.context.rank} exists; use a backend such as gloo, or simulate()"
+        )
+
+    broadcast_of = incoming
 
 
 # Each part a transfer of its own.

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parallel_state as ps
+from parallel_state import groups
 from parallel_state.options import GroupOptions
 from tests.contract.attempts import attempt, environment, whose, world
 from tests.workers import WorkerPool
@@ -542,3 +544,111 @@ def test_the_pool_is_not_locked_while_other_ranks_are_waited_for(pools: Pools) -
     results = pools(2).run(_made_beside_another, timeout_s=DEADLINE_S)
     assert [facts["sum"] for facts in results] == [2.0, 2.0]
     assert results[0]["inside"]
+
+
+ONE_SIDED = [("alone", 0), ("alone", 1), ("fails", 0), ("fails", 1)]
+
+
+def _one_sided() -> list[tuple[str, float]]:
+    """Groups that a rank asks for alone, or whose making fails on it, and that all ask for then."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no descriptor is left")
+
+    found = []
+    with world() as everyone:
+        pool = everyone.pool
+        assert pool is not None
+        for number, (how, rank) in enumerate(ONE_SIDED):
+            options, told = GroupOptions("gloo", 5.0 + number / 8), "not asked"
+            with environment(PARALLEL_STATE_START_TIMEOUT_S="1"), pytest.MonkeyPatch.context() as patch:
+                if how == "fails" and everyone.rank == rank:
+                    patch.setattr(groups, "new_group_of_members", fail)
+                if how == "fails" or everyone.rank == rank:
+                    told = attempt(pool.acquire, everyone.context.ranks, options).kind
+            everyone.barrier()
+            made = pool.acquire(everyone.context.ranks, options)
+            found.append((told, _sum_by_torch(made.process_group)))
+            pool.release(made)
+    return found
+
+
+def test_a_group_that_failed_on_one_rank_is_made_by_all(pools: Pools) -> None:
+    """Ranks that have tried it more or less often than others agree on a new name."""
+    for rank, found in enumerate(pools(2).run(_one_sided, timeout_s=DEADLINE_S)):
+        for (how, other), (told, total) in zip(ONE_SIDED, found, strict=True):
+            assert told != "ok"
+            assert (told == "not asked") == (how == "alone" and rank != other), (how, other, told)
+            assert total == 2.0
+
+
+FAKE_SIZES = (8, 1 << 18)
+"""What gloo's checked calls would send along with their frames, and what they wouldn't."""
+
+
+def _on_torchs_fake_backend() -> dict[str, Any]:
+    """Each call on a small and a large tensor, beside what torch's own function makes of it."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    facts: dict[str, Any] = {"differs": []}
+    try:
+        began = time.monotonic()
+        ps.init_distributed_environment()
+        ps.initialize_model_parallel(2, 2, warm_up=True)
+        facts["seconds"] = time.monotonic() - began
+        everyone, tp, pp = ps.get_world_group(), ps.get_tp_group(), ps.get_pp_group()
+        facts["ranks"] = [group.ranks for group in (everyone, tp, pp)]
+        facts["carriers"] = [[each.name for each in group.route.communicators] for group in (everyone, tp, pp)]
+        for group in (everyone, tp, pp):
+            for numel in FAKE_SIZES:
+                for name, (ours, torchs) in _fake_calls(group, torch.arange(numel, dtype=torch.float32)).items():
+                    if not torch.equal(ours(), torchs()):
+                        facts["differs"].append((str(group), name, numel))
+        facts["objects"] = [tp.broadcast_object("mine", 1), tp.all_gather_object("mine")]
+        facts["refused"] = [attempt(tp.broadcast_object, None, 0).kind, attempt(pp.recv_tensor_dict).kind]
+        facts["goes on"] = attempt(tp.barrier).kind
+    finally:
+        ps.destroy_distributed_environment()
+        dist.destroy_process_group()
+    return facts
+
+
+def _fake_calls(group: ps.GroupCoordinator, x: torch.Tensor) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    process_group, size = group.device_group, group.world_size
+
+    def out_of(call: Callable[..., Any], numel: int, *args: Any) -> Callable[[], torch.Tensor]:
+        out = torch.zeros(numel)
+        return lambda: (call(out, *args, group=process_group), out)[1]
+
+    def in_place(call: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], torch.Tensor]:
+        copy = x.clone()
+        return lambda: (call(copy, *args, group=process_group, **options), copy)[1]
+
+    first = group.ranks[0]
+    gathered = out_of(dist.all_gather_into_tensor, x.numel() * size, x)
+    return {
+        "all_reduce": (lambda: group.all_reduce(x), in_place(dist.all_reduce)),
+        "avg": (lambda: group.all_reduce(x, "avg"), in_place(dist.all_reduce, dist.ReduceOp.AVG)),
+        "all_gather": (lambda: group.all_gather(x), gathered),
+        "all_gatherv": (lambda: group.all_gatherv(x, sizes=[x.numel()] * size), gathered),
+        "reduce_scatter": (
+            lambda: group.reduce_scatter(x), out_of(dist.reduce_scatter_tensor, x.numel() // size, x)
+        ),
+        "broadcast": (lambda: group.broadcast(x, 0), in_place(dist.broadcast, first)),
+        "all_to_all": (lambda: group.all_to_all(x), out_of(dist.all_to_all_single, x.numel(), x)),
+        "recv": (
+            lambda: group.recv(x.shape, x.dtype, 1 - min(group.rank_in_group, 1)),
+            out_of(dist.recv, x.numel(), group.ranks[1 - min(group.rank_in_group, 1)]),
+        ),
+    }  # fmt: skip
+
+
+def test_torchs_fake_backend(pools: Pools) -> None:
+    """Groups start at once, without a peer, and tensors of every size come back as torch's own functions leave them."""
+    (facts,) = pools(1).run(_on_torchs_fake_backend, timeout_s=DEADLINE_S)
+    assert facts["seconds"] < SOON_S
+    assert facts["ranks"] == [[0, 1, 2, 3], [0, 1], [1, 3]]
+    assert facts["carriers"] == [["fake"]] * 3
+    assert facts["differs"] == []
+    assert facts["objects"] == ["mine", ["mine", "mine"]]
+    assert facts["refused"] == ["UnsupportedError"] * 2
+    assert facts["goes on"] == "ok"

@@ -5,6 +5,7 @@ Row 31 makes 25 worlds by default, 100 with FAILURE_TESTS=long.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -16,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.channels import Channels
+from device_communicators.health import Watcher
+from device_communicators.host_memory import HostMemory
 from device_communicators.segment import Segment
+from device_communicators.shared_memory import SharedMemoryCommunicator
 from parallel_state import agreement, groups, startup
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.messages import Messenger
+from parallel_state.parallel_groups import ParallelGroups
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.ranks import KILLED, Ranks
@@ -174,3 +182,64 @@ def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
         assert clean == CLEAN
         assert again[:3] == [4.0, [0, 1, 2, 3], "shared_memory"]
         assert again[3] < AGAIN_S
+
+
+# Ends that are broken off.
+
+CLOSES: list[tuple[Any, str]] = [
+    (Messenger, "close"),
+    (SharedMemoryCommunicator, "close"),
+    (Channels, "close"),
+    (HostMemory, "close"),
+    (groups.ProcessGroupPool, "release"),
+    (GroupCoordinator, "destroy"),
+    (ParallelGroups, "close"),
+    (Watcher, "close"),
+    (dist, "destroy_process_group"),
+]
+"""What the end of a world calls; whatever else it calls must have been called though this raises."""
+
+
+def _close_badly(owner: Any, name: str) -> None:
+    real = getattr(owner, name)
+
+    def closed(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, name, real)
+        real(*args, **kwargs)
+        raise ZeroDivisionError("the reason")
+
+    setattr(owner, name, closed)
+
+
+def _ended_badly(port: int) -> list[tuple[Outcome, Outcome, bool, dict[str, Any], Footprint]]:
+    rank, found = int(os.environ["RANK"]), []
+    for owner, name in [(None, ""), *CLOSES]:
+        ps.init_distributed_environment(4, rank, f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S / 4)
+        ps.initialize_model_parallel(2, 2)
+        called: list[int] = []
+        watcher = ps.get_world_group().pool.watcher  # type: ignore[union-attr]
+        watcher.on_close.append(functools.partial(called.append, 1))
+        if name == "close" and owner is Watcher:
+            watcher.on_close.append(lambda: 1 // 0)
+        elif owner is not None:
+            _close_badly(owner, name)
+        ps.get_world_group().barrier()
+        told, again = attempt(ps.destroy_distributed_environment), attempt(ps.destroy_distributed_environment)
+        found.append((told, again, bool(called), _clean(), _footprint()))
+    return found
+
+
+def test_what_raises_at_the_end_leaves_nothing_open(ranks: Ranks) -> None:
+    """All the rest is ended, the error is told, a second call is fine, and worlds can follow."""
+    with held_port() as port:
+        for found in ranks.run(_ended_badly, port, timeout_s=DEADLINE_S):
+            (good, *_, settled), *bad = found
+            assert good.kind == "ok"
+            for (owner, name), (told, again, called, clean, after) in zip(CLOSES, bad, strict=True):
+                where = f"{owner.__name__}.{name}: {told}"
+                assert told.kind == "ZeroDivisionError", where
+                assert again.kind == "ok", where
+                assert called, where
+                assert clean == CLEAN, where
+                assert after.descriptors <= settled.descriptors + 1, where
+                assert after.threads <= settled.threads, where
