@@ -30,6 +30,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -63,6 +64,7 @@ _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
+_ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
@@ -415,7 +417,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 rank=0,
             ) from error
         with listener:
-            _check_own(address, deadline)
+            _check_own(address, listener, deadline)
             try:
                 return _within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
             except (OSError, RuntimeError) as error:
@@ -427,8 +429,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 ) from error
 
 
-def _check_own(address: tuple[str, int], deadline: float) -> None:
-    """Finds out whether `address`, at which this process listens, leads here; RendezvousError if not.
+def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
+    """Finds out whether a connection to `address` comes to `listener`, of this process; RendezvousError if not.
 
     Before TCPStore tries: it would until the deadline, in a thread that can't be broken off, and that ends the process
     by SIGABRT if it comes back while the interpreter is on its way out.
@@ -436,8 +438,11 @@ def _check_own(address: tuple[str, int], deadline: float) -> None:
     why = ""
     for _ in _looks(deadline):  # an address in front of this host may come to lead here only in a while
         try:
-            socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())).close()
-            return
+            with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
+                came, _, _ = select.select([listener], [], [], max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
+            if came:
+                return
+            why = "another host answers there"
         except OSError as error:
             why = str(error)
     raise RendezvousError(

@@ -5,20 +5,25 @@ More of it, for every init method, is in the contract tests of the rendezvous.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import parallel_state as ps
 from tests import hosts
-from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.ranks import Ranks
 
+ROOT = Path(__file__).parents[2]
 START_S = 3.0
 SLACK_S = 5.0
 DEADLINE_S = 60.0
@@ -89,6 +94,72 @@ def test_row_23_a_master_address_that_leads_nowhere(ranks: Ranks, address: str, 
             assert why in told.text
             assert "MASTER_ADDR" in told.text
             assert told.seconds < START_S + SLACK_S
+
+
+RANK_ZERO = """
+import json, os, sys
+import parallel_state as ps
+
+places, outputs = json.loads(sys.argv[1]), []
+for number, (address, port) in enumerate(places):  # forks: torch is imported once
+    output = os.open(f"{sys.argv[2]}/{number}", os.O_RDWR | os.O_CREAT)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(output, 2)
+        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        ps.init_distributed_environment(backend="gloo")
+        sys.exit()
+    outputs.append(pid)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in outputs]))
+"""
+
+
+@contextmanager
+def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
+    """Somebody on host 0 who takes connections and never says a word."""
+    program = f"import socket; s = socket.create_server(('', {port})); print(flush=True); s.accept(); input()"
+    enter = ["nsenter", "-t", str(made.pid(0)), "--net"]
+    with subprocess.Popen(
+        [*enter, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as listener:  # fmt: skip
+        try:
+            assert listener.stdout is not None and listener.stdout.readline()
+            yield
+        finally:
+            listener.kill()
+
+
+def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
+    """It says so, names the variable, and ends as a program does that raises, in each of five starts."""
+    problem = hosts.problem()
+    if problem is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    port, taken = 20_000, 20_004
+    variables = {
+        **{name: value for name, value in os.environ.items() if name not in LAUNCHER},
+        "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1",
+        "PARALLEL_STATE_START_TIMEOUT_S": str(START_S),
+    }  # fmt: skip
+    with hosts.Hosts(2) as made, _silent_listener(made, taken):
+        other = made.addresses[0]
+        made.run_on(1, f"echo '{other} other-host' > /dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts")
+        addresses = ["192.0.2.1", other, "other-host", other, "other-host"]
+        places = list(zip(addresses, range(port, taken + 1), strict=True))
+        enter = ["nsenter", "-t", str(made.pid(1)), "--net", "--uts", "--mount"]
+        command = [*enter, sys.executable, "-c", RANK_ZERO, json.dumps(places), str(tmp_path)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=2 * DEADLINE_S)
+    codes = json.loads(done.stdout) if done.returncode == 0 else [done.stderr]
+    for number, ((address, at), code) in enumerate(zip(places, codes, strict=True)):
+        output = (tmp_path / str(number)).read_text()
+        told = f"{address}:{at}: {code}\n{output}"
+        assert code == 1, told
+        assert "terminate called" not in output, told
+        last = output.strip().splitlines()[-1]
+        assert "RendezvousError" in last, told
+        assert f"{address}:{at}" in last, told
+        assert "that address doesn't lead to its own host, parallel-state-host-1" in last, told
+        assert "Set MASTER_ADDR" in last, told
+        assert "MASTER_PORT" not in last, told
 
 
 # Row 24.
