@@ -85,7 +85,7 @@ class FakeTransport:
         self.route.count(_SENT)
         return []
 
-    def broadcast(self, outgoing: Outgoing) -> None:
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         self.route.count(_BROADCAST)
 
     def incoming(self, src: int) -> Incoming:
@@ -94,7 +94,8 @@ class FakeTransport:
             f"{self.route.context.rank} exists; use a backend such as gloo, or simulate()"
         )
 
-    broadcast_of = incoming
+    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+        return self.incoming(src)
 
 
 # Each part a transfer of its own.
