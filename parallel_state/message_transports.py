@@ -78,23 +78,25 @@ def transport_of(route: Route) -> Transport:
 class FakeTransport:
     """On torch's `fake` backend: what is sent goes nowhere, and nobody says anything."""
 
+    takes_many = True
+
     def __init__(self, route: Route) -> None:
         self.route = route
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
-        self.route.count(_SENT)
+        self.route.count(outgoing.counted or _SENT)
         return []
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        self.route.count(_BROADCAST)
+        self.route.count(outgoing.counted or _BROADCAST)
 
-    def incoming(self, src: int) -> Incoming:
+    def incoming(self, src: int, counted: str = _RECEIVED) -> Incoming:
         raise UnsupportedError(
             f"a message of rank {src} needs that rank, but {self.route.context} is of torch's fake backend: only rank "
             f"{self.route.context.rank} exists; use a backend such as gloo, or simulate()"
         )
 
-    def broadcast_of(self, src: int, call: UserCall) -> Incoming:
+    def broadcast_of(self, src: int, call: UserCall, counted: str = _BROADCAST) -> Incoming:
         return self.incoming(src)
 
 
