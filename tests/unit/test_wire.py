@@ -222,7 +222,7 @@ def test_a_frame_of_another_size(size: int) -> None:
         ({"magic": b"PSM0"}, r"begins with b'PSM0', not b'PSM1'"),
         ({"magic": b"\x80\x05\x95\x00"}, r"begins with b'\\x80"),
         ({"magic": b"\0\0\0\0"}, "begins with"),
-        ({"kind": 2}, "its kind is 2"),
+        ({"kind": 3}, "its kind is 3"),
         ({"kind": 255}, "its kind is 255"),
         ({"body_bytes": METADATA_LIMIT + 1}, f"more than {METADATA_LIMIT} .PARALLEL_STATE_MAX_METADATA_BYTES"),
         ({"body_bytes": 1 << 62}, f"has {1 << 62} bytes"),
