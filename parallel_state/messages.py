@@ -173,6 +173,7 @@ class ReceiveHandle:
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 
+    @host_call(WAITED_FOR)
     def take_in(self) -> None:
         """Receives everything that was sent point to point; earlier messages of the same sender first."""
         for handle in self._messenger.pending_up_to(self, self._src):
