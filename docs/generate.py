@@ -1,0 +1,344 @@
+"""Draws the docs' pictures and writes the tables that follow from the source; `make docs` and the docs tests call it.
+
+    python docs/generate.py            # rewrites docs/pictures/*.svg
+
+Pictures are on a white card, with plain colours, so they read the same on a dark page.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from itertools import pairwise
+from math import ceil, log2, log10
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+RESULTS = [ROOT / "benchmarks" / "results" / f"all_reduce_2_ranks_tight_{part}.json" for part in ("small", "large")]
+PICTURES = DOCS / "pictures"
+GENERATED = DOCS / "_generated"
+
+LINES = {
+    "op, in place": ("parallel_state, in place", "#0b6e4f", ""),
+    "coordinator": ("parallel_state, new tensor", "#2a9d6f", ""),
+    "vLLM op, in place": ("vLLM CPU op", "#c1121f", "6 3"),
+    "Intel MPI": ("Intel MPI", "#3a5a9b", "6 3"),
+    "MPICH": ("MPICH", "#8a5a9b", "6 3"),
+    "Open MPI (int16)": ("Open MPI (int16)", "#9a6a00", "6 3"),
+    "gloo": ("gloo", "#555555", "6 3"),
+}
+"""Candidate in the results -> name in the picture, colour, dashes."""
+
+
+def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(title)}" font-family="Helvetica, Arial, sans-serif" font-size="12">\n'
+        f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff" stroke="#d0d7de"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, words: str, colour: str = "#24292f", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}"{more}>{escape(words)}</text>'
+
+
+# The latency picture.
+
+
+def latency_lines(paths: Sequence[Path]) -> dict[str, list[tuple[int, float]]]:
+    """Returns the median microseconds of each candidate in `LINES` over bytes."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in LINES}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            for name in LINES:
+                if name in row["us"]:
+                    found[name].append((row["case"]["bytes"], statistics.median(row["us"][name])))
+    return {name: sorted(line) for name, line in found.items() if line}
+
+
+def latency_picture(paths: Sequence[Path] = RESULTS) -> str:
+    """Returns the README's SVG: latency of all_reduce over its size, beside the peers of the same run."""
+    lines = latency_lines(paths)
+    machine = json.loads(paths[0].read_text())["machine"]
+    width, height, left, right, top, bottom = 800, 400, 66, 226, 66, 44
+    points = [point for line in lines.values() for point in line]
+    least, most = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = log10(min(y for _, y in points) * 0.7), ceil(log10(max(y for _, y in points)))
+
+    def place(size: float, us: float) -> tuple[float, float]:
+        across, up = log2(size / least) / log2(most / least), (log10(us) - low) / (high - low)
+        return left + across * (width - left - right), height - bottom - up * (height - top - bottom)
+
+    title = "all_reduce of bfloat16 between 2 CPU ranks: microseconds over bytes"
+    body = [
+        _text(20, 26, title, more=' font-size="15" font-weight="bold"'),
+        _text(20, 44, f"median; {machine['cores']} cores of an {machine['processor']}; lower is better", "#57606a"),
+    ]
+    for power in range(ceil(low), high + 1):
+        _, y = place(least, 10.0**power)
+        body.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#d8dee4"/>')
+        body.append(_text(left - 6, y + 4, _duration(10.0**power), "#57606a", ' text-anchor="end"'))
+    for size in sorted({x for x, _ in points}):
+        x, _ = place(size, 10.0**low)
+        body.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}" stroke="#eef1f4"/>')
+        body.append(_text(x, height - bottom + 18, _bytes(size), "#57606a", ' text-anchor="middle"'))
+    heights = _apart({name: place(*line[-1])[1] for name, line in lines.items()}, 15)
+    for name, line in lines.items():
+        label, colour, dashes = LINES[name]
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
+        style = f' stroke-dasharray="{dashes}"' if dashes else ""
+        wide = 2.6 if not dashes else 1.6
+        body.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{wide}"{style}/>')
+        x, y = place(*line[-1])
+        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        weight = "" if dashes else ' font-weight="bold"'
+        body.append(_text(width - right + 12, heights[name] + 4, label, colour, weight))
+    return _svg(width, height, title, body)
+
+
+def _duration(us: float) -> str:
+    return f"{us:,.0f} µs" if us < 1000 else f"{us / 1000:,.0f} ms"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count // size} {unit}"
+    return f"{count} B"
+
+
+def _apart(heights: Mapping[str, float], least: float) -> dict[str, float]:
+    """Returns heights of labels in the same order, at least `least` apart."""
+    names = sorted(heights, key=lambda name: heights[name])
+    found = [heights[name] for name in names]
+    for i in range(1, len(found)):
+        found[i] = max(found[i], found[i - 1] + least)
+    over = found[-1] - heights[names[-1]] if found else 0.0
+    for i in range(len(found) - 1, -1, -1):
+        bound = found[i + 1] - least if i + 1 < len(found) else found[i] - over / 2
+        found[i] = min(found[i], bound)
+    return dict(zip(names, found, strict=True))
+
+
+# The picture of the rooms.
+
+
+def _rooms() -> Any:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+    from tests import rooms
+
+    return rooms
+
+
+def _depths(table: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """Returns each room's longest way down: it lies above all that it may import."""
+
+    def depth(room: str) -> int:
+        return max((1 + depth(below) for below in table[room]), default=0)
+
+    return {room: depth(room) for room in table}
+
+
+Bends = dict[tuple[str, str], list[str]]
+
+
+def _layers(table: Mapping[str, Sequence[str]]) -> tuple[list[list[str]], Bends]:
+    """Returns layers of rooms, the highest first, and the arrows as chains with a bend in each layer they cross.
+
+    A bend has a place in its layer as a room has, so arrows don't run through rooms; each layer is in the order of
+    the middles of what points at it.
+    """
+    depths = _depths(table)
+    layers: list[list[str]] = [[] for _ in range(max(depths.values()) + 1)]
+    for room, depth in depths.items():
+        layers[-1 - depth].append(room)
+    chains: Bends = {}
+    above: dict[str, list[str]] = {}
+    for room, below in table.items():
+        for each in below:
+            chain = [room]
+            for level in range(len(layers) - depths[room], len(layers) - 1 - depths[each]):
+                chain.append(f"{room}>{each}@{level}")
+                layers[level].append(chain[-1])
+            chains[room, each] = [*chain, each]
+            for start, end in pairwise(chains[room, each]):
+                above.setdefault(end, []).append(start)
+    place: dict[str, float] = {}
+    for layer in layers:
+        layer.sort(key=lambda name: statistics.fmean(place[each] for each in above[name]) if name in above else 0.5)
+        place |= {name: (i + 1) / (len(layer) + 1) for i, name in enumerate(layer)}
+    return layers, chains
+
+
+def _package_picture(rooms: Mapping[str, Sequence[str]], top: float, width: int, fill: str, line: str) -> list[str]:
+    """Returns boxes and arrows of one package, from `top` on."""
+    layers, chains = _layers(rooms)
+    at: dict[str, tuple[float, float, float]] = {}
+    for level, layer in enumerate(layers):
+        wide = [_box_width(name) for name in layer]
+        x = (width - sum(wide) - GAP * (len(layer) - 1)) / 2
+        for name, box in zip(layer, wide, strict=True):
+            at[name] = (x + box / 2, top + level * STEP, box)
+            x += box + GAP
+    body = []
+    for chain in chains.values():
+        points = [(at[chain[0]][0], at[chain[0]][1] + BOX)]
+        for bend in chain[1:-1]:
+            points += [(at[bend][0], at[bend][1]), (at[bend][0], at[bend][1] + BOX)]
+        points.append((at[chain[-1]][0], at[chain[-1]][1] - 1))
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        body.append(f'<polyline points="{drawn}" fill="none" stroke="#6e7781" marker-end="url(#head)"/>')
+    return body + [_box(name, *at[name], fill, line) for name in rooms]
+
+
+BOX, GAP, STEP = 26, 16, 58
+ARROW_HEAD = (
+    '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    '<path d="M0,0 L8,4 L0,8 z" fill="#6e7781"/></marker></defs>'
+)
+
+
+def _box_width(name: str) -> float:
+    return 1.0 if ">" in name else 8.0 * len(name) + 22
+
+
+def _box(name: str, middle: float, y: float, wide: float, fill: str, line: str) -> str:
+    return (
+        f'<rect x="{middle - wide / 2:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{BOX}" rx="5" fill="{fill}" '
+        f'stroke="{line}"/>' + _text(middle, y + 17, name, more=' text-anchor="middle"')
+    )
+
+
+def rooms_picture() -> str:
+    """Returns the SVG of both packages' rooms, from the table that the direction test asserts."""
+    table = _rooms()
+    width, top = 900, 44.0
+    body = [
+        ARROW_HEAD,
+        _text(20, 28, "Rooms: an arrow points to what may be imported", more=' font-size="15" font-weight="bold"'),
+    ]
+    for package, rooms, fill, line in (
+        (table.UPPER, table.UPPER_ROOMS, "#ddf4ff", "#0969da"),
+        (table.LOWER, table.LOWER_ROOMS, "#dafbe1", "#1a7f37"),
+    ):
+        lower = package == table.LOWER
+        levels = max(_depths(rooms).values()) + 1 + lower
+        height = 34 + levels * STEP - (STEP - BOX) + 16
+        body.append(
+            f'<rect x="16" y="{top}" width="{width - 32}" height="{height}" rx="6" fill="none" stroke="{line}"/>'
+        )
+        body.append(_text(28, top + 22, package, line, ' font-weight="bold"'))
+        body += _package_picture(rooms, top + 34, width, fill, line)
+        if lower:
+            y = top + 34 + (levels - 1) * STEP
+            x = (width - sum(map(_box_width, table.GROUND)) - GAP * (len(table.GROUND) - 1)) / 2
+            body.append(_text(28, y + 17, "the ground of all rooms:", "#57606a"))
+            for name in table.GROUND:
+                body.append(_box(name, x + _box_width(name) / 2, y, _box_width(name), "#f6f8fa", line))
+                x += _box_width(name) + GAP
+        else:
+            middle, end = width / 2, top + height
+            body.append(
+                f'<line x1="{middle}" y1="{end}" x2="{middle}" y2="{end + 43}" stroke="#6e7781" stroke-width="2" '
+                'marker-end="url(#head)"/>'
+            )
+            body.append(_text(middle + 12, end + 25, "never back", "#57606a"))
+        top += height + 44
+    return _svg(width, round(top - 28), "The rooms of the two packages", body)
+
+
+# Tables.
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join([_row(head), _row(["---"] * len(head)), *map(_row, rows)]) + "\n"
+
+
+def settings_table() -> str:
+    """Returns every environment variable with its default and meaning."""
+    from device_communicators import settings
+
+    rows = [
+        (f"`{each.name}`", _default(each.name, each.default), f"{each.help} Must be {each.must_be}.")
+        for each in settings.ALL
+    ]
+    return _table(("variable", "default", "meaning"), rows)
+
+
+def _default(name: str, value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_BYTES") and value:
+        return f"{value >> 30} GiB" if value >= 1 << 30 else f"{value >> 20} MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def rooms_table() -> str:
+    """Returns each room with what it is for, by its own docstring, and what it may import."""
+    table = _rooms()
+    rows = []
+    for package, rooms in ((table.UPPER, table.UPPER_ROOMS), (table.LOWER, table.LOWER_ROOMS)):
+        for room, below in [*rooms.items(), *(((each, ()) for each in table.GROUND) if package == table.LOWER else ())]:
+            purpose = _purpose(ROOT / package, room)
+            rows.append((f"`{package}.{room}`", purpose, ", ".join(f"`{each}`" for each in below) or "–"))
+    return _table(("room", "for", "may import"), rows)
+
+
+def _purpose(package: Path, room: str) -> str:
+    """Returns the first paragraph of the room's docstring."""
+    path = package / room / "__init__.py"
+    text = ast.get_docstring(ast.parse((path if path.exists() else package / f"{room}.py").read_text())) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def errors_tree() -> str:
+    """Returns the tree of errors as a nested list, each with the first line of its docstring."""
+    from device_communicators import errors
+
+    def walk(kind: type, depth: int) -> Iterator[str]:
+        about = (kind.__doc__ or "").strip().splitlines()[0]
+        yield f"{'  ' * depth}- {{py:obj}}`{kind.__name__} <parallel_state.{kind.__name__}>`: {about}"
+        for each in kind.__subclasses__():
+            if each.__module__ == errors.__name__:
+                yield from walk(each, depth + 1)
+
+    return "\n".join(walk(errors.ParallelStateError, 0)) + "\n"
+
+
+def write_tables() -> None:
+    """Writes what the pages include, into a folder that git ignores."""
+    GENERATED.mkdir(exist_ok=True)
+    for name, text in (("settings.md", settings_table()), ("rooms.md", rooms_table()), ("errors.md", errors_tree())):
+        path = GENERATED / name
+        if not path.exists() or path.read_text() != text:  # an unchanged file needs no new build
+            path.write_text(text)
+
+
+def pictures() -> dict[str, str]:
+    """Returns name -> SVG of every picture that lies in docs/pictures."""
+    return {"latency.svg": latency_picture(), "rooms.svg": rooms_picture()}
+
+
+def main() -> None:
+    PICTURES.mkdir(exist_ok=True)
+    for name, svg in pictures().items():
+        (PICTURES / name).write_text(svg)
+
+
+if __name__ == "__main__":
+    main()
