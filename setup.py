@@ -2,14 +2,14 @@
 
 A wheel brings the compiled library where there is a C++ compiler, and the registered ops' kernels where torch can be
 imported as well (`pip install --no-build-isolation .`, since a build of its own would download a second torch). What is
-missing is no error: it is compiled at its first use (see device_communicators/native.py).
+missing is no error: it is compiled at its first use (see device_communicators/cpu/native.py).
 """
 
 import importlib.util
 import sys
 from pathlib import Path
 
-from setuptools import Distribution, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent
 
 def _native_build():
     """The recipes, which need nothing of the package that they lie in."""
-    path = ROOT / "device_communicators" / "native_build.py"
+    path = ROOT / "device_communicators" / "cpu" / "native_build.py"
     specification = importlib.util.spec_from_file_location("native_build", path)
     module = importlib.util.module_from_spec(specification)
     sys.modules["native_build"] = module  # dataclasses look their module up
@@ -45,7 +45,7 @@ class BuildWithLibrary(build_py):
             recipes.append(native_build.full_recipe())
         except ImportError:
             print("parallel_state: torch isn't importable here; the ops' kernels are compiled at their first use")
-        folder = Path(self.build_lib) / "device_communicators"
+        folder = Path(self.build_lib) / "device_communicators" / "cpu"
         for recipe in recipes:
             target = folder / recipe.packaged_name
             try:
@@ -70,10 +70,12 @@ class WithLibrary(Distribution):
 
 
 setup(
-    packages=["parallel_state", "parallel_state.plan", "device_communicators"],
+    packages=find_packages(include=["parallel_state*", "device_communicators*"]),
     package_data={
         "parallel_state": ["py.typed", "getters.pyi"],
-        "device_communicators": ["py.typed", "*.json", "csrc/*", "csrc/cuda/*"],
+        "device_communicators": ["py.typed"],
+        "device_communicators.cpu": ["csrc/*"],
+        "device_communicators.peer": ["*.json", "csrc/*"],
     },
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},

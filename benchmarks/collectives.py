@@ -31,7 +31,7 @@ from measure.teams import Team, started
 from measure.tensors import COPIES, OPERATIONS
 from peers import MPIS
 
-from parallel_state import environment
+from parallel_state.startup import environment
 
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place")

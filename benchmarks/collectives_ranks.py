@@ -30,7 +30,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators import settings
 from device_communicators.errors import UnsupportedError
-from parallel_state import environment
+from parallel_state.startup import environment
 
 MODES = ("eager", "compiled", "graph")
 SIZES = tuple(1 << power for power in range(10, 31, 2))

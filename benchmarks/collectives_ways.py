@@ -20,7 +20,7 @@ from torch import Tensor
 
 import parallel_state as ps
 from device_communicators import Route, register_route, unique_name
-from parallel_state.capture_stream import GraphCaptureContext, prepared, side_stream
+from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 
 Call = Callable[[Tensor], Tensor]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")

@@ -84,7 +84,7 @@ class CountingStore(dist.Store):
 class StoreOfOneRank(CountingStore):
     """For one process that is rank `rank` of `world_size`, the others being imagined: the last to come, all agreeing.
 
-    It answers for them in two places of `parallel_state.agreement`, and nowhere else:
+    It answers for them in two places of `parallel_state.process_groups.agreement`, and nowhere else:
     - the counter of those that came (`…/agree/<ranks>/<question>/count`) counts all ranks at once;
     - another rank's request (`…/agree/<ranks>/<question>/<rank>`) is this rank's own.
     Whatever else is read and nobody wrote would never come: it raises.
@@ -103,15 +103,20 @@ class StoreOfOneRank(CountingStore):
         everyone = "/agree/" in key and key.endswith("/count")
         return super().add(key, self._world_size if everyone else amount)
 
+    def check(self, keys: list[str]) -> bool:
+        return super().check([self._answered(key) for key in keys])
+
     def wait(self, keys: list[str], *timeout: timedelta) -> None:
         self.counts["wait"] += 1
         for key in keys:
             self._written(key)
 
-    def _written(self, key: str) -> str:
+    def _answered(self, key: str) -> str:
         question, _, last = key.rpartition("/")
-        if "/agree/" in key and last.isdigit():
-            key = f"{question}/{self._rank}"
+        return f"{question}/{self._rank}" if "/agree/" in key and last.isdigit() else key
+
+    def _written(self, key: str) -> str:
+        key = self._answered(key)
         if not self.inner.check([key]):
             raise LookupError(f"{key} was written by nobody; in a world of one process it never will be")
         return key

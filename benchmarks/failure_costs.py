@@ -26,7 +26,7 @@ from measure.report import p50, print_rows, print_table, size_name, write_json
 from measure.rounds import Row, measure_all
 from measure.teams import Team, started
 
-from device_communicators import native_build
+from device_communicators.cpu import native_build
 
 PARTS = ("C++", "mode", "gloo")
 MOST_CALLS = 1_000_000

@@ -79,7 +79,7 @@ def _package(name: str) -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    from device_communicators.topology_reading import read_topology
+    from device_communicators.machine.topology_reading import read_topology
 
     topology = read_topology()
     if topology.problem:
@@ -91,19 +91,19 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _driver() -> Any:
-    from device_communicators.topology_reading import read_topology
+    from device_communicators.machine.topology_reading import read_topology
 
     return read_topology().driver_version
 
 
 def _nccl() -> str:
-    from device_communicators import nccl_library
+    from device_communicators.cuda import nccl_library
 
     return nccl_library.version_text(nccl_library.load().version)
 
 
 def _nvrtc() -> str:
-    from device_communicators import cuda_build
+    from device_communicators.cuda import build as cuda_build
 
     return "{}.{}".format(*cuda_build.nvrtc_version())
 
@@ -139,7 +139,8 @@ def compiled() -> dict[str, Any]:
     """Seconds of each; raises where one can't be had."""
     import torch
 
-    from device_communicators import cuda_build, native
+    from device_communicators.cpu import native
+    from device_communicators.cuda import build as cuda_build
 
     found: dict[str, Any] = {}
     for name, build in {

@@ -35,7 +35,6 @@ from parallel_state import (
     SettingError,
     destroy_distributed_environment,
     destroy_model_parallel,
-    environment,
     get_dp_group,
     get_pp_group,
     get_tp_group,
@@ -45,6 +44,7 @@ from parallel_state import (
     is_rank_zero,
     launch,
 )
+from parallel_state.startup import environment
 
 try:
     import inference_report

@@ -21,10 +21,11 @@ from forked_ranks import Result, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel_state as ps
-from parallel_state import rendezvous, resolve_layout
-from parallel_state.axes import AXES
-from parallel_state.division import made_at_start
-from parallel_state.layout import Layout
+from parallel_state import resolve_layout
+from parallel_state.groups.division import made_at_start
+from parallel_state.layout.axes import AXES
+from parallel_state.layout.ranks import Layout
+from parallel_state.startup import rendezvous
 
 VARIANTS = ("ours", "new_group", "device_mesh", "ours, all kinds", "new_group, all kinds")
 STEPS = ("init", "groups", "collectives")

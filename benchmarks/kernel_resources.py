@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-from device_communicators import cuda_build
+from device_communicators.cuda import build as cuda_build
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 

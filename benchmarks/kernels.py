@@ -286,7 +286,7 @@ def _folder(ranks: int, libraries: int) -> Iterator[str]:
 
 def _library() -> str:
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from device_communicators import native, native_build
+    from device_communicators.cpu import native, native_build
 
     path, problem = native._have(native_build.plain_recipe())
     if path is None:

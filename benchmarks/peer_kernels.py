@@ -42,9 +42,9 @@ from peer_kernels_others import Others
 from peer_kernels_regions import EmulatedMachine, GpuMachine, Machine
 from peer_kernels_team import APART, FUSED, TOGETHER, KernelTeam
 
-from device_communicators.cuda_call import KernelError
-from device_communicators.peer_group import DTYPES
-from device_communicators.peer_thresholds import ALGORITHMS
+from device_communicators.cuda.driver import KernelError
+from device_communicators.peer.group import DTYPES
+from device_communicators.peer.thresholds import ALGORITHMS
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 NORM_SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)

@@ -19,7 +19,7 @@ import torch
 from measure.devices import Clock
 from torch import Tensor
 
-from device_communicators.cuda_call import (
+from device_communicators.cuda.driver import (
     MAX_BLOCKS,
     MAX_RANKS,
     PACKETS_OFFSET,
@@ -31,7 +31,7 @@ from device_communicators.cuda_call import (
     Launcher,
     read_report,
 )
-from device_communicators.peer_device import HostWords
+from device_communicators.peer.device import HostWords
 
 EPOCH = 8
 """What has gone before: not the first epochs, in which a block clears the next slot."""
@@ -62,7 +62,7 @@ class GpuMachine:
     """The current CUDA device."""
 
     def __init__(self) -> None:
-        from device_communicators.cuda_kernels import PeerKernels
+        from device_communicators.peer.kernels import PeerKernels
 
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.kernels: Launcher = PeerKernels.load(torch.cuda.current_device())

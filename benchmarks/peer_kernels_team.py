@@ -20,9 +20,9 @@ from peer_kernels_others import Others
 from peer_kernels_regions import Machine, Regions, takes_one_epoch
 from torch import Tensor
 
-from device_communicators.cuda_call import MAX_BLOCKS, PART_PACKETS, THREADS, Call, grid, norm_grid
-from device_communicators.peer_group import DTYPES
-from device_communicators.peer_thresholds import ALGORITHMS
+from device_communicators.cuda.driver import MAX_BLOCKS, PART_PACKETS, THREADS, Call, grid, norm_grid
+from device_communicators.peer.group import DTYPES
+from device_communicators.peer.thresholds import ALGORITHMS
 
 FUSED, APART = "fused", "add, rms_norm"
 TOGETHER = "of all ranks at once"

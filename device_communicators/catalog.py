@@ -1,25 +1,28 @@
 """THE table of communicators, best first; the only importer of the concrete ones.
 
-A communicator is added with its file and one row here. A row is taken into a group's route when neither its `unfit`
-nor its `probe` finds anything against it. What `unfit` looks at is equal on every rank. What `probe` looks at is not (a
-library that loads, a link that works), so its answer is put to a vote: a route that differs between ranks hangs. What
-is left may still be turned down by the communicator itself (`admit`), on all ranks alike.
+A communicator is added with its file and one row here; docs/extending.md walks through one. A row is taken into a
+group's route when its `device` is the group's and neither its `unfit` nor its `probe` finds anything against it. What
+`unfit` looks at is equal on every rank. What `probe` looks at is not (a library that loads, a link that works), so its
+answer is put to a vote: a route that differs between ranks hangs. What is left may still be turned down by the
+communicator itself (`admit`), on all ranks alike.
+
+What only groups with GPUs ask is imported where they do: everybody imports this module.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
 import torch
 
-from device_communicators import cuda_build, measured, nccl_library, settings
-from device_communicators.base import Communicator, GroupContext
-from device_communicators.cuda_call import MAX_RANKS, KernelError
-from device_communicators.paths import OP, Paths
-from device_communicators.routing import Route
+from device_communicators import settings
+from device_communicators.routing.communicator import Communicator, GroupContext
+from device_communicators.routing.paths import OP, Paths
+from device_communicators.routing.route import Route
 
 logger = logging.getLogger("parallel_state")
 
@@ -33,6 +36,12 @@ class Row:
     class_name: str
     paths: Paths = OP
     """How it is reached in each state of the program: what `explain()` prints, and what a capture refuses."""
+    device: str = "any"
+    """Device of the groups that may have it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
+    partial: bool = False
+    """True if it refuses requests that have a meaning: the rows below it carry them. Others must carry everything."""
+    several_hosts: bool = False
+    """True if it is for groups whose ranks are on several hosts; the contract tests then make such hosts."""
     unfit: Callable[[GroupContext], str | None] = lambda context: None
     probe: Callable[[GroupContext], str | None] | None = None
     """As `unfit`, by what may differ between ranks; asked where `unfit` has found nothing, and put to a vote."""
@@ -49,6 +58,9 @@ class Row:
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
+
+    def fits_device(self, device_type: str) -> bool:
+        return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
 
 def _no_shared_memory(context: GroupContext) -> str | None:
@@ -67,17 +79,14 @@ def _no_hosts_of_several(context: GroupContext) -> str | None:
     return "each of its ranks is alone on its host" if len(memory.hosts) == context.size else None
 
 
-def _no_device(context: GroupContext) -> str | None:
-    return "its device is the CPU" if context.device.type == "cpu" else None
-
-
 def _no_nccl_group(context: GroupContext) -> str | None:
-    if context.device.type != "cuda":
-        return f"its device is the {context.device.type.upper()}"
     return "the gloo group is made at its first use" if context.host_memory is None else None
 
 
 def _no_nccl(context: GroupContext) -> str | None:
+    from device_communicators.cuda import nccl_library
+    from device_communicators.peer import measured
+
     if settings.NCCL.get() == "off":
         return f"{settings.NCCL.name} is off"
     if settings.NCCL.get() == "auto" and (reason := measured.local_refusal(context, settings.NCCL.name)) is not None:
@@ -92,6 +101,8 @@ def _no_nccl(context: GroupContext) -> str | None:
 def _unmeasured_nccl(context: GroupContext) -> str | None:
     if settings.NCCL.get() != "auto":
         return None
+    from device_communicators.peer import measured
+
     row = measured.agreed_row(context, settings.NCCL.name)
     if isinstance(row, str):
         return row
@@ -99,14 +110,18 @@ def _unmeasured_nccl(context: GroupContext) -> str | None:
 
 
 def _no_peers(context: GroupContext) -> str | None:
-    if context.device.type != "cuda":
-        return f"its device is the {context.device.type.upper()}"
+    from device_communicators.cuda.driver import MAX_RANKS
+
     if context.size > MAX_RANKS:
         return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
     return _no_shared_memory(context)
 
 
 def _no_peer_memory(context: GroupContext) -> str | None:
+    from device_communicators.cuda import build as cuda_build
+    from device_communicators.cuda.driver import KernelError
+    from device_communicators.peer import measured
+
     if settings.PEER_MEMORY.get() == "off":
         return f"{settings.PEER_MEMORY.name} is off"
     if settings.PEER_MEMORY.get() == "auto":
@@ -138,37 +153,37 @@ _TOLD: set[str] = set()
 
 CATALOG: tuple[Row, ...] = (
     Row(
-        "simulated", "device_communicators.simulated", "SimulatedCommunicator",
+        "simulated", "device_communicators.routing.simulated", "SimulatedCommunicator",
         Paths("registered op, copies", "the same op", "recorded"), simulated=True,
     ),
-    Row("fake", "device_communicators.fake_group", "FakeGroupCommunicator", fake=True),
+    Row("fake", "device_communicators.process_group.fake", "FakeGroupCommunicator", fake=True),
     Row(
-        "shared_memory", "device_communicators.shared_memory", "SharedMemoryCommunicator",
-        unfit=_no_shared_memory,
+        "shared_memory", "device_communicators.cpu.shared_memory", "SharedMemoryCommunicator",
+        partial=True, unfit=_no_shared_memory,
     ),
     Row(
-        "hierarchical", "device_communicators.hierarchical", "HierarchicalCommunicator",
-        unfit=_no_hosts_of_several,
+        "hierarchical", "device_communicators.hierarchical.communicator", "HierarchicalCommunicator",
+        partial=True, several_hosts=True, unfit=_no_hosts_of_several,
     ),
     Row(
-        "peer_memory", "device_communicators.peer_communicator", "PeerMemoryCommunicator",
-        _PEERS, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
+        "peer_memory", "device_communicators.peer.communicator", "PeerMemoryCommunicator",
+        _PEERS, "cuda", partial=True, unfit=_no_peers, probe=_no_peer_memory, custom_all_reduce=True,
         asked_for=lambda: settings.PEER_MEMORY.get() == "on",
     ),
     Row(
-        "symmetric_memory", "device_communicators.symmetric_memory", "SymmetricMemoryCommunicator",
-        _PEERS, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
+        "symmetric_memory", "device_communicators.peer.symmetric_memory", "SymmetricMemoryCommunicator",
+        _PEERS, "cuda", partial=True, unfit=_no_peers, probe=_no_symmetric_memory, custom_all_reduce=True,
         asked_for=lambda: settings.SYMMETRIC_MEMORY_BYTES.get() > 0,
     ),
     Row(
-        "nccl", "device_communicators.nccl", "NcclCommunicator", _STREAM,
+        "nccl", "device_communicators.nccl.communicator", "NcclCommunicator", _STREAM, "cuda",
         unfit=_no_nccl_group, probe=_no_nccl, agree=_unmeasured_nccl,
     ),
     Row(
-        "device_group", "device_communicators.device_group", "DeviceGroupCommunicator",
-        Paths("registered op, on torch's streams", "the same op", "recorded, by torch"), unfit=_no_device,
+        "device_group", "device_communicators.process_group.device", "DeviceGroupCommunicator",
+        Paths("registered op, on torch's streams", "the same op", "recorded, by torch"), "accelerator",
     ),
-    Row("process_group", "device_communicators.process_group", "ProcessGroupCommunicator"),
+    Row("process_group", "device_communicators.process_group.checked", "ProcessGroupCommunicator"),
 )  # fmt: skip
 """In the order in which a route tries them. What `paths` says is alike for every group."""
 
@@ -181,7 +196,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     if context.size == 1:
         return Route(context, (), {})
     rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]
-    reasons = [_turned_off(context, row) or row.unfit(context) for row in rows]
+    reasons = [_turned_off(context, row) or _other_device(context, row) or row.unfit(context) for row in rows]
     possible = [reason is None for reason in reasons]
     reasons = _vote(context, rows, reasons)
     communicators, paths = [], {}
@@ -196,18 +211,20 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
                 paths[row.name] = _KERNEL if row.paths is OP and made.has_native_ops else row.paths
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
             logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
+    for made in communicators:
+        made.beside(communicators)
     _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
     return Route(context, communicators, refusals, paths)
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:
-    """Logs once why ranks of one host go over gloo, unless somebody has chosen that."""
+    """Logs once why ranks of one host go over gloo, unless somebody has chosen that, or the system has no other way."""
     problem = None if context.host_memory is None else context.host_memory.problem
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # Other ranks' choices and troubles come with their rank.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    if problem is None or chosen or known or context.rank != 0 or problem in _TOLD:
+    if problem is None or chosen or known or context.rank != 0 or problem in _TOLD or sys.platform != "linux":
         return
     _TOLD.add(problem)
     logger.warning("%s goes without shared memory, which is several times faster than gloo: %s", context, problem)
@@ -217,6 +234,10 @@ def _turned_off(context: GroupContext, row: Row) -> str | None:
     if row.custom_all_reduce and not context.custom_all_reduce:
         return "custom all-reduce is off for this group (set_custom_all_reduce)"
     return None
+
+
+def _other_device(context: GroupContext, row: Row) -> str | None:
+    return None if row.fits_device(context.device.type) else f"its device is the {context.device.type.upper()}"
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:

@@ -16,10 +16,12 @@
     ├── CommunicationError            the group is poisoned; each later call fails at once
     │   ├── PeerDiedError             a rank of the group is gone
     │   ├── CollectiveTimeoutError    the deadline of an operation passed
+    │   ├── HostUnreachableError      a host fell silent: dead, or cut off (both of the two above)
     │   ├── CollectiveMismatchError   ranks called different operations
     │   ├── MessageDecodeError        bytes from a peer that are not a message (ValueError)
     │   ├── GroupFailedError          an earlier operation failed; the first cause is chained
     │   └── RendezvousError           the ranks could not find each other at start
+    ├── ResourceLimitError            descriptors, threads, memory or space ran out on this rank
     ├── RemoteError                   an exception that was raised on another rank, told to this one
     └── LaunchError                   a process that `launch` started failed
 
@@ -29,6 +31,7 @@ What does not belong here: anything that decides *when* to raise.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -130,6 +133,13 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
     """An operation did not end within its deadline."""
 
 
+class HostUnreachableError(PeerDiedError, CollectiveTimeoutError):
+    """A host has not been heard of for longer than the heartbeats' limit: it died, or its link did.
+
+    Silence doesn't tell the two apart. So it is caught by whoever handles deaths, and by whoever handles timeouts.
+    """
+
+
 class CollectiveMismatchError(CommunicationError):
     """Ranks of a group are in different operations, or in the same one with arguments that don't match."""
 
@@ -144,6 +154,10 @@ class GroupFailedError(CommunicationError):
 
 class RendezvousError(CommunicationError):
     """The ranks could not find each other: nobody listens, the port is taken, or someone never came."""
+
+
+class ResourceLimitError(ParallelStateError, RuntimeError):
+    """Descriptors, threads, memory or space ran out here; the message names the limit, and `__cause__` is the error."""
 
 
 class RemoteError(ParallelStateError, RuntimeError):
@@ -168,3 +182,11 @@ def format_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"
+
+
+def plain(error: BaseException) -> str:
+    """Returns the first line of what torch or gloo says, without its decoration and the places in its source."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
+    first = first.partition("This is typically caused by")[0].partition("Check the logs of")[0]
+    return first.encode("ascii", "ignore").decode().strip(" .")

@@ -2,7 +2,7 @@
 
 A value is read when it is needed, so a variable set by the program before that counts. A value that can't be
 read raises `SettingError`; a variable of our prefix that nobody knows is reported by `unknown_names`.
-What other programs define (RANK, MASTER_ADDR, SLURM_PROCID, …) is read in `parallel_state.environment`.
+What other programs define (RANK, MASTER_ADDR, SLURM_PROCID, …) is read in `parallel_state.startup.environment`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ NCCL_LIBRARY: Setting[str | None] = Setting(
 )  # fmt: skip
 SHARE_GPUS: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARE_GPUS", False, _on_off, "on or off",
-    "Whether a host may have more ranks than GPUs: rank r of the host then takes GPU r % GPUs.",
+    "Whether ranks of a host may share a GPU: rank r of the host then takes GPU r % GPUs of those in sight.",
 )  # fmt: skip
 PEER_MEMORY: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY", "auto", _auto_on_off, "auto, on or off",
@@ -182,7 +182,7 @@ BUILD: Setting[str] = Setting(
 SYMMETRIC_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_SYMMETRIC_BYTES", 8 << 30, _bytes, "a number of bytes",
     "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
-    "group. Of freed memory it keeps up to 256 MiB. 0: none.",
+    "group. It is mapped as it is used, and of freed memory 256 MiB are kept. 0: none.",
 )  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(
     "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",

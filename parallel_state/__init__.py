@@ -20,6 +20,7 @@ from device_communicators.errors import (
     GroupDestroyedError,
     GroupFailedError,
     GroupNotInitializedError,
+    HostUnreachableError,
     InvalidArgumentError,
     LaunchError,
     LayoutError,
@@ -30,11 +31,13 @@ from device_communicators.errors import (
     RemoteError,
     RenamedError,
     RendezvousError,
+    ResourceLimitError,
     SettingError,
     UnsupportedError,
     UsageError,
 )
-from device_communicators.registry import write_record
+from device_communicators.routing.registry import write_record
+from device_communicators.routing.started import TensorHandle
 from parallel_state.aliases import (
     broadcast_tensor_dict,
     cleanup_dist_env_and_memory,
@@ -70,56 +73,58 @@ from parallel_state.aliases import (
     tensor_model_parallel_gather,
     tensor_model_parallel_reduce_scatter,
 )
-from parallel_state.axes import AXES, PRESETS, Axis
 from parallel_state.capture import (
     GraphCaptureContext,
     graph_capture,
 )
-from parallel_state.codec_types import (
-    is_registered,
-    register_type,
-)
-from parallel_state.coordinator import (
-    GroupCoordinator,
-)
-from parallel_state.current import (
-    try_get_current_groups,
-)
-from parallel_state.division import (
-    create_fsdp_groups,
-    create_parallel_groups,
-)
-from parallel_state.environment import (
-    ProcessEnvironment,
-    is_rank_zero,
-)
-from parallel_state.fuse_pass import (
+from parallel_state.compile.fusion_pass import (
     AllReduceFusionPass,
     FusionReport,
     fuse_all_reduce_rms_norm,
 )
+from parallel_state.coordinator import (
+    GroupCoordinator,
+)
 from parallel_state.getters import *  # noqa: F403 - hundreds, made from the axis table
 from parallel_state.getters import __all__ as _getters
-from parallel_state.launch import (
-    LaunchConfig,
-    launch,
+from parallel_state.groups.current import (
+    try_get_current_groups,
 )
-from parallel_state.layout import (
-    Grid,
-    Layout,
+from parallel_state.groups.division import (
+    create_fsdp_groups,
+    create_parallel_groups,
 )
-from parallel_state.messages import (
-    ReceiveHandle,
-    SendHandle,
-    TensorHandle,
-)
-from parallel_state.options import (
-    GroupOptions,
-)
-from parallel_state.parallel_groups import (
+from parallel_state.groups.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
     current_groups,
+)
+from parallel_state.groups.same_node import (
+    in_the_same_node_as,
+)
+from parallel_state.launch.launcher import (
+    LaunchConfig,
+    launch,
+)
+from parallel_state.layout.axes import AXES, PRESETS, Axis
+from parallel_state.layout.ranks import (
+    Grid,
+    Layout,
+)
+from parallel_state.layout.resolution import resolve_layout
+from parallel_state.messages.codec.types import (
+    is_registered,
+    register_type,
+)
+from parallel_state.messages.messenger import (
+    ReceiveHandle,
+    SendHandle,
+)
+from parallel_state.messages.tensor_dicts import (
+    TensorDictSpec,
+)
+from parallel_state.process_groups.options import (
+    GroupOptions,
 )
 from parallel_state.recovery import reinitialize
 from parallel_state.regions import (
@@ -133,13 +138,13 @@ from parallel_state.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from parallel_state.resolution import resolve_layout
-from parallel_state.same_node import (
-    in_the_same_node_as,
-)
 from parallel_state.simulated import (
     simulate,
     simulated_group,
+)
+from parallel_state.startup.environment import (
+    ProcessEnvironment,
+    is_rank_zero,
 )
 from parallel_state.state import (
     destroy_distributed_environment,
@@ -172,9 +177,6 @@ from parallel_state.state import (
     try_get_tp_group,
     try_get_world_group,
 )
-from parallel_state.tensor_dict import (
-    TensorDictSpec,
-)
 from parallel_state.utilities import (
     all_to_all,
     divide,
@@ -206,6 +208,7 @@ __all__ = [
     "GroupFailedError",
     "GroupNotInitializedError",
     "GroupOptions",
+    "HostUnreachableError",
     "InvalidArgumentError",
     "LaunchConfig",
     "LaunchError",
@@ -222,6 +225,7 @@ __all__ = [
     "RemoteError",
     "RenamedError",
     "RendezvousError",
+    "ResourceLimitError",
     "SendHandle",
     "SettingError",
     "TensorDictSpec",

@@ -6,6 +6,7 @@ A command is a row here and a module with `main(arguments) -> exit code`; its op
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -15,13 +16,13 @@ from importlib import import_module
 PROGRAM = "python -m parallel_state"
 
 COMMANDS = {
-    "plan": ("parallel_state.plan.command", "groups, warnings and a picture of a layout, before anything is started"),
-    "topology": ("parallel_state.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
+    "plan": ("parallel_state.tools.plan.command", "groups, warnings and a picture of a layout, before any start"),
+    "topology": ("parallel_state.tools.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
     "debug": (
-        "parallel_state.debug",
+        "parallel_state.tools.debug",
         "what each rank did last, by the records in a folder: who is missing",
     ),
-    "tune": ("parallel_state.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
+    "tune": ("parallel_state.tools.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
 }
 """Name -> module, what it is for."""
 
@@ -52,8 +53,14 @@ def run() -> int:
     try:
         exit_code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # `… | head` has read enough; Python would flush again at the end, and complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        # `… | head` has read enough, or the output's disk is full; a file's error has its name.
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
+        if error.errno == errno.ENOSPC:
+            print(f"{PROGRAM}: the output can't be written: {error.strerror}", file=sys.stderr)
+            return 1
         return 128 + signal.SIGPIPE
     return exit_code
 

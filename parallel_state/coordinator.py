@@ -1,21 +1,21 @@
 """GroupCoordinator: this rank's view of one group, and every call one can make on it.
 
 It knows who is in the group, and pairs the device's process group with a gloo group. What one can do with it is in the
-classes below it: tensors in `collectives`, `async_collectives` and `fused_collectives`, messages in `group_messages`.
-How bytes move is decided in the route.
+classes below it: tensors in `collectives.tensor_calls`, `collectives.started_calls` and `collectives.fused_calls`,
+messages in `messages.calls`. How bytes move is decided in the route.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from device_communicators.base import GroupContext
 from device_communicators.catalog import build_route
 from device_communicators.errors import (
     CommunicationError,
@@ -24,22 +24,23 @@ from device_communicators.errors import (
     RenamedError,
     format_ranks,
 )
-from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.host_memory import HostMemory
-from device_communicators.native_group import Members
-from device_communicators.registry import register_route, unique_name
-from device_communicators.routing import Traffic
-from parallel_state import checks
-from parallel_state.agreement import Request, digest
-from parallel_state.capture_stream import GraphCaptureContext, prepared
-from parallel_state.fused_collectives import FusedCollectives
-from parallel_state.group_messages import GroupMessages
-from parallel_state.groups import Acquired, OnFirstUse, ProcessGroupPool, RankLists
-from parallel_state.messages import Messenger
-from parallel_state.ops import ordering_token
-from parallel_state.options import GroupOptions
+from device_communicators.liveness.health import FailureDomain
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.registry import register_route, unique_name
+from device_communicators.routing.route import Traffic
+from parallel_state.collectives import checks
+from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared
+from parallel_state.collectives.fused_calls import FusedCollectives
+from parallel_state.collectives.ops import ordering_token
+from parallel_state.messages.calls import GroupMessages
+from parallel_state.messages.messenger import Messenger
+from parallel_state.process_groups.agreement import Request, digest
+from parallel_state.process_groups.options import GroupOptions
+from parallel_state.process_groups.pool import Acquired, OnFirstUse, ProcessGroupPool, RankLists
 from parallel_state.torch_internals import is_fake, store_in_words
+
+logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
@@ -285,7 +286,11 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
     def explain(self) -> str:
         """Which communicators carry this group's operations, in order, and why others don't."""
         text = self.route.explain()
-        return text if self.pool is None else f"{text}\n  store: {store_in_words()}"
+        if self.pool is None:
+            return text
+        watcher = self.context.watcher
+        ends = "" if watcher is None else watcher.explain(set(self.ranks) - {self.context.ranks[self.context.rank]})
+        return "\n  ".join(filter(None, (text, ends, f"store: {store_in_words()}")))
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
@@ -350,6 +355,10 @@ def create_group(
     the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
     fails the group, all of the world if none is given.
     """
+    # Here, because only groups of processes have memory in common; and before anybody waits for this rank.
+    from device_communicators.cpu.host_memory import HostMemory
+    from device_communicators.cpu.native_group import Members
+
     domain = domain or FailureDomain(range(pool.world_size))
     taken: list[Acquired] = []
 
@@ -397,3 +406,12 @@ def create_group(
             for acquired in taken:
                 stack.callback(pool.release, acquired, failed=failed)
         raise
+
+
+def prove(group: GroupCoordinator) -> None:
+    """Runs a first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
+    if group.world_size > 1 and not is_fake():
+        total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
+        if total != group.world_size:
+            raise CommunicationError(f"the first all-reduce of {group.context} gave {total}, not {group.world_size}")
+        logger.debug("the first all-reduce of %s gave the right sum", group.context)

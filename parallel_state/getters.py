@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from parallel_state.axes import AXES, Axis
 from parallel_state.coordinator import GroupCoordinator
+from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import (
     get_dp_group,
     get_group,

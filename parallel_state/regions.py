@@ -14,47 +14,55 @@
 They differ from the gradients of the plain ops in one thing: here the ranks compute *one* loss together, so the
 gradient that arrives at a replicated tensor is already whole on every rank, and is not summed again.
 Shapes: `[tokens, hidden]` or any other with the dim named above. Every rank of the group calls them; `group` defaults
-to the tensor-parallel one. After Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
+to the tensor-parallel one. The gradient of a gradient follows the same table, also under torch.func (see `transforms`).
+What a region gives may be changed in place; its input stays. After Shoeybi et al., arXiv:1909.08053, and Korthikanti et
+al., arXiv:2205.05198.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_state import checks
+from device_communicators.routing.registry import find_route
+from parallel_state.collectives import checks, ops
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.state import get_tp_group
+from parallel_state.torch_internals import in_transform
+
+_OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """`x` itself; its gradient is summed over the group. Before a column-parallel layer."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _Copy.apply(x, group)
+    """A copy of `x`; its gradient is summed over the group. Before a column-parallel layer.
+
+    New memory, so that it may be changed in place (`relu_`), with and without a gradient: `x` stays as it is. Compiled
+    code leaves the copy out where nothing changes it.
+    """
+    return _run("copy_region", _copy, x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """The sum over the group; its gradient passes as it is. After a row-parallel layer."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _Reduce.apply(x, group)
+    return _run("reduce_region", _reduce, x, group)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """This rank's slice of the last dim, which must be divisible by the group's size."""
-    return _scatter(x, -1, group)
+    return _run("scatter_region", _scatter, x, group, -1)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """The ranks' slices joined along the last dim."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _Gather.apply(x, group, -1, False)
+    return _run("gather_region", _gather, x, group, -1, False)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """This rank's slice of dim 0, which must be divisible by the group's size."""
-    return _scatter(x, 0, group)
+    return _run("scatter_region", _scatter, x, group, 0)
 
 
 def gather_from_sequence_parallel_region(
@@ -62,91 +70,118 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """The ranks' slices joined along dim 0. With `tensor_parallel_output_grad`, the default, a sharded layer follows:
     each rank's gradient is a part, and they are reduced; without, it is whole on every rank, and is only cut."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _Gather.apply(x, group, 0, tensor_parallel_output_grad)
+    return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """This rank's slice of dim 0 of the sum over the group."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _ReduceScatter.apply(x, group, 0)
+    return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """The ranks' slices joined along the last dim; the gradient is reduce-scattered."""
-    group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _Gather.apply(x, group, x.dim() - 1, True)
+    return _run("gather_region", _gather, x, group, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
     """This rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
+    return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
+
+
+def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordinator | None, *args: Any) -> Tensor:
     group = get_tp_group() if group is None else group
-    return x if group.world_size == 1 else _ReduceScatter.apply(x, group, x.dim() - 1)
+    checks.check_tensor(group.context, name, x)
+    if args:
+        dim = checks.normal_dim(group.context, name, x, args[0])
+        if "scatter" in name:
+            checks.check_divisible(group.context, name, x, dim)
+        args = (dim, *args[1:])
+    return x if group.world_size == 1 else _with_gradient(name, kernel, x, group._token, *args, group._key)
 
 
-def _scatter(x: Tensor, dim: int, group: GroupCoordinator | None) -> Tensor:
-    group = get_tp_group() if group is None else group
-    dim = checks.normal_dim(group.context, "scatter region", x, dim)
-    checks.check_divisible(group.context, "scatter region", x, dim)
-    return x if group.world_size == 1 else _Scatter.apply(x, group, dim)
+def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """Calls the op where somebody may want a gradient, else its plain parts, which other passes know."""
+    return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 
-def _own_slice(x: Tensor, group: GroupCoordinator, dim: int) -> Tensor:
-    size = x.shape[dim] // group.world_size
-    return x.narrow(dim, group.rank_in_group * size, size).contiguous()
+# Kernels: made of the plain ops, of which compiled graphs consist, too.
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_reduce(grads[0]), None
+def _copy(x: Tensor, token: Tensor, group: str) -> Tensor:
+    find_route(group).check_usable()
+    return x.clone()
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator) -> Tensor:
-        return group.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+def _reduce(x: Tensor, token: Tensor, group: str) -> Tensor:
+    return _OPS.all_reduce(x, token, "sum", group)
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_slice(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_gather(grads[0], ctx.dim), None, None
+def _scatter(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    route = find_route(group)
+    route.check_usable()
+    context = route.context
+    size = x.shape[dim] // context.size
+    return x.narrow(dim, context.rank * size, size).clone(memory_format=torch.contiguous_format)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator, dim: int, reduce_grad: bool) -> Tensor:
-        ctx.group, ctx.dim, ctx.reduce_grad = group, dim, reduce_grad
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if ctx.reduce_grad:
-            return ctx.group.reduce_scatter(grads[0], ctx.dim), None, None, None
-        return _own_slice(grads[0], ctx.group, ctx.dim), None, None, None
+def _gather(x: Tensor, token: Tensor, dim: int, reduce_grad: bool, group: str) -> Tensor:
+    return _OPS.all_gather(x, token, dim, group)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: GroupCoordinator, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(x, dim)
+def _reduce_scatter(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return _OPS.reduce_scatter(x, token, dim, "sum", group)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.group.all_gather(grads[0], ctx.dim), None, None
+
+def _fake_gather(x: Tensor, token: Tensor, dim: int, reduce_grad: bool, group: str) -> Tensor:
+    return ops._fake_all_gather(x, token, dim, group)
+
+
+def _fake_slice(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return ops._fake_reduce_scatter(x, token, dim, "sum", group)
+
+
+# Gradients: each is the region that leads the other way.
+
+
+def _grad_copy(grad: Tensor, token: Tensor, group: str) -> Tensor:
+    return _with_gradient("reduce_region", _reduce, grad, token, group)
+
+
+def _grad_reduce(grad: Tensor, token: Tensor, group: str) -> Tensor:
+    return _OPS.copy_region(grad, token, group) if torch.is_grad_enabled() else grad
+
+
+def _grad_scatter(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return _with_gradient("gather_region", _gather, grad, token, dim, False, group)
+
+
+def _grad_gather(grad: Tensor, token: Tensor, dim: int, reduce_grad: bool, group: str) -> Tensor:
+    if reduce_grad:
+        return _with_gradient("reduce_scatter_region", _reduce_scatter, grad, token, dim, group)
+    return _with_gradient("scatter_region", _scatter, grad, token, dim, group)
+
+
+def _grad_reduce_scatter(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
+    return _with_gradient("gather_region", _gather, grad, token, dim, True, group)
+
+
+def _define(
+    name: str, arguments: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor], formula: Any
+) -> None:
+    def autograd(x: Tensor, *args: Any) -> Tensor:
+        ops.refuse_tangent(name, args[-1], x)
+        # In a level of torch.func's the op goes on to the next one, which asks for its gradient, too.
+        below = getattr(_OPS, name) if in_transform() else kernel
+        if x.requires_grad and torch.is_grad_enabled():
+            return ops.differentiable(below, formula, x, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return below(x, *args)
+
+    ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)
+
+
+_define("copy_region", "", _copy, ops._fake_same, _grad_copy)
+_define("reduce_region", "", _reduce, ops._fake_same, _grad_reduce)
+_define("scatter_region", "int dim, ", _scatter, _fake_slice, _grad_scatter)
+_define("gather_region", "int dim, bool reduce_grad, ", _gather, _fake_gather, _grad_gather)
+_define("reduce_scatter_region", "int dim, ", _reduce_scatter, _fake_slice, _grad_reduce_scatter)

@@ -16,15 +16,15 @@ from collections.abc import Mapping
 import torch
 
 from device_communicators import settings
-from device_communicators.base import GroupContext
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.registry import unique_name
-from parallel_state.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.registry import unique_name
 from parallel_state.coordinator import GroupCoordinator
-from parallel_state.division import made_at_start, virtual_pipeline
-from parallel_state.parallel_groups import ParallelGroups
-from parallel_state.resolution import resolve_layout
+from parallel_state.groups.division import made_at_start, virtual_pipeline
+from parallel_state.groups.parallel_groups import ParallelGroups
+from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
+from parallel_state.layout.resolution import resolve_layout
 
 
 @host_call(OUTSIDE)

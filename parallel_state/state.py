@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import forks, settings
+from device_communicators import forks, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -31,11 +31,14 @@ from device_communicators.errors import (
     LayoutError,
     format_ranks,
 )
-from device_communicators.health import FailureDomain
 from device_communicators.host_calls import OUTSIDE, host_call
-from parallel_state import environment, mesh, nccl_environment, parallel_groups, recovery, startup
-from parallel_state.agreement import Request, digest
-from parallel_state.axes import (
+from device_communicators.liveness.health import FailureDomain
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.groups import mesh, parallel_groups
+from parallel_state.groups.current import try_get_current_groups
+from parallel_state.groups.division import create_parallel_groups
+from parallel_state.groups.parallel_groups import ParallelGroups
+from parallel_state.layout.axes import (
     BY_NAME,
     BY_PARAMETER,
     RankPicker,
@@ -43,16 +46,15 @@ from parallel_state.axes import (
     named_sizes,
     other_sizes_by_name,
 )
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group
-from parallel_state.current import try_get_current_groups
-from parallel_state.division import create_parallel_groups
-from parallel_state.environment import ProcessEnvironment
-from parallel_state.groups import ProcessGroupPool
-from parallel_state.layout import Layout, check_division, position_in
-from parallel_state.options import GroupOptions, check_backend, seconds
-from parallel_state.parallel_groups import ParallelGroups
-from parallel_state.resolution import resolve_layout
-from parallel_state.start_watch import StartWatch
+from parallel_state.layout.ranks import Layout, check_division, position_in
+from parallel_state.layout.resolution import resolve_layout
+from parallel_state.process_groups.agreement import Request, digest
+from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
+from parallel_state.process_groups.pool import ProcessGroupPool
+from parallel_state.startup import environment, nccl_environment, store_address
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.watch import StartWatch
+from parallel_state.torch_internals import is_fake
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,7 +70,7 @@ _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _OWNS_DEFAULT_GROUP = False
 _CUSTOM_ALL_REDUCE = True
-_START: recovery.Start | None = None
+_START: store_address.Start | None = None
 """How this process joined its world, where it did so itself; for `reinitialize`."""
 _EXPORTED: dict[str, str] = {}
 """What init wrote into the environment for torch's env://; destroy takes it back."""
@@ -102,6 +104,7 @@ def init_distributed_environment(
 
     Ranks, sizes and the address, a found one or that of tcp://, are exported for torch's env:// where nothing is set.
     A world of one leaves torch's default group to its owner: there is none until a process group is asked for.
+    The soft limit of open files is raised to the hard one (at most 65,536): each group over gloo takes five or more.
 
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
@@ -115,11 +118,15 @@ def init_distributed_environment(
         )
     for name in settings.unknown_names():
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
+    limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
     server: tuple[str, int] | None = None
     alone_over, made_here = None, False
     watch: StartWatch | None = None
     try:
+        # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
+        from parallel_state import world as startup
+
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
         else:
@@ -136,13 +143,13 @@ def init_distributed_environment(
                 )
                 _OWNS_DEFAULT_GROUP = True
             made_here = True
-            server = recovery.server_of(distributed_init_method, place)
+            server = store_address.server_of(distributed_init_method, place)
         token = "" if made_here else startup.agree_on_token(device)
         if watch is None:
             watch = startup.watch_joined(place, token)
         watcher = None if watch is None else watch.watcher
         pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher)
-        pool.address = recovery.own_address(server or startup.master_of(place))
+        pool.address = store_address.own_address(server or startup.master_of(place))
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone,
@@ -155,17 +162,22 @@ def init_distributed_environment(
         )
         if bind_device:
             world.route.set_up(divisible=True)
-        startup.prove(world, watch)
+        if watch is not None:
+            watch.stage(2)
+        prove(world)
         _NODES = startup.hosts_of(world)
         if made_here:
-            _START = recovery.Start(
+            _START = store_address.Start(
                 distributed_init_method, pool.default_backend, place.local_rank, timeout_s, allow_pickle, bind_device,
                 None if server is None else 0, server, high_priority_stream=high_priority_stream,
             )  # fmt: skip
     except BaseException as error:
+        named = limits.name_shortage(error, "init_distributed_environment()")
         if watch is not None:
-            watch.give_up(error)
+            watch.give_up(named)
         destroy_distributed_environment()
+        if named is not error:
+            raise named from error
         raise
     finally:
         if watch is not None:
@@ -186,6 +198,8 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Makes `_WORLD` over an initialised torch.distributed default group, and returns it."""
     global _WORLD
+    from parallel_state import world as startup
+
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
     if pool is None:
@@ -204,7 +218,7 @@ def init_world_group(
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
     startup.watch(pool, _WORLD)
-    startup.tell_of_shared_gpus(_WORLD)
+    startup.check_shared_gpus(_WORLD)
     return _WORLD
 
 
@@ -212,13 +226,15 @@ def init_world_group(
 def world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
     """Gives the world's group and its ranks by host; over torch's default group, for the body only, without a world.
 
-    None in one process. Then every rank of the default group enters it.
+    None in one process, as with torch's fake backend. Else every rank of the default group enters it.
     """
+    from parallel_state import world as startup
+
     world = try_get_world_group()
     if world is not None:
-        alone = world.world_size == 1 or world.context.simulated
+        alone = world.world_size == 1 or world.context.simulated or world.context.fake
         yield None if alone else (world, get_nodes())
-    elif not dist.is_initialized() or dist.get_world_size() == 1:
+    elif not dist.is_initialized() or dist.get_world_size() == 1 or is_fake():
         yield None
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
@@ -281,6 +297,7 @@ def _note_generation(generation: int) -> None:
 
 @host_call(OUTSIDE)
 @other_sizes_by_name
+@limits.naming_shortages("initialize_model_parallel()")
 def initialize_model_parallel(
     tensor_model_parallel_size: int | None = None,
     pipeline_model_parallel_size: int | None = None,
@@ -302,7 +319,7 @@ def initialize_model_parallel(
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups; every rank calls it alike.
 
-    `sizes` are those of the other axes in `parallel_state.axes`, by argument or axis name: context_parallel_size (cp),
+    `sizes` are those of the other axes in `layout.axes`, by argument or axis name: context_parallel_size (cp),
     expert_model_parallel_size (ep), expert_tensor_parallel_size (etp; left out: tp), data_parallel_shard_size
     (dp_shard), data_parallel_replicate_size (dp_replicate), prefill_ and decode_context_model_parallel_size (pcp, dcp),
     external_data_parallel_size (external_dp), num_distributed_optimizer_instances (inter_dist_opt). A size that is left
@@ -327,6 +344,8 @@ def initialize_model_parallel(
     Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
     that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
     """
+    from parallel_state import world as startup
+
     forks.check("initialize_model_parallel()")
     if _GROUPS is not None:
         raise AlreadyInitializedError(
@@ -394,9 +413,11 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Initialises the groups, or checks that those that exist have these sizes and, if one is given, this order.
 
-    Compares what is given and nothing else: the sizes, and with an order the ranks of every kind of group. Raises
-    ConfigMismatchError where they differ.
+    Compares what is given and nothing else: the sizes, the backend of tp's device group, and with an order the ranks of
+    every kind of group. Raises ConfigMismatchError where they differ, InvalidArgumentError for no backend of torch's.
     """
+    if backend is not None:
+        check_backend(backend)
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         others: dict[str, Any] = {**sizes, "virtual_pipeline_model_parallel_size": virtual_pipeline_model_parallel_size}
@@ -411,8 +432,11 @@ def ensure_model_parallel_initialized(
         return
     asked = by_axis(named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes))
     found = groups.virtual_pipeline and groups.virtual_pipeline.size
+    simulated = groups.tp.context.simulated
     if virtual_pipeline_model_parallel_size not in (None, found):
         difference = f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size} (now: {found})"
+    elif backend is not None and not simulated and backend.lower() != groups.tp.backend.lower():
+        difference = f"backend={backend!r} (now: {groups.tp.backend!r})"
     else:
         difference = _difference(groups.layout, asked, order)
     if difference:

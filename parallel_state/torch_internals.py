@@ -9,7 +9,6 @@ the first one.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
-
-from parallel_state.control_store import ControlStore
 
 _SET_ASIDE: list[torch.device] = []
 """The bound device, while a group of members is made without it."""
@@ -41,13 +39,6 @@ def is_fake(group: Any = None) -> bool:
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
-def plain(error: BaseException) -> str:
-    """The first line of what torch or gloo says, without its decoration and the places in its source."""
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    first = re.sub(r"\[[^\]]*\.(?:cc|cpp|h|hpp):\d+\]\s*", "", first)
-    return first.encode("ascii", "ignore").decode().strip(" .")
-
-
 def store_in_words() -> str:
     """Which store that is, and who may come to it."""
     if not dist.is_initialized():
@@ -55,6 +46,8 @@ def store_in_words() -> str:
     store: Any = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    from parallel_state.store.client import ControlStore
+
     if isinstance(store, ControlStore):
         return f"launch's at {store.address[0]}:{store.address[1]}, which asks for the job's secret"
     if isinstance(store, dist.TCPStore):
@@ -67,11 +60,38 @@ def bound_device() -> torch.device | None:
     return _SET_ASIDE[-1] if _SET_ASIDE else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
-def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_s: float, options: Any = None) -> Any:
+def reset_group_count() -> None:
+    """Numbers the next default group 0, as on all ranks; called where there is none.
+
+    The number is part of its keys in the store, and an init that failed within torch has raised it on that rank only.
+    """
+    c10d._world.group_count = 0
+
+
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Sets the deadline of a process group's operations, which gloo's connecting had, too, when it was made.
+
+    That of a send or receive whose wait is given none stays as it was.
+    """
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def new_group_of_members(
+    name: str,
+    ranks: Sequence[int],
+    backend: str,
+    timeout_s: float,
+    options: Any = None,
+    store: dist.Store | None = None,
+) -> Any:
     """A process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
 
     Registered with torch.distributed as new_group's are: by name, destroyed by destroy_process_group. `options` are
-    the backend's (`ProcessGroupNCCL.Options`). Returns when gloo's members have met; NCCL's meet at the first call.
+    the backend's (`ProcessGroupNCCL.Options`); `store`: another connection than the default group's. Returns when
+    gloo's members have met; NCCL's meet at the first call.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -80,7 +100,7 @@ def new_group_of_members(name: str, ranks: Sequence[int], backend: str, timeout_
             list(ranks).index(rank),
             list(ranks),
             dist.Backend(backend),
-            default_store(),
+            store or default_store(),
             name,  # type: ignore[arg-type]
             backend_options=options,
             timeout=timedelta(seconds=timeout_s),
@@ -172,3 +192,41 @@ def stash_for_autograd(value: Any) -> None:
 def stashed_for_autograd() -> Any:
     """Returns what the thread that called backward has stashed; None if nothing."""
     return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+
+
+# torch.func. The levels of its transforms, in which an op's kernel runs; imported by torch itself where one is entered.
+
+
+def in_transform() -> bool:
+    """Returns True inside of torch.func.grad, vmap and the like."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls an autograd.Function's `apply` in an Autograd kernel, which a transform runs for one of its levels.
+
+    torch refuses functions that don't say how they are mapped, since it doesn't know that a kernel calls them, below
+    which the dispatcher goes on with the other levels.
+    """
+    from torch._functorch.utils import enable_single_level_autograd_function
+
+    with enable_single_level_autograd_function():
+        return apply(*args)
+
+
+def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls `function` with both kinds of gradients on: in a level of torch.func's, those of the levels outside it."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return function(*args)
+
+
+def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
+    """Runs a kernel of `torch.vmap`, as torch.library.register_vmap does: `rule` of the batch dims and whole tensors.
+
+    That one imports torch._functorch at registration.
+    """
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, lambda _, dims, *whole: rule(dims, *whole), op, *args)

@@ -20,17 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from device_communicators.base import GroupContext
 from device_communicators.errors import (
     CommunicationError,
     InvalidArgumentError,
     RemoteError,
+    plain,
 )
 from device_communicators.host_calls import OUTSIDE, host_call
-from parallel_state.collectives import TensorCollectives
+from device_communicators.routing.communicator import GroupContext
+from parallel_state.collectives.tensor_calls import TensorCollectives
 from parallel_state.coordinator import GroupCoordinator
+from parallel_state.messages.wire import bytes_of
 from parallel_state.state import try_get_pp_group, world_or_default_group
-from parallel_state.wire import bytes_of
 
 
 @host_call(OUTSIDE)
@@ -152,7 +153,7 @@ class _PlainGroup(TensorCollectives):
             dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"all_to_all on {self.context} failed: {str(error).splitlines()[0]}. Look for a rank that ended, "
+                f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that ended, "
                 "didn't come, or passed other split sizes",
                 group=self.context.name,
                 operation="all_to_all",

@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda on a CPU: compiled with the host's compiler, CUDA's threads as threads.
+"""The kernels of peer/csrc on a CPU: compiled with the host's compiler, CUDA's threads as threads.
 
 `CpuKernels` is a launcher like that of a GPU. Ranks are threads of one process, each with a launch of its own
 (`launch` waits for the kernel's end and lets other threads run), or processes over shared memory.
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import native_build
-from device_communicators.cuda_call import OPERATIONS, Call
+from device_communicators.cpu import native_build
+from device_communicators.cuda.driver import OPERATIONS, Call
 
 ROOT = Path(__file__).resolve().parents[1]
-CUDA_SOURCES = ROOT / "device_communicators" / "csrc" / "cuda"
+CUDA_SOURCES = ROOT / "device_communicators" / "peer" / "csrc"
 EMULATION = ROOT / "tests" / "native"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function")

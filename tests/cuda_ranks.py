@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process and run the kernels of csrc/cuda on the CPU: regions, calls, whole runs."""
+"""Ranks that are threads of this process and run the kernels of peer/csrc on the CPU: regions, calls, whole runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from device_communicators.cuda_call import MAX_BLOCKS, REGION_BYTES, Call, KernelReport, read_report
+from device_communicators.cuda.driver import MAX_BLOCKS, REGION_BYTES, Call, KernelReport, read_report
 from tests.cuda_on_cpu import CpuKernels
 
 JOIN_S = 120

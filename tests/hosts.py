@@ -222,6 +222,20 @@ class HostRanks(WorkerPool):
     def __exit__(self, *error: object) -> None:
         self.kill()
 
+    def kill(self) -> None:
+        """As any pool's; ranks in a PID namespace end before the processes outside that wait for them.
+
+        An orphan among them would be left to PID 1 outside, which in a container often reaps nobody; and the namespace,
+        so its host, stays until all of its processes are reaped.
+        """
+        for process, host in zip(self._processes, self.placement, strict=False):
+            if self._hosts.hosts[host].own_pids:
+                for child in _children(process.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                    process.join(_DEADLINE_S)
+        super().kill()
+
     def _serve_store(self) -> None:
         """Rank 0 does."""
 
@@ -257,6 +271,14 @@ def _serve_on_host(host_pid: int, host: Host, connection: Connection, environmen
         _end_with_parent()
     serve(connection, environment)
     os._exit(0)
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:  # it has ended
+        return []
 
 
 def _enter(pid: int) -> None:

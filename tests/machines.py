@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from device_communicators import native_build
-from device_communicators.nvml import Recording
-from device_communicators.topology import Topology
-from device_communicators.topology_reading import read_topology
+from device_communicators.cpu import native_build
+from device_communicators.machine.nvml import Recording
+from device_communicators.machine.topology import Topology
+from device_communicators.machine.topology_reading import read_topology
 
 FOLDER = Path(__file__).parent / "topologies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

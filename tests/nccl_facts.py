@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from device_communicators.nccl_library import FUNCTIONS
+from device_communicators.cuda.nccl_library import FUNCTIONS
 
 RECORDS = Path(__file__).parent / "nccl_versions"
 _ENUMS = {"results": "ncclResult_t", "dtypes": "ncclDataType_t", "ops": "ncclRedOp_t"}

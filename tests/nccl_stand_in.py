@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from device_communicators import GroupContext
-from device_communicators.nccl import NcclCommunicator
-from device_communicators.nccl_library import NcclLibrary
-from device_communicators.work import DONE, Work
+from device_communicators.cuda.nccl_library import NcclLibrary
+from device_communicators.nccl.communicator import NcclCommunicator
+from device_communicators.routing.work import DONE, Work
 
 SOURCE = Path(__file__).parent / "native" / "stand_in_nccl.c"
 LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from device_communicators import native
-from device_communicators.channels import Channels, region_bytes
-from device_communicators.native_group import Members
+from device_communicators.cpu import native
+from device_communicators.cpu.channels import Channels, region_bytes
+from device_communicators.cpu.native_group import Members
 
 _PIDS_BYTES = 4096
 _DEADLINE_S = 30.0
@@ -31,7 +31,7 @@ class FileMemory:
         self._pids = (ctypes.c_int64 * size).from_buffer(self._map)
         self.control_address = address + _PIDS_BYTES
         self.data_offset = _PIDS_BYTES + control_bytes
-        self.data_address = address + self.data_offset
+        self._data_address = address + self.data_offset
         self.pids: list[int] = [os.getpid()] * size
 
     def meet(self, rank: int) -> None:
@@ -43,6 +43,9 @@ class FileMemory:
                 raise TimeoutError("not all ranks came")
             time.sleep(0.001)
         self.pids = list(self._pids)
+
+    def map(self, offset: int, size_bytes: int) -> int:
+        return self._data_address + offset
 
     def commit(self, offset: int, size_bytes: int) -> None:
         os.posix_fallocate(self.descriptor, self.data_offset + offset, size_bytes)

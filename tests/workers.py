@@ -22,7 +22,13 @@ import torch.distributed as dist
 
 GRACE_S = 3.0
 _ENDED = "the process ended"
-PRELOADED = ("torch", "torch.distributed", "parallel_state")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "parallel_state",
+    "parallel_state.world",
+    "device_communicators.cpu.host_memory",
+)
 """Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
 _SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
 """Of tests with torch's own parallelism: imported there as well where torch has no CUDA, which they may start: they

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from device_communicators import gpu_sharing, nccl_library
-from device_communicators.topology_reading import read_topology
-from parallel_state import environment
+from device_communicators.cuda import nccl_library
+from device_communicators.machine import gpu_sharing
+from device_communicators.machine.topology_reading import read_topology
+from parallel_state.startup import environment
 
 
 def share_gpus() -> str:

@@ -266,6 +266,67 @@ def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], Worke
     pools(2).run(_use_body, tp=2, timeout_s=120)
 
 
+def _many_groups_body() -> list[str]:
+    """Twelve groups in one function: each has its results, under the limit and past it; torch says where that is."""
+    found = []
+    groups = [ps.simulate(0, size, tensor_model_parallel_size=size) for size in range(2, 14)]
+    x = torch.ones(3)
+    for limit, fullgraph in ((8, False), (8, True), (len(groups), True)):
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+
+        def backend(graph: torch.fx.GraphModule, _: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        by_getter = torch.compile(lambda x: ps.get_tp_group().all_reduce(x), fullgraph=fullgraph, backend=backend)
+        told = f"all {len(groups)}"
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            for size, each in enumerate(groups, start=2):
+                try:
+                    with each.use():
+                        assert by_getter(x).tolist() == [float(size)] * 3
+                except Exception as error:
+                    told = f"{type(error).__name__} at {size - 1}"
+                    break
+        found.append(f"{told}, {len(graphs)} compiled")
+    torch._dynamo.reset()
+    return found
+
+
+def test_a_function_over_more_groups_than_dynamos_limit(pools: Callable[[int], WorkerPool]) -> None:
+    for found in pools(2).run(_many_groups_body, timeout_s=120):
+        assert found == ["all 12, 8 compiled", "FailOnRecompileLimitHit at 9, 8 compiled", "all 12, 12 compiled"]
+
+
+def _transforms_body(backend: str) -> None:
+    """torch.func within a compiled function, as in eager code; regions' gradients are Megatron's there, too."""
+    group = ps.get_tp_group()
+    x = torch.arange(8, dtype=torch.float64).view(4, 2).cos() + group.rank_in_group
+
+    def layer(x: Tensor) -> Tensor:
+        y = ps.copy_to_tensor_model_parallel_region(x).sin()
+        y = ps.reduce_from_tensor_model_parallel_region(y) + group.all_reduce(x, "avg")
+        return ps.gather_from_sequence_parallel_region(ps.reduce_scatter_to_sequence_parallel_region(y))
+
+    def loss(x: Tensor) -> Tensor:
+        return layer(x).square().sum()
+
+    for transformed, given in (
+        (torch.func.grad(loss), x),
+        (torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum()), x),
+        (torch.func.vmap(torch.func.grad(loss)), torch.stack([x, 2 * x])),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(transformed, fullgraph=True, backend=backend)
+        torch.testing.assert_close(compiled(given), transformed(given))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_transforms_of_torch_func_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
+    pools(2).run(_transforms_body, backend, tp=2, timeout_s=300)
+
+
 def _cached_body(backend: str) -> None:
     """Twice, the second time from the cache that all ranks share: each must get its own rank's code."""
     tp = ps.get_tp_group()

@@ -218,7 +218,7 @@ def test_a_training_step_keeps_its_parts() -> None:
 
 
 def test_the_report_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "parallel_state.fuse_pass"):
+    with caplog.at_level(logging.INFO, "parallel_state.compile.fusion_pass"):
         _compile(_late_residual, _inputs())
     assert "1 of 2 all-reduces fused" in caplog.text
     assert "all_reduce_add_rms_norm of [5, 32] torch.float32 on tp" in caplog.text

@@ -11,7 +11,8 @@
 
 A row for simulated groups runs in this process, on the first rank and then on the last; its other ranks hold this
 rank's tensors, which is all that `of_ranks` has to know. Any other row runs on processes. A row that is added to the
-catalog is picked up by itself, and has to carry everything, unless it is named in one of the two sets below.
+catalog is picked up by itself, with nothing to add here: what the tests must know of it is in the row. It has to carry
+everything, unless it is `partial`; it gets hosts if it says `several_hosts`; one for a `device` has tests of its own.
 """
 
 from __future__ import annotations
@@ -33,12 +34,6 @@ from tests.workers import WorkerPool
 
 T = TypeVar("T")
 
-PARTIAL = frozenset(["shared_memory", "hierarchical"])
-"""Rows that carry some of what is defined: in their groups the last row of the catalog stands behind them."""
-
-NEEDS_A_DEVICE: frozenset[str] = frozenset(["peer_memory", "symmetric_memory", "nccl", "device_group"])
-"""Rows that no group of CPU processes has."""
-
 
 class Size(NamedTuple):
     """Groups of `group` ranks among `processes`."""
@@ -50,10 +45,11 @@ class Size(NamedTuple):
         return str(self.group) if self.group == self.processes else f"{self.group}-of-{self.processes}"
 
 
-PLACEMENTS: dict[str, dict[Size, tuple[int, ...]]] = {
-    "hierarchical": {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)},
-}
-"""Rows that need ranks on several hosts: on which, in groups of which size."""
+ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
+"""Those that groups of CPU processes have, or of ranks that are simulated."""
+
+PLACEMENTS = {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
+"""For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
 
 SIZES = (Size(1, 1), Size(2, 2), Size(3, 3), Size(4, 4), Size(4, 2))
 """In the last one a rank in the group differs from the global rank."""
@@ -123,9 +119,7 @@ class Carrier:
             pool = self._pools(self.size.processes)
             answers = pool.run(_run_on_rank, self.row.name, body, args, tp=self.size.group, timeout_s=timeout_s)
         for reason, cases, _ in answers:
-            if reason is not None:
-                assert self.row.name in NEEDS_A_DEVICE, f"{self.row.name} takes no group of CPU processes: {reason}"
-                pytest.skip(f"{self.row.name}: {reason}")
+            assert reason is None, f"{self.row.name} takes no group of CPU processes: {reason}"
             assert cases > 0, f"{body.__name__} had no case"
         return [result for _, _, result in answers]
 
@@ -137,7 +131,7 @@ class Carrier:
 
 def only(row: Row, group: GroupCoordinator) -> Member:
     """`group` with the route that it would have if `row` were the whole catalog."""
-    group.route = build_route(group.context, (row, CATALOG[-1]) if row.name in PARTIAL else (row,))
+    group.route = build_route(group.context, (row, CATALOG[-1]) if row.partial else (row,))
     register_route(group.route)
     return Member(group, row.name)
 

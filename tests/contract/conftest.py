@@ -1,4 +1,4 @@
-"""Fixtures of the contract tests: every row of the catalog, in groups of every size."""
+"""Fixtures of the contract tests: every row of the catalog that CPU processes can have, in groups of every size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from device_communicators import CATALOG, Row
-from tests.contract.carriers import PLACEMENTS, SIZES, Carrier, Size
+from device_communicators import Row
+from tests.contract.carriers import PLACEMENTS, ROWS, SIZES, Carrier, Size
 
 
-@pytest.fixture(params=[row for row in CATALOG if not row.fake], ids=lambda row: row.name)
+@pytest.fixture(params=ROWS, ids=lambda row: row.name)
 def row(request: pytest.FixtureRequest) -> Row:
     return request.param
 
@@ -42,9 +42,9 @@ def group_carrier(row: Row, request: pytest.FixtureRequest) -> Carrier:
 
 
 def _carrier(row: Row, size: Size, request: pytest.FixtureRequest) -> Carrier:
-    if row.name not in PLACEMENTS:
+    if not row.several_hosts:
         return Carrier(row, size, request.getfixturevalue("pools"))
-    if size not in PLACEMENTS[row.name]:
-        pytest.skip(f"{row.name} is tested in groups of {', '.join(map(str, PLACEMENTS[row.name]))}")
+    if size not in PLACEMENTS:
+        pytest.skip(f"{row.name} is tested in groups of {', '.join(map(str, PLACEMENTS))}")
     on_hosts = request.getfixturevalue("on_hosts")
-    return Carrier(row, size, lambda processes: on_hosts(PLACEMENTS[row.name][size]))
+    return Carrier(row, size, lambda processes: on_hosts(PLACEMENTS[size]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators import native
+from device_communicators.cpu import native
 
 ARENA_BYTES = 8 << 20
 DTYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3, torch.int64: 7}
@@ -35,13 +35,14 @@ class KernelRank:
             self._mapped(f"{folder}/segment", segment_bytes), segment_bytes, self.rank, self.size, pids,
             spin_us * 1000, yields, timeout_s,
         )  # fmt: skip
-        bases = [self._mapped(f"{folder}/arena{rank}", ARENA_BYTES) for rank in range(self.size)]
+        pages = [self._mapped(f"{folder}/arena{rank}", mmap.PAGESIZE, ARENA_BYTES) for rank in range(self.size)]
         with open(f"{folder}/arena{self.rank}", "r+b") as file:
-            self._library.ps_group_arenas(
-                self.group, (ctypes.c_void_p * self.size)(*bases), ARENA_BYTES, file.fileno(), 0
-            )
+            # One rank backs its arena as older kernels do, by a descriptor.
+            descriptor = file.fileno() if self.rank == 0 or not self._library.ps_has_populate() else -1
+            self._library.ps_group_arenas(self.group, (ctypes.c_void_p * self.size)(*pages), ARENA_BYTES, descriptor, 0)
         # The group knows its arena at the address where it has mapped it.
-        self._arena = torch.frombuffer((ctypes.c_char * ARENA_BYTES).from_address(bases[self.rank]), dtype=torch.uint8)
+        base = self._library.ps_group_allocate(self.group, ARENA_BYTES)
+        self._arena = torch.frombuffer((ctypes.c_char * ARENA_BYTES).from_address(base), dtype=torch.uint8)
         own.close()
 
     @staticmethod
@@ -51,11 +52,11 @@ class KernelRank:
                 file.truncate(size_bytes)
             return mmap.mmap(file.fileno(), size_bytes)
 
-    def _mapped(self, path: str, size_bytes: int) -> int:
+    def _mapped(self, path: str, size_bytes: int, file_bytes: int = 0) -> int:
         """For the library, whose the map is from then on."""
         with open(path, "a+b") as file:
-            if os.fstat(file.fileno()).st_size < size_bytes:
-                file.truncate(size_bytes)
+            if os.fstat(file.fileno()).st_size < max(size_bytes, file_bytes):
+                file.truncate(max(size_bytes, file_bytes))
             return self._library.ps_map(file.fileno(), size_bytes, 0)
 
     def _meet(self) -> Any:

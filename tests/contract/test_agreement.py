@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import attempt, environment, whose, world
+from tests.contract.attempts import Outcome, attempt, environment, whose, world
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -59,7 +59,7 @@ def test_one_rank_that_asks_wrongly_is_told_of_by_all(pools: Pools) -> None:
         assert facts["then"] == ([0, 1] if rank < 2 else None)
 
 
-def _late() -> list[str]:
+def _late() -> list[Outcome]:
     ps.init_distributed_environment(timeout=2)
     try:
         if ps.get_rank() == 3:
@@ -69,16 +69,18 @@ def _late() -> list[str]:
             told.append(attempt(ps.initialize_model_parallel, 2))
             if told[-1].kind == "ok":
                 break
-        return [outcome.kind for outcome in told]
+        return told
     finally:
         ps.destroy_distributed_environment()
 
 
 def test_a_late_rank_hears_what_was_said_and_a_retry_meets(pools: Pools) -> None:
     """It doesn't wait for the others again: they have given up, and ask anew."""
-    for told in pools(4).run(_late, timeout_s=DEADLINE_S):
-        assert told[0] == "CollectiveTimeoutError", told
-        assert told[-1] == "ok", told
+    for rank, told in enumerate(pools(4).run(_late, timeout_s=DEADLINE_S)):
+        assert told[0].kind == "CollectiveTimeoutError", told
+        assert told[0].suspect_ranks == (() if rank == 3 else (3,)), told
+        assert ("rank 3 came too late" in told[0].text) == (rank == 3), told
+        assert told[-1].kind == "ok", told
 
 
 def _facts_on_one_rank() -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from device_communicators import REDUCE_OPS
-from device_communicators.reductions import UNSIGNED
+from device_communicators.routing.reductions import UNSIGNED
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     FLOATS,

@@ -27,9 +27,9 @@ from parallel_state import (
     initialize_model_parallel,
     launch,
 )
-from parallel_state.control_server import ControlServer
-from parallel_state.control_store import ControlStore
-from parallel_state.control_wire import MAX_CONTENT_BYTES
+from parallel_state.store.client import ControlStore
+from parallel_state.store.protocol import MAX_CONTENT_BYTES
+from parallel_state.store.server import ControlServer
 from tests.contract.test_rendezvous import held_port
 
 DEADLINE_S = 60.0

@@ -1,4 +1,4 @@
-"""docs/seeds.md: each name of ours that it gives is there, and what their users call is named."""
+"""docs/seeds.md and coming_from.md: each name of ours that they give is there, and what their users call is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import parallel_state as ps
 from device_communicators import settings
-from tests.references import FAIRSEQ2, VLLM, Reference
+from tests.references import FAIRSEQ2, SGLANG, SGLANG_WIDTHS, VLLM, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "seeds.md"
@@ -82,6 +82,37 @@ def test_what_their_users_call_is_named(reference: Reference, classes: list[str]
     missing = {name for name in public_functions(reference, *classes) if not re.search(rf"[`.]{name}\b", theirs)}
     fakes = {name for name in missing if name.endswith("_fake")}  # in one row
     assert missing == fakes
+
+
+# The other page's tables: theirs, ours.
+
+COMING_FROM = (ROOT / "docs" / "coming_from.md").read_text()
+PAIRS = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", COMING_FROM, flags=re.MULTILINE)
+ELSEWHERE = {"src", "dst", "parallel_state"}
+"""Arguments of calls, and the package."""
+
+
+def test_coming_from_names_what_is_there() -> None:
+    public = [*vars(ps), *dir(ps.GroupCoordinator), *dir(ps.TensorHandle), *ELSEWHERE]
+    arguments = inspect.signature(ps.initialize_model_parallel).parameters
+    known = {*public, *arguments, *(row.name for row in ps.AXES), *(row.size_parameter for row in ps.AXES)}
+    found = 0
+    for _, ours in PAIRS:
+        for code in re.findall(r"`([^`]+)`", ours):
+            for name in re.findall(r"^(?:group\.|\.)?([A-Za-z_]+)(?=\(|$)", code):
+                assert name in known, code
+                found += 1
+    assert found > 40
+
+
+def test_coming_from_names_what_sglang_has() -> None:
+    section = COMING_FROM.partition("## SGLang")[2].partition("## ")[0]
+    theirs = SGLANG.read() + SGLANG_WIDTHS.read()
+    names = [name for row in re.findall(r"^\| ([^|]+) \|", section, flags=re.MULTILINE)
+             for name in re.findall(r"`(\w+)`", row)]  # fmt: skip
+    assert len(names) > 10
+    for name in names:
+        assert re.search(rf"\b{name}\b", theirs), name
 
 
 def test_the_readme_links_the_page() -> None:

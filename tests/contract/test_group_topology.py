@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from device_communicators.group_topology import agree_on_topology
-from device_communicators.peer_probe import Pair, Probe
-from device_communicators.shared_gpus import find_shared_gpus, warning
+from device_communicators.machine.group_topology import agree_on_topology
+from device_communicators.machine.peer_probe import Pair, Probe
+from device_communicators.machine.shared_gpus import find_shared_gpus, warning
 from parallel_state import get_tp_group, get_world_group
 from tests.machines import machine
 from tests.workers import WorkerPool

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators import native
+from device_communicators.cpu import native
 from tests.contract.kernel_ranks import DTYPES, KernelRank, kernel_rank
 from tests.workers import WorkerPool
 

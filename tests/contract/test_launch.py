@@ -28,7 +28,7 @@ import torch.distributed as dist
 import parallel_state
 from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
-from parallel_state.launch import LaunchConfig, launch
+from parallel_state.launch.launcher import LaunchConfig, launch
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -482,7 +482,7 @@ def terminate(pid: int) -> None:
 KILL_THE_FORK_SERVER = """
 import os, signal, threading
 from device_communicators.errors import LaunchError
-from parallel_state.launch import launch
+from parallel_state.launch.launcher import launch
 
 def kill():
     if os.environ["RANK"] == "0":
@@ -501,7 +501,7 @@ if __name__ == "__main__":
 
 PROGRAM = """
 import os, re, sys
-from parallel_state.launch import launch
+from parallel_state.launch.launcher import launch
 
 def hold():
     print(os.getpid(), os.getppid(), flush=True)
@@ -515,7 +515,7 @@ if __name__ == "__main__" or {unguarded}:
 
 SIGNALS = """
 import os, re, signal, sys, threading
-from parallel_state.launch import launch
+from parallel_state.launch.launcher import launch
 
 def tell(number, frame):
     os.write(1, f"told {{signal.Signals(number).name}}\\n".encode())

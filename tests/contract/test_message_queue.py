@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators import native
-from device_communicators.channels import MESSAGES, Channels
+from device_communicators.cpu import native
+from device_communicators.cpu.channels import MESSAGES, Channels
+from device_communicators.cpu.message_queue import Message, Receiver, pieces_of
 from device_communicators.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -23,7 +24,6 @@ from device_communicators.errors import (
     GroupDestroyedError,
     PeerDiedError,
 )
-from device_communicators.message_queue import Message, Receiver, pieces_of
 from tests.queue_memory import channels
 from tests.workers import WorkerPool, WorkersFailedError
 

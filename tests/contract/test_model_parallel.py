@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state import simulate, state
+from parallel_state import simulate
+from parallel_state import world as startup
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.workers import WorkerPool
 
@@ -130,18 +131,18 @@ def test_a_rank_that_never_divides_the_world(pools: Pools) -> None:
 def _one_rank_fails_at_the_end() -> tuple[Outcome, list[Outcome]]:
     ps.init_distributed_environment()
     if ps.get_rank() == 3:
-        state.startup.closing_barrier = _fail  # type: ignore[assignment]
+        startup.closing_barrier = _fail  # type: ignore[assignment]
     try:
         with environment(PARALLEL_STATE_BARRIER_TIMEOUT_S="1"):
             made = attempt(ps.initialize_model_parallel, 2)
     finally:
-        state.startup.closing_barrier = _closing_barrier
+        startup.closing_barrier = _closing_barrier
     found = [attempt(getattr(ps, f"get_{axis}_group")) for axis in ("tp", "pp", "dp")]
     ps.destroy_distributed_environment()
     return made, found
 
 
-_closing_barrier = state.startup.closing_barrier
+_closing_barrier = startup.closing_barrier
 
 
 def _fail(world: object) -> None:
@@ -176,6 +177,9 @@ def _ensure() -> dict[str, Outcome]:
         "order": attempt(lambda: ensure(2, 2, order="megatron")),
         "order differs": attempt(lambda: ensure(2, 2, order="pp-tp-dp")),
         "cp differs": attempt(lambda: ensure(2, 2, context_parallel_size=2)),
+        "backend": attempt(lambda: ensure(2, 2, backend="gloo")),
+        "backend differs": attempt(lambda: ensure(2, 2, backend="fake")),
+        "no backend": attempt(lambda: ensure(2, 2, backend="nonsense")),
         "kept": attempt(lambda: ps.get_parallel_groups() is groups),
     }
     ps.destroy_distributed_environment()
@@ -186,14 +190,18 @@ def test_ensure_model_parallel_initialized(pools: Pools) -> None:
     for outcomes in pools(4).run(_ensure, timeout_s=DEADLINE_S):
         differing = {"tp differs": "tp=4", "pp differs": "pp=1", "dp differs": "dp=2", "cp differs": "cp=2"}
         differing["order differs"] = "order='pp-tp-dp' (the first pp group [0, 1])"
+        differing["backend differs"] = "backend='fake' (now: 'gloo')"
         differing["stages differ"] = "virtual_pipeline_model_parallel_size=2 (now: None)"
         for name, asked in differing.items():
             outcome = outcomes.pop(name)
             assert outcome.kind == "ConfigMismatchError"
             assert all(part in outcome.text for part in ("tp=2 × dp=1 × pp=2", asked, "destroy_model_parallel"))
         assert outcomes.pop("kept").text == "True"
+        refused = outcomes.pop("no backend")
+        assert refused.kind == "InvalidArgumentError"
+        assert "must be one of" in refused.text
         assert {name: outcome.kind for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "ok")
-        assert outcomes.keys() == {"makes", "same", "same with dp", "rest", "order"}
+        assert outcomes.keys() == {"makes", "same", "same with dp", "rest", "order", "backend"}
 
 
 def test_ensure_compares_the_ranks_of_every_kind_of_group() -> None:

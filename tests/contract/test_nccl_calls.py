@@ -16,6 +16,7 @@ import torch
 
 import parallel_state as ps
 from device_communicators import CATALOG, Route, Row, build_route, register_route
+from device_communicators.cuda.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -26,9 +27,8 @@ from device_communicators.errors import (
     PeerDiedError,
     UnsupportedError,
 )
-from device_communicators.nccl_library import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR
-from parallel_state.division import _Division
-from parallel_state.groups import ProcessGroupPool
+from parallel_state.groups.division import _Division
+from parallel_state.process_groups.pool import ProcessGroupPool
 from tests import nccl_stand_in
 from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 import parallel_state as ps
 from device_communicators import settings
-from device_communicators.base import GroupContext
-from device_communicators.routing import Handle, Route
-from device_communicators.user_call import UserCall
-from parallel_state import codec, wire
-from parallel_state.codec_values import to_msgpack
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.route import Handle, Route
+from device_communicators.routing.user_call import UserCall
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
-from parallel_state.message_transports import QueueTransport
-from parallel_state.options import GroupOptions
+from parallel_state.messages import wire
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.values import to_msgpack
+from parallel_state.messages.transports import QueueTransport
+from parallel_state.process_groups.options import GroupOptions
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -287,6 +288,9 @@ def broadcast_lists() -> None:
     else:
         with pytest.raises(ps.RemoteError, match=r"rank 0 .* an object list must be a list, but is a tuple"):
             group.broadcast_object_list([0, 0], 0)
+    if rank != 0:  # before anything comes
+        with pytest.raises(ps.InvalidArgumentError, match="must be a list, but is a tuple"):
+            group.broadcast_object_list(no_list, 0)
     check_usable(group)
 
 

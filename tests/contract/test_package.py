@@ -93,7 +93,7 @@ def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
 def test_the_wheel_s_library_is_used_and_nothing_compiled(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "target")
     code = (
-        "from device_communicators import native\n"
+        "from device_communicators.cpu import native\n"
         "library = native.load()\n"
         "print(native.__file__, library.has_ops, library.ps_instruction_set().decode())\n"
     )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, peer_device, peer_group, peer_thresholds, register_route
+from device_communicators import CATALOG, Row, build_route, register_route
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -29,10 +29,13 @@ from device_communicators.errors import (
     SettingError,
     UnsupportedError,
 )
-from device_communicators.group_topology import Vote
-from device_communicators.peer_communicator import PeerMemoryCommunicator
-from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
-from device_communicators.routing import Route
+from device_communicators.machine.group_topology import Vote
+from device_communicators.peer import device as peer_device
+from device_communicators.peer import group as peer_group
+from device_communicators.peer import thresholds as peer_thresholds
+from device_communicators.peer.communicator import PeerMemoryCommunicator
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from device_communicators.routing.route import Route
 from parallel_state.coordinator import GroupCoordinator
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract import test_fused_norm

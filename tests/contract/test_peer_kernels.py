@@ -17,7 +17,7 @@ from peer_kernels_others import Others
 from peer_kernels_regions import EmulatedMachine, Regions
 from peer_kernels_team import KernelTeam
 
-from device_communicators.cuda_call import (
+from device_communicators.cuda.driver import (
     MAX_BLOCKS,
     MAX_RANKS,
     OPERATIONS,

@@ -12,7 +12,7 @@ import pytest
 
 import parallel_state as ps
 from device_communicators.errors import UnsupportedError
-from device_communicators.peer_memory import NotSharedError, share, together
+from device_communicators.peer.memory import NotSharedError, share, together
 from tests.contract.carriers import twin_of
 from tests.peer_stand_in import FOLDER, FileWay
 from tests.workers import WorkerPool

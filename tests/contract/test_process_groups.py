@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import parallel_state as ps
-from parallel_state import groups
-from parallel_state.options import GroupOptions
-from tests.contract.attempts import attempt, environment, whose, world
+from parallel_state import world as startup
+from parallel_state.process_groups import pool as groups
+from parallel_state.process_groups.options import GroupOptions
+from tests.contract.attempts import Outcome, attempt, environment, whose, world
+from tests.contract.test_rendezvous import held_port
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -552,9 +554,6 @@ ONE_SIDED = [("alone", 0), ("alone", 1), ("fails", 0), ("fails", 1)]
 def _one_sided() -> list[tuple[str, float]]:
     """Groups that a rank asks for alone, or whose making fails on it, and that all ask for then."""
 
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no descriptor is left")
-
     found = []
     with world() as everyone:
         pool = everyone.pool
@@ -563,7 +562,7 @@ def _one_sided() -> list[tuple[str, float]]:
             options, told = GroupOptions("gloo", 5.0 + number / 8), "not asked"
             with environment(PARALLEL_STATE_START_TIMEOUT_S="1"), pytest.MonkeyPatch.context() as patch:
                 if how == "fails" and everyone.rank == rank:
-                    patch.setattr(groups, "new_group_of_members", fail)
+                    patch.setattr(groups, "new_group_of_members", _no_descriptor)
                 if how == "fails" or everyone.rank == rank:
                     told = attempt(pool.acquire, everyone.context.ranks, options).kind
             everyone.barrier()
@@ -580,6 +579,105 @@ def test_a_group_that_failed_on_one_rank_is_made_by_all(pools: Pools) -> None:
             assert told != "ok"
             assert (told == "not asked") == (how == "alone" and rank != other), (how, other, told)
             assert total == 2.0
+
+
+def _sub_group_that_fails(failing: int) -> tuple[Outcome, list[float]]:
+    with world() as everyone:
+        with pytest.MonkeyPatch.context() as patch:
+            if everyone.rank == failing:
+                patch.setattr(groups, "new_group_of_members", _no_descriptor)
+            told = attempt(everyone.make_sub_group, [0, 1])
+        again = [group for group in [everyone.make_sub_group([0, 1]) for _ in range(2)] if group is not None]
+        sums = [_sum_by_torch(group.device_group) for group in again]
+        for group in again:
+            group.destroy()
+        return told, sums
+
+
+def _no_descriptor(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no descriptor is left")
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_sub_group_that_fails_on_one_rank_fails_on_all(pools: Pools, failing: int) -> None:
+    """At once, with its reason; a rank that waits within gloo for the other one is free for the next attempt."""
+    for rank, (told, sums) in enumerate(pools(2).run(_sub_group_that_fails, failing, timeout_s=DEADLINE_S)):
+        assert told.kind == "CommunicationError", told
+        assert "no descriptor is left" in told.text
+        assert told.suspect_ranks == (() if rank == failing else (failing,))
+        assert told.seconds < SOON_S
+        assert sums == [2.0, 2.0]
+
+
+def _default_group_that_fails(of_torch: int) -> list[Outcome]:
+    """One rank fails within torch's init, which counts it, the other one before; then both try again."""
+    other = int(os.environ["RANK"]) != of_torch
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if other:
+                patch.setattr(startup.reachability, "prove", _no_descriptor)
+            else:
+                patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _no_descriptor)
+            told = [attempt(ps.init_distributed_environment, timeout=5)]
+        told.append(attempt(ps.init_distributed_environment, timeout=5))
+        return [*told, attempt(ps.get_world_group().all_gather_object, 1)]
+    finally:
+        ps.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("of_torch", [0, 1])
+def test_a_default_group_that_failed_on_one_rank_is_made_by_all(pools: Pools, of_torch: int) -> None:
+    for told in pools(2).run(_default_group_that_fails, of_torch, timeout_s=DEADLINE_S):
+        assert told[0].kind in ("RuntimeError", "RendezvousError"), told
+        assert [outcome.kind for outcome in told[1:]] == ["ok", "ok"], told
+
+
+SHORT_S = 1.0
+
+
+def _slow_connections() -> list[Any]:
+    """Rank 1 takes longer to connect than an operation may take."""
+    rank, found = int(os.environ["RANK"]), []
+
+    def late(call: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(2 * SHORT_S if rank == 1 else 0.0)
+            return call(*args, **kwargs)
+
+        return begin
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(startup.dist, "init_process_group", late(dist.init_process_group))
+            patch.setattr(groups, "new_group_of_members", late(groups.new_group_of_members))
+            ps.init_distributed_environment(timeout=SHORT_S)
+            made = [ps.get_world_group(), ps.get_world_group().make_sub_group([0, 1])]
+            made.append(ps.init_model_parallel_group([[0, 1]], 0, "gloo"))
+        for group in made:
+            assert group is not None
+            backend = group.cpu_group._get_backend(torch.device("cpu"))
+            found.append((backend.options._timeout.total_seconds(), _sum_by_torch(group.device_group)))
+        sub = made[1]
+        assert sub is not None
+        dist.barrier()
+        if rank == 0:
+            found.append(attempt(sub.recv, torch.Size([4]), torch.float32, 1))
+        else:
+            time.sleep(2 * SHORT_S)
+        return found
+    finally:
+        ps.destroy_distributed_environment()
+
+
+def test_connecting_has_the_start_s_timeout(pools: Pools) -> None:
+    """And the operations have their own again, transfers too."""
+    for rank, (*made, late) in enumerate(pools(2).run(_slow_connections, timeout_s=DEADLINE_S)):
+        if rank == 0:
+            assert late.kind == "CollectiveTimeoutError", late
+            assert late.seconds < 2 * SHORT_S
+        else:
+            made.append(late)
+        assert made == [(SHORT_S, 2.0)] * 3
 
 
 FAKE_SIZES = (8, 1 << 18)
@@ -606,10 +704,21 @@ def _on_torchs_fake_backend() -> dict[str, Any]:
         facts["objects"] = [tp.broadcast_object("mine", 1), tp.all_gather_object("mine")]
         facts["refused"] = [attempt(tp.broadcast_object, None, 0).kind, attempt(pp.recv_tensor_dict).kind]
         facts["goes on"] = attempt(tp.barrier).kind
+        facts["utilities"] = _utilities()
+        ps.destroy_distributed_environment()
+        facts["utilities without a world"] = _utilities()
     finally:
         ps.destroy_distributed_environment()
         dist.destroy_process_group()
     return facts
+
+
+def _utilities() -> list[str]:
+    ran = []
+    for first in (ps.master_first, ps.local_master_first):
+        with first():
+            ran.append(first.__name__)
+    return [*ran, attempt(ps.read_file_dist, os.devnull).kind]
 
 
 def _fake_calls(group: ps.GroupCoordinator, x: torch.Tensor) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
@@ -652,3 +761,23 @@ def test_torchs_fake_backend(pools: Pools) -> None:
     assert facts["objects"] == ["mine", ["mine", "mine"]]
     assert facts["refused"] == ["UnsupportedError"] * 2
     assert facts["goes on"] == "ok"
+    for when in ("utilities", "utilities without a world"):
+        assert facts[when] == ["master_first", "local_master_first", "ok"]
+
+
+def _started_on_torchs_fake_backend(rank: int) -> tuple[float, list[int], float]:
+    began = time.monotonic()
+    with held_port() as port:  # nobody serves a store there
+        ps.init_distributed_environment(8, rank, f"tcp://127.0.0.1:{port}", backend="fake")
+    ps.initialize_model_parallel(2, 2)
+    group = ps.get_tp_group()
+    found = group.ranks, group.all_reduce(torch.ones(2)).sum().item()
+    ps.destroy_distributed_environment()
+    return time.monotonic() - began, *found
+
+
+def test_a_world_over_torchs_fake_backend_looks_for_nobody(pools: Pools) -> None:
+    for rank in (0, 3):
+        ((seconds, ranks, total),) = pools(1).run(_started_on_torchs_fake_backend, rank, timeout_s=DEADLINE_S)
+        assert (ranks, total) == ([rank - rank % 2, rank - rank % 2 + 1], 2.0)
+        assert seconds < SOON_S

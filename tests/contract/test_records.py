@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.registry import find_route
-from parallel_state import debug
+from device_communicators.routing.registry import find_route
+from parallel_state.tools import debug
 from tests.contract.attempts import attempt, environment, world
 from tests.workers import WorkerPool
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,12 +13,24 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import CATALOG, Communicator, GroupContext, Request, Route, Row, build_route, register_route
+from device_communicators import (
+    CATALOG,
+    Communicator,
+    GroupContext,
+    Request,
+    Route,
+    Row,
+    build_route,
+    catalog,
+    register_route,
+)
+from device_communicators.cpu import native
+from device_communicators.cpu.native import NativeLibrary
 from device_communicators.errors import GroupDestroyedError, UnsupportedError
-from device_communicators.process_group import ProcessGroupCommunicator
-from parallel_state.messages import Messenger
+from device_communicators.process_group.checked import ProcessGroupCommunicator
+from parallel_state.messages.messenger import Messenger
 from tests.contract.attempts import environment, world
-from tests.contract.carriers import NEEDS_A_DEVICE, PARTIAL, twin_of
+from tests.contract.carriers import Carrier, Member, twin_of
 from tests.workers import WorkerPool
 
 LIMIT = 16
@@ -69,7 +83,7 @@ def _fails_on_rank_one(context: GroupContext) -> str | None:
     return "its library is not here" if context.rank == 1 else None
 
 
-GENERAL = tuple(row for row in CATALOG if row.name not in PARTIAL)
+GENERAL = tuple(row for row in CATALOG if not row.partial or row.device != "any")
 SMALL = Row("small_floats", __name__, "SmallFloats", unfit=_fits)
 
 
@@ -171,7 +185,7 @@ def test_explain_of_other_groups() -> None:
 def test_every_row_says_how_it_is_reached_in_each_state(name: str) -> None:
     (row,) = (row for row in CATALOG if row.name == name)
     assert all(row.paths[:2])
-    on_device = name in NEEDS_A_DEVICE or row.simulated
+    on_device = row.device != "any" or row.simulated
     assert (row.paths.captured is not None) == on_device, "what the host does can't be recorded, what a device does can"
 
 
@@ -307,10 +321,23 @@ def test_the_catalog_is_a_table_of_communicators() -> None:
     names = [row.name for row in CATALOG]
     assert len(set(names)) == len(names)
     assert names[-1] == "process_group", "what carries everything comes last"
-    assert set(names) >= NEEDS_A_DEVICE | PARTIAL
+    assert not CATALOG[-1].partial and CATALOG[-1].device == "any"
     for row in CATALOG:
         assert issubclass(row.load(), Communicator)
         assert row.load().name == row.name
+
+
+def _carries_something_body(member: Member) -> None:
+    with member.case("some request"):
+        own = member.group.route.communicators[0]
+        assert own.name == member.row
+        operations = ("all_reduce", "all_gather", "broadcast", "send")
+        requests = [Request(each, torch.float32, "cpu", 8, "sum" if "reduce" in each else None) for each in operations]
+        assert None in [own.refusal(request) for request in requests], "the rows behind it would pass its tests for it"
+
+
+def test_a_row_carries_something_itself(group_carrier: Carrier) -> None:
+    group_carrier.run(_carries_something_body)
 
 
 def test_a_route_without_communicators_says_so() -> None:
@@ -367,3 +394,59 @@ def test_the_table_of_paths_says_where_ops_go_through_python(pools: Callable[[in
     for has_ops, plain, debugged in pools(2).run(_table_of_paths):
         assert ("C++ kernel of the op" in plain) == has_ops == ("ops in C++" in plain)
         assert "C++ kernel of the op" not in debugged, "debug mode compares each call in Python"
+
+
+# What the log says of a faster way that isn't taken.
+
+
+def _warnings(reason: str | None, variables: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Of a world that can't have the compiled part, by that reason; and the route of one of its groups."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger, load = logging.getLogger("parallel_state"), native.load
+
+    def unavailable() -> NativeLibrary:
+        raise native.NativeUnavailableError(str(reason))
+
+    catalog._TOLD.clear()
+    logger.addHandler(handler)
+    native.load = unavailable if reason else load
+    try:
+        with environment(**variables), world(2):
+            route = [each.name for each in ps.get_tp_group().route.communicators]
+    finally:
+        native.load = load
+        logger.removeHandler(handler)
+    return [text for text in told if "shared memory" in text], route
+
+
+@pytest.mark.parametrize(
+    ("reason", "variables", "warns"),
+    [
+        ("there is no C++ compiler", {}, True),
+        (None, {}, False),
+        (None, {"PARALLEL_STATE_SHARED_MEMORY": "off"}, False),
+        ("it isn't compiled, and PARALLEL_STATE_BUILD is never", {"PARALLEL_STATE_BUILD": "never"}, False),
+    ],
+    ids=["no compiler", "shared memory", "switched off", "never built"],
+)
+def test_gloo_within_a_host_is_warned_of_once_unless_it_was_chosen(
+    pools: Pools, reason: str | None, variables: dict[str, str], warns: bool
+) -> None:
+    (first, route), *others = pools(2).run(_warnings, reason, variables)
+    assert route == (["shared_memory", "process_group"] if reason is None and not variables else ["process_group"])
+    assert all(not told for told, _ in others), "one rank says it for all"
+    assert len(first) == warns, first
+    if warns:
+        assert (
+            "goes without shared memory, which is several times faster than gloo: there is no C++ compiler" in first[0]
+        )
+
+
+def _only_one_has_chosen() -> tuple[list[str], list[str]]:
+    return _warnings(None, {"PARALLEL_STATE_SHARED_MEMORY": "off"} if os.environ["RANK"] == "1" else {})
+
+
+def test_another_ranks_choice_is_no_news(pools: Pools) -> None:
+    assert pools(2).run(_only_one_has_chosen) == [([], ["process_group"])] * 2

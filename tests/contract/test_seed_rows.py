@@ -18,10 +18,11 @@ import torch._dynamo
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state import startup
-from parallel_state.rendezvous import Met
+from parallel_state import world as startup
+from parallel_state.startup.rendezvous import Met
 from tests.contract.attempts import attempt, environment, no_launcher, world
 from tests.contract.test_objects import DEADLINE_S, Pools
+from tests.references import VLLM
 
 
 @contextmanager
@@ -117,6 +118,10 @@ def _all_to_all() -> dict[str, Any]:
             attempt(ps.all_to_all, torch.ones(2), "tp").kind,
             attempt(ps.all_to_all, torch.ones(2), None, 1).kind,
         ]
+        inputs = [2, 2] if rank == 0 else [1, 3]
+        facts["mismatch"] = attempt(
+            ps.all_to_all, x.detach()[:, 0], input_split_sizes=inputs, output_split_sizes=[2, 2]
+        )
         dist.destroy_process_group(sub)
     facts["without"] = ps.all_to_all(rows) is rows
     with world(2):
@@ -126,6 +131,10 @@ def _all_to_all() -> dict[str, Any]:
 
 def test_all_to_all_over_any_group(pools: Pools) -> None:
     for rank, facts in enumerate(pools(2).run(_all_to_all, timeout_s=DEADLINE_S)):
+        mismatch = facts.pop("mismatch")
+        assert mismatch.kind == "CommunicationError"
+        assert mismatch.text.isascii()
+        assert not any(word in mismatch.text for word in (".cc:", "GLHF")), mismatch
         assert facts == {
             "default": True,
             "default gradient": True,
@@ -189,10 +198,31 @@ def test_tensor_dicts_in_a_group_of_one() -> None:
     assert group.send_tensor_dict(tensors) is tensors
     assert group.send_tensor_dict(tensors, 0) is tensors
     assert group.recv_tensor_dict() is group.recv_tensor_dict(0) is None
-    for wrong in (lambda: group.send_tensor_dict(tensors, 1), lambda: group.recv_tensor_dict(3)):
+    for wrong in (
+        lambda: group.send_tensor_dict(tensors, 1), lambda: group.recv_tensor_dict(3),
+        lambda: group.isend_tensor_dict(tensors, 1), lambda: group.irecv_tensor_dict(3),
+        lambda: group.isend_tensor_dict([1]),  # type: ignore[arg-type]
+    ):  # fmt: skip
         with pytest.raises(ps.InvalidArgumentError):
             wrong()
+    sending, receiving = group.isend_tensor_dict(tensors), group.irecv_tensor_dict()
+    assert sending.is_completed() and receiving.is_completed() and sending.has_ended
+    assert sending.wait() is receiving.wait() is None
     assert not group.supports_process_group
+
+
+def test_tensor_dicts_in_a_group_of_one_are_as_vllms() -> None:
+    """Its own functions, called as its callers do: they go through handles, and take three values apart."""
+    names = ("send_tensor_dict", "recv_tensor_dict", "isend_tensor_dict", "irecv_tensor_dict")
+    theirs: dict[str, Any] = {"torch": torch}
+    exec(VLLM.cut(*names, strip_decorators=True), theirs)
+    alone, group, tensors = SimpleNamespace(world_size=1), ps.simulated_group([3], 3), {"x": torch.ones(1)}
+    send, recv, isend, irecv = (theirs[name] for name in names)
+    assert send(alone, tensors) is tensors and group.send_tensor_dict(tensors) is tensors
+    assert recv(alone) is group.recv_tensor_dict() is None
+    assert list(isend(alone, tensors)) == list(group.isend_tensor_dict(tensors)) == []
+    received, handles, finish = group.irecv_tensor_dict()
+    assert (received, handles, finish) == irecv(alone)
 
 
 def _alone() -> dict[str, Any]:
@@ -328,6 +358,47 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLEL_STATE_SHARE_GPUS", "on")
     assert startup.device_of("nccl", place) == torch.device("cuda", 1)
     assert taken == [1]
+
+
+def _one_gpu_each(uuids: list[str], allowed: list[str | None]) -> tuple[str, str, list[str]]:
+    """Ranks that see one GPU each, by what stands for the driver: `uuids` and the setting, by rank."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger, real = logging.getLogger("parallel_state"), startup.uuid_of
+    with world(2):
+        group = ps.get_world_group()
+        on_gpu = SimpleNamespace(
+            device=torch.device("cuda", 0), world_size=group.world_size, rank=group.rank, context=group.context
+        )
+        startup.uuid_of = lambda _: uuids[group.rank]
+        logger.addHandler(handler)
+        try:
+            with environment(PARALLEL_STATE_SHARE_GPUS=allowed[group.rank]):
+                outcome = attempt(startup.check_shared_gpus, on_gpu)
+        finally:
+            startup.uuid_of = real
+            logger.removeHandler(handler)
+        group.barrier()
+    return outcome.kind, outcome.text, told
+
+
+@pytest.mark.parametrize("allowed", [[None, None], ["on", None], ["on", "on"]], ids=["refused", "one may", "both may"])
+def test_ranks_that_see_one_gpu_each_and_have_the_same(pools: Pools, allowed: list[str | None]) -> None:
+    results = pools(2).run(_one_gpu_each, ["GPU-1", "GPU-1"], allowed, timeout_s=DEADLINE_S)
+    if allowed == [None, None]:
+        for kind, text, told in results:
+            assert kind == "InvalidArgumentError" and not told
+            assert "global ranks [0, 1] share GPU GPU-1" in text and "PARALLEL_STATE_SHARE_GPUS=on" in text
+    else:
+        assert [kind for kind, *_ in results] == ["ok", "ok"]
+        assert [len(told) for *_, told in results] == [1, 0]
+        assert "share GPU GPU-1" in results[0][2][0]
+
+
+def test_ranks_that_see_one_gpu_each_of_their_own(pools: Pools) -> None:
+    results = pools(2).run(_one_gpu_each, ["GPU-1", "GPU-2"], [None, None], timeout_s=DEADLINE_S)
+    assert results == [("ok", "None", [])] * 2
 
 
 @pytest.mark.parametrize("high", [False, True])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import native
+from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
 from tests.workers import WorkerPool, WorkersFailedError
 
@@ -238,6 +238,7 @@ def _routes() -> dict[str, Any]:
         group = ps.get_tp_group()
         total = group.all_reduce(torch.ones(1)).item()
         facts["off"] = (total, "shared_memory: not used, PARALLEL_STATE_SHARED_MEMORY is off" in group.explain())
+    before = _mapped_segments()
     with world(2):
         group = ps.get_tp_group()
         group.all_reduce(torch.ones(3))
@@ -245,16 +246,16 @@ def _routes() -> dict[str, Any]:
         group.barrier()
         own = {path.resolve().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
         facts["named"] = sorted(name for name in own if "parallel_state" in name and not name.endswith("(deleted)"))
-        mapped = _mapped_segments()
+        mapped = _mapped_segments() - before
         group.destroy()
-        facts["mapped"] = (mapped, _mapped_segments())
+        facts["mapped"] = (len(mapped), len(mapped & _mapped_segments()))
     return facts
 
 
-def _mapped_segments() -> int:
-    """By inode: the kernel may show neighbours of one segment as one mapping."""
+def _mapped_segments() -> set[str]:
+    """Returns inodes: the kernel may show neighbours of one segment as one mapping."""
     maps = Path("/proc/self/maps").read_text().splitlines()
-    return len({line.split()[4] for line in maps if "parallel_state-" in line})
+    return {line.split()[4] for line in maps if "parallel_state-" in line}
 
 
 def test_routes_and_what_is_left(pools: Pools) -> None:

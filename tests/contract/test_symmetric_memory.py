@@ -18,8 +18,8 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators import CATALOG, GroupContext, Row, build_route, register_route
 from device_communicators.errors import UnsupportedError
-from device_communicators.peer_thresholds import Thresholds
-from device_communicators.symmetric_memory import SymmetricMemoryCommunicator
+from device_communicators.peer.symmetric_memory import SymmetricMemoryCommunicator
+from device_communicators.peer.thresholds import Thresholds
 from parallel_state.coordinator import GroupCoordinator
 from tests import peer_stand_in
 from tests.contract.carriers import twin_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import threading
 import time
 import weakref
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
-from device_communicators.routing import Traffic
+from device_communicators.routing.route import Traffic
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
-from parallel_state.options import GroupOptions
-from parallel_state.tensor_dict import ConstantEntry, TensorEntry
-from parallel_state.wire import FRAME_BYTES
+from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
+from parallel_state.messages.wire import FRAME_BYTES
+from parallel_state.process_groups.options import GroupOptions
 from tests.contract import test_objects
 from tests.contract.test_objects import (
     BODY_TAG,
@@ -193,8 +194,10 @@ def a_dict_alone() -> None:
     with pytest.raises(ps.InvalidArgumentError, match="must be a dict, but is a list"):
         group.broadcast_tensor_dict(wrong)
     assert group.send_tensor_dict(mine) is mine and group.recv_tensor_dict() is None  # as vLLM's
+    group.isend_tensor_dict(mine).wait()
+    assert group.irecv_tensor_dict().wait() is None
     with pytest.raises(ps.InvalidArgumentError, match="a rank can't send to itself"):
-        group.isend_tensor_dict(mine)
+        group.isend_object(mine)
 
 
 def test_a_group_of_one_rank(pools: Pools) -> None:
@@ -625,8 +628,8 @@ def test_another_spec_is_a_mismatch(pools: Pools, over: str, cases: list[int]) -
     pools(2).run(meet_other_specs, over, cases, tp=1, timeout_s=90)
 
 
-def meet_other_slices() -> None:
-    """Both except one tensor of one size from the slices, but not the same one."""
+def meet_other_slices() -> str:
+    """Both except one tensor of one size from the slices, but not the same one. Returns what a receiver was told."""
     tp = ps.get_tp_group()
     values = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 4}
     spec = ps.TensorDictSpec.of(values)
@@ -634,12 +637,17 @@ def meet_other_slices() -> None:
         if group.rank_in_group < 2:
             group.send_tensor_dict(values, group.rank_in_group + 2, tp, {"x": False}, spec=spec)
         else:
-            with pytest.raises(ps.CollectiveMismatchError, match="cut other tensors into slices"):
+            with pytest.raises(ps.CollectiveMismatchError) as caught:
                 group.recv_tensor_dict(group.rank_in_group - 2, tp, {"y": False}, spec=spec)
+            return str(caught.value)
+    return ""
 
 
 def test_other_slices_are_a_mismatch(pools: Pools) -> None:
-    pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)
+    """The receiver that finds it first ends the group: the other one may hear of that before it looks for itself."""
+    told = pools(4).run(meet_other_slices, tp=2, pp=2, timeout_s=DEADLINE_S)[2:]
+    assert any("cut other tensors into slices" in text for text in told), told
+    assert all(re.search("cut other tensors into slices|met another call than its own", text) for text in told), told
 
 
 def refuse_gradients() -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.measured import Conditions
-from device_communicators.peer_thresholds import ALGORITHMS, Thresholds
-from parallel_state.tune import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
+from device_communicators.peer.measured import Conditions
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from parallel_state.tools.tune import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
 from tests import cuda_on_cpu, peer_stand_in
 from tests.peer_stand_in import StandInPeerMemory
 from tests.workers import WorkerPool

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallel_state as ps
-from device_communicators import segment
-from parallel_state import same_node, state
+from device_communicators.cpu import segment
+from parallel_state import state
+from parallel_state.groups import same_node
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
 LOOK_S = 0.15  # how long a rank looks whether another one is where it must not be

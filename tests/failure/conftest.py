@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_state.launch_store import read_secret
+from parallel_state.launch.store import read_secret
 from tests.failure.leftovers import nothing_left_after
 from tests.failure.ranks import Ranks
 

@@ -6,9 +6,9 @@ in FAILURE_TRIALS=folder: a run that was ended goes on there, and several may ru
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-import statistics
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
-from tests.failure.domains import TRANSPORTS, results_in, run_trial, run_trials
+from tests.failure.domains import TRANSPORTS, results_in, run_to_the_bound, run_trials
+from tests.failure.trials import folder_of_results, late, median_of
 from tests.failure.worlds import DEADLINE_S, LONG, LONG_TIMEOUT_S, ROUTES, SLACK_S, kill_me, settings_of
 from tests.hosts import INTERFACE, Hosts, problem
 from tests.workers import WorkerPool
 
-WITHIN_S = 1.0
 BEAT_S, LIMIT_S = 0.2, 2.0
 
 
@@ -35,15 +35,14 @@ def test_row_39_random_layouts_random_kills(transport: str, tmp_path: Path) -> N
     if transport == "two hosts" and problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     if LONG:
-        folder = Path(os.environ.get("FAILURE_TRIALS", tmp_path))
+        folder = folder_of_results(tmp_path)
         run_trials(transport, range(200), folder)
         trials = results_in(folder, transport)
     else:
-        trials = [run_trial(transport, seed, _new(tmp_path / str(seed)), most_ranks=4) for seed in range(5)]
+        trials = [run_to_the_bound(transport, seed, _new(tmp_path / str(seed)), most_ranks=4) for seed in range(5)]
     wrong = [f"seed {trial.seed}, {trial.layout}: {text}" for trial in trials for text in trial.wrong]
     assert not wrong, "\n".join(wrong)
-    late_s = [max(trial.late_s.values()) for trial in trials]
-    assert statistics.median(late_s) < WITHIN_S and max(late_s) < WITHIN_S + SLACK_S, sorted(late_s)
+    assert not late((trial.seed, trial.latest_s or [trial.last_s]) for trial in trials)
 
 
 def _new(folder: Path) -> Path:
@@ -183,13 +182,19 @@ def test_row_50_a_host_or_a_rank_of_it_dies(tmp_path: Path, dying: tuple[int, ..
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}
-    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), **limits) as ranks:
-        told = ranks.survivors(_one_group, str(tmp_path), dying, silently, timeout_s=2 * DEADLINE_S)
-    assert sorted(told) == [rank for rank in range(4) if rank not in dying]
+    numbers = itertools.count()
+
+    def run() -> float:
+        folder = _new(tmp_path / str(next(numbers)))
+        with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), **limits) as ranks:
+            told = ranks.survivors(_one_group, str(folder), dying, silently, timeout_s=2 * DEADLINE_S)
+        assert sorted(told) == [rank for rank in range(4) if rank not in dying]
+        for rank, (outcome, _, dead) in told.items():
+            # Silence may be a host's death, or its link's: what a survivor catches is both.
+            assert outcome.kind == ("HostUnreachableError" if silently else "PeerDiedError"), (rank, outcome)
+            assert sorted(outcome.suspect_ranks) == list(dying), (rank, outcome)
+            assert dead == list(dying), (rank, dead)
+        return max(took_s for _, took_s, _ in told.values())
+
     within_s = LIMIT_S + 1.0 if silently else 1.0
-    for rank, (outcome, took_s, dead) in told.items():
-        assert outcome.kind == ("CollectiveTimeoutError" if silently else "PeerDiedError"), (rank, outcome)
-        assert sorted(outcome.suspect_ranks) == list(dying), (rank, outcome)
-        assert took_s < within_s + SLACK_S, (rank, took_s)
-        assert dead == list(dying), (rank, dead)
-    assert statistics.median(took_s for _, took_s, _ in told.values()) < within_s, told
+    assert not late([(0, median_of(run, run(), within_s))], within_s)

@@ -23,14 +23,16 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import native
-from device_communicators.base import GroupContext
+from device_communicators.cpu import native
+from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
+from device_communicators.cpu.native_group import Members
 from device_communicators.errors import CollectiveTimeoutError, MessageDecodeError
-from device_communicators.message_queue import Message, Place, Receiver, Sender, Shape, Waiting
-from device_communicators.native_group import Members
-from parallel_state import codec, control_wire, wire
-from parallel_state.control_session import Session
-from parallel_state.control_wire import ANSWER_BYTES, HEADER, NONCE_BYTES, Direction
+from device_communicators.routing.communicator import GroupContext
+from parallel_state.messages import wire
+from parallel_state.messages.codec import coding as codec
+from parallel_state.store import protocol as control_wire
+from parallel_state.store.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, Direction
+from parallel_state.store.session import Session
 from tests.unit.test_codec_hostile import SAMPLE
 
 LONG = os.environ.get("FAILURE_TESTS") == "long"

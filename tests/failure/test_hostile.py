@@ -24,9 +24,9 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
-from parallel_state.control_server import HANDSHAKE_S
-from parallel_state.control_store import ControlStore
-from parallel_state.control_wire import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
+from parallel_state.store.client import ControlStore
+from parallel_state.store.protocol import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
+from parallel_state.store.server import HANDSHAKE_S
 from tests.failure.jobs import (
     DEADLINE_S,
     SLACK_S,

@@ -1,15 +1,17 @@
 """Row 41: SIGKILL at a random time of init_distributed_environment and initialize_model_parallel.
 
-4 seeds on each transport by default, 100 with FAILURE_TESTS=long. Who is killed before he has told anybody his process
-is missing at the start's deadline; the end of all others is seen at once.
+4 seeds on each transport by default. With FAILURE_TESTS=long 100, whose results lie in FAILURE_TRIALS=folder: a run
+that was ended goes on there, and several may run side by side. Who is killed before he has told anybody his process is
+missing at the start's deadline; the end of all others is seen at once.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 import signal
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +23,7 @@ import parallel_state as ps
 from tests import hosts
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.ranks import Ranks
+from tests.failure.trials import folder_of_results, keep, kept, late, median_of
 from tests.failure.worlds import LONG
 from tests.workers import WorkerPool
 
@@ -89,7 +92,7 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
         assert leaving_s < SOON_S + SLACK_S, f"{leaving_s:.1f} s to leave; {where}"
         if told.kind == "RendezvousError":  # nobody knew its process
             assert "did not" in told.text or "refused" in told.text or "gave no verdict" in told.text, where
-            assert told.seconds < START_S + SLACK_S, where
+            assert told.seconds < START_S + SOON_S, where
         else:
             assert told.kind in ("PeerDiedError", "CollectiveTimeoutError"), where
             assert told_s - killed_s < START_S, where
@@ -106,16 +109,27 @@ def test_row_41_killed_while_it_starts(
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
     shared_memory = "off" if transport == "gloo" else "on"
-    late = []
+    results = folder_of_results(tmp_path)
     with ExitStack() as stack:
         made = stack.enter_context(hosts.Hosts(2)) if transport == "two hosts" else None
-        for seed in range(SEEDS):
-            chance, folder = random.Random(f"{transport} {seed}"), tmp_path / str(seed)
+        numbers = itertools.count()
+
+        def run(seed: int) -> float:
+            folder = tmp_path / f"trial-{next(numbers)}"
             folder.mkdir()
             pool: WorkerPool = Ranks(4) if made is None else made.ranks([0, 0, 1, 1])
             try:
-                late.append(_kill_one(pool, chance, folder, shared_memory))
+                return _kill_one(pool, random.Random(f"{transport} {seed}"), folder, shared_memory)
             finally:
                 pool.kill()
-    record_testsuite_property(f"row 41, {transport}: told after s", [round(each, 3) for each in late])
-    assert statistics.median(late) < SOON_S, late
+
+        def trial(seed: int) -> dict[str, object]:
+            again = functools.partial(run, seed)
+            return {"seed": seed, "latest_s": median_of(again, again())}
+
+        stem = f"row-41-{transport.replace(' ', '-')}"
+        for seed in range(SEEDS):
+            keep(results, f"{stem}-{seed}", functools.partial(trial, seed))
+    found = [(each["seed"], each["latest_s"]) for each in kept(results, stem)]
+    record_testsuite_property(f"row 41, {transport}: told after s", found)
+    assert not late(found)

@@ -22,8 +22,8 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators import segment
-from device_communicators.segment import Segment, SegmentError, sweep
+from device_communicators.cpu import segment
+from device_communicators.cpu.segment import Segment, SegmentError, sweep
 from tests import hosts
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.failure.leftovers import segments

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators import native, nccl_library
+from device_communicators.cpu import native
+from device_communicators.cuda import nccl_library
 from tests import nccl_stand_in
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
 
 COMPILE = """
 import torch
-from device_communicators import cuda_build
+from device_communicators.cuda import build as cuda_build
 if torch.cuda.is_available():
     cuda_build.cubin("sm_{}{}".format(*torch.cuda.get_device_capability()))
 """

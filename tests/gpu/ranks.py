@@ -19,9 +19,11 @@ import torch
 from measure.graphs import Captured
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, gpu_sharing, nccl_library, settings
-from device_communicators.nccl import NcclCommunicator
-from parallel_state.messages import Messenger
+from device_communicators import CATALOG, Row, build_route, settings
+from device_communicators.cuda import nccl_library
+from device_communicators.machine import gpu_sharing
+from device_communicators.nccl.communicator import NcclCommunicator
+from parallel_state.messages.messenger import Messenger
 from tests import nccl_stand_in
 from tests.contract.attempts import environment
 from tests.workers import WorkerPool, serve

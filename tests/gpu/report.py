@@ -22,8 +22,9 @@ import torch
 from gpu_proof_machine import unproven
 from measure.report import commit
 
-from device_communicators import gpu_sharing, nccl_library
-from device_communicators.topology_reading import read_topology
+from device_communicators.cuda import nccl_library
+from device_communicators.machine import gpu_sharing
+from device_communicators.machine.topology_reading import read_topology
 
 _TOLD = 300
 """Characters of a failure's or a skip's reason in Markdown; the JSON has more."""

@@ -150,7 +150,7 @@ def test_a_default_group_that_was_there(gpus: Gpus) -> None:
 
 
 def _shared_body() -> tuple[str, list[str]]:
-    from device_communicators.group_topology import uuid_of
+    from device_communicators.machine.group_topology import uuid_of
 
     group = ps.get_tp_group()
     return str(uuid_of(device())), group.all_gather_object(str(uuid_of(device())))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import nccl_library
-from device_communicators.base import REDUCE_OPS
+from device_communicators.cuda import nccl_library
+from device_communicators.routing.communicator import REDUCE_OPS
 from tests.contract.cases import (
     MOVABLE,
     REDUCIBLE,

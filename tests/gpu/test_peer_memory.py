@@ -23,13 +23,14 @@ import torch
 from measure.graphs import captured
 
 import parallel_state as ps
-from device_communicators import CATALOG, Row, build_route, cuda_build, register_route, settings
-from device_communicators.cuda_call import KernelError
+from device_communicators import CATALOG, Row, build_route, register_route, settings
+from device_communicators.cuda import build as cuda_build
+from device_communicators.cuda.driver import KernelError
 from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
-from device_communicators.peer_communicator import PeerMemoryCommunicator
-from device_communicators.peer_device import PeerDevice
-from device_communicators.peer_memory import IpcWay, SymmetricWay, Way
-from device_communicators.peer_thresholds import ALGORITHMS
+from device_communicators.peer.communicator import PeerMemoryCommunicator
+from device_communicators.peer.device import PeerDevice
+from device_communicators.peer.memory import IpcWay, SymmetricWay, Way
+from device_communicators.peer.thresholds import ALGORITHMS
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers

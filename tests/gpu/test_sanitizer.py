@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from measure.teams import python_path
 
-from device_communicators import cuda_build
-from device_communicators.cuda_call import KernelError
+from device_communicators.cuda import build as cuda_build
+from device_communicators.cuda.driver import KernelError
 from tests.gpu.ranks import needs_a_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-// The kernels of csrc/cuda as a library for the CPU, and how a test launches one.
+// The kernels of peer/csrc as a library for the CPU, and how a test launches one.
 #include "cuda_on_cpu.h"
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-// Enough of CUDA to run the kernels of csrc/cuda on a CPU; cuda_on_cpu.cpp puts the two together.
+// Enough of CUDA to run the kernels of peer/csrc on a CPU; cuda_on_cpu.cpp puts the two together.
 //
 // A CUDA thread is a thread; a launch makes them, waits for them, and says how they ended. Ranks are threads of one
 // process, each with a launch of its own, or processes over shared memory. Tests only; grids and blocks should be

@@ -1,4 +1,4 @@
-// Ranks as threads that call kernels of csrc/cuda one after the other, for ThreadSanitizer: prints what went wrong.
+// Ranks as threads that call kernels of peer/csrc one after the other, for ThreadSanitizer: prints what went wrong.
 //
 // With PLAIN_DATA, staged data is ordinary memory, so a flag that doesn't order it shows as a race. The kernels that
 // stage are in a sequence of their own then: between two pushes nothing but time orders a stage's reads and writes (see

@@ -1,4 +1,4 @@
-// Stands in for libcuda in tests of `cuda_kernels`: one device; keeps what was launched, and what it was told.
+// Stands in for libcuda in tests of `peer.kernels`: one device; keeps what was launched, and what it was told.
 #include <cstdint>
 #include <cstring>
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from parallel_state import codec
+from parallel_state.messages.codec import coding as codec
 
 
 class Color(enum.Enum):

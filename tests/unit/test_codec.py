@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_communicators.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
-from parallel_state import codec
-from parallel_state.codec import MAX_DEPTH, TensorMetadata
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.coding import MAX_DEPTH, TensorMetadata
 from tests.unit.codec_classes import Access, Color, Level, Pair, Record, Request, Span
 
 Ext = msgspec.msgpack.Ext

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_communicators import native
+from device_communicators.cpu import native
 from device_communicators.errors import MessageDecodeError
-from parallel_state import codec, codec_values
-from parallel_state.codec import MAX_DEPTH
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.codec.coding import MAX_DEPTH
 from tests.unit.codec_classes import Access, Color, Pair, Record, Span
 
 Ext = msgspec.msgpack.Ext

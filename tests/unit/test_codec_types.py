@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from device_communicators.errors import InvalidArgumentError, MessageEncodeError
-from parallel_state import codec
+from parallel_state.messages.codec import coding as codec
 from tests.unit.codec_classes import Pair, Record, Request, Span
 
 Ext = msgspec.msgpack.Ext

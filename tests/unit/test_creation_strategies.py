@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.errors import SettingError, UnsupportedError
-from parallel_state import GroupOptions, groups
-from parallel_state.groups import ProcessGroupPool
+from parallel_state import GroupOptions
+from parallel_state.process_groups import pool as groups
+from parallel_state.process_groups.pool import ProcessGroupPool
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -43,6 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     monkeypatch.setattr(dist, "split_group", made.split)
     monkeypatch.setattr(dist, "new_group", made.globally)
     monkeypatch.setattr(groups, "new_group_of_members", made.of_members)
+    monkeypatch.setattr(groups, "set_timeout", lambda group, timeout_s: None)  # of no process group
     try:
         yield made
     finally:

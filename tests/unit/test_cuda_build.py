@@ -1,4 +1,4 @@
-"""What NVRTC makes of csrc/cuda, without a GPU: it compiles for every architecture, and the PTX orders what it must."""
+"""What NVRTC makes of peer/csrc, without a GPU: it compiles for every architecture, and the PTX orders what it must."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from pathlib import Path
 import kernel_resources
 import pytest
 
-from device_communicators import cuda_build, native_build
-from device_communicators.cuda_call import KERNELS, KernelError
+from device_communicators import build_cache
+from device_communicators.cpu import native_build
+from device_communicators.cuda import build as cuda_build
+from device_communicators.cuda.driver import KERNELS, KernelError
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 DEADLINE_S = 300
@@ -114,7 +116,6 @@ def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(a
     )
 
 
-@needs_nvrtc
 def test_a_cubin_is_compiled_once_and_then_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
 ) -> None:
@@ -127,12 +128,43 @@ def test_a_cubin_is_compiled_once_and_then_found(
     assert cuda_build.cubin("sm_90") == first
     with pytest.raises(KernelError, match="PARALLEL_STATE_BUILD is never"):
         cuda_build.cubin("sm_80")
-    kept.chmod(0o666)
+    assert counting() == 1
+    assert build_cache.flaw_of(kept) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "writable"])
+def test_a_cubin_that_is_not_whole_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int], damage: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda_build.cubin("sm_90")
+    (kept,) = (tmp_path / "parallel_state").glob("*.cubin")
+    content = kept.read_bytes()
+    if damage == "writable":
+        kept.chmod(0o666)
+    else:
+        flipped = bytes([content[0] ^ 1]) + content[1:]
+        kept.write_bytes({"cut": content[:-1], "flipped": flipped, "empty": b""}[damage])
+    monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
+    why = "others may have written to it" if damage == "writable" else "it is damaged"
+    with pytest.raises(KernelError, match=f"{why}, and PARALLEL_STATE_BUILD is never"):
+        cuda_build.cubin("sm_90")
+    monkeypatch.delenv("PARALLEL_STATE_BUILD")
+    assert cuda_build.cubin("sm_90") == b"sm_90 2"
+    assert counting() == 2
+    assert build_cache.flaw_of(kept) is None
+
+
+def test_a_cache_of_others_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda_build.cubin("sm_90")
+    (tmp_path / "parallel_state").chmod(0o777)
     with pytest.raises(KernelError, match="must be this user's"):
         cuda_build.cubin("sm_90")
 
 
-@needs_nvrtc
 def test_another_source_or_version_is_another_cubin(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
 ) -> None:
@@ -160,6 +192,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         return f"{arch} {len(calls)}".encode()
 
     monkeypatch.setattr(cuda_build, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
     return lambda: len(calls)
 
 
@@ -175,7 +208,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
     code = (
         "import sys\n"
         f"sys.modules[{missing!r}] = None\n"
-        "from device_communicators import cuda_build, cuda_call\n"
+        "from device_communicators.cuda import build as cuda_build, driver as cuda_call\n"
         "try:\n"
         "    cuda_build.compile_kernels('sm_90')\n"
         "except cuda_call.KernelError as error:\n"

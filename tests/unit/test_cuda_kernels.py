@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda, run on the CPU: results to the bit, many calls in a row, and ranks that are late or gone.
+"""The kernels of peer/csrc, run on the CPU: results to the bit, many calls in a row, and ranks that are late or gone.
 
 The sources are those that GPUs get; a thread stands for each CUDA thread, so blocks are small here.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import native_build
-from device_communicators.cuda_call import (
+from device_communicators.cpu import native_build
+from device_communicators.cuda.driver import (
     KERNELS,
     MAX_BLOCKS,
     MAX_RANKS,

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from device_communicators import cuda_build, cuda_kernels
-from device_communicators.cuda_call import KERNELS, MAX_THREADS, OPERATIONS, Call, KernelError, Launcher
-from device_communicators.cuda_kernels import LaunchAttribute, LaunchConfig, PeerKernels, _Driver
+from device_communicators.cuda import build as cuda_build
+from device_communicators.cuda.driver import KERNELS, MAX_THREADS, OPERATIONS, Call, KernelError, Launcher
+from device_communicators.peer import kernels as cuda_kernels
+from device_communicators.peer.kernels import LaunchAttribute, LaunchConfig, PeerKernels, _Driver
 from tests.machines import stand_in
 
 

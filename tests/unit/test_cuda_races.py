@@ -1,4 +1,4 @@
-"""The kernels of csrc/cuda under ThreadSanitizer, on the CPU: what they exchange is ordered by their flags."""
+"""The kernels of peer/csrc under ThreadSanitizer, on the CPU: what they exchange is ordered by their flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import native_build
+from device_communicators.cpu import native_build
 from tests.cuda_on_cpu import CUDA_SOURCES, EMULATION
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import cuda_streams
+from device_communicators.cuda import streams as cuda_streams
 
 DEVICE = torch.device("cuda", 0)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextvars
 import gc
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import pytest
@@ -165,6 +168,29 @@ def test_a_wrapper_of_thread_start_stays() -> None:
     with EIGHT.use():
         assert in_thread(ps.try_get_current_groups) == [EIGHT]
     assert threading.Thread.start is own
+
+
+def test_a_worker_of_multiprocessing_s_thread_pool_raises() -> None:
+    with PAIR.use():
+        pool = ThreadPool(1)
+        with pytest.raises(ps.UsageError, match=r"submit `contextvars.copy_context\(\).run, function`"):
+            pool.apply(ps.try_get_current_groups)
+    with pool:
+        with EIGHT.use():
+            with pytest.raises(ps.UsageError):
+                pool.apply(ps.try_get_current_groups)
+            assert pool.apply(contextvars.copy_context().run, (ps.current_groups,)) is EIGHT
+        with pytest.raises(ps.UsageError):
+            pool.apply(ps.get_tp_group)
+    with ThreadPool(1) as before, EIGHT.use():
+        assert before.apply(ps.try_get_current_groups) is None
+
+
+def test_a_thread_below_threading_has_the_process_wide_groups() -> None:
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with PAIR.use():
+        _thread.start_new_thread(lambda: found.put(ps.try_get_current_groups()), ())
+        assert found.get(timeout=DEADLINE_S) is None
 
 
 def test_a_worker_of_a_pool_raises() -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import GroupContext
-from device_communicators.device_group import DeviceGroupCommunicator
-from device_communicators.work import DONE
+from device_communicators.process_group.device import DeviceGroupCommunicator
+from device_communicators.routing.work import DONE
 
 SIZE = 2
 RENAMED = {

@@ -19,8 +19,8 @@ import torch
 
 from device_communicators.errors import LayoutError
 from parallel_state import create_fsdp_groups, simulate
-from parallel_state.layout import Layout
-from parallel_state.resolution import resolve_layout
+from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import resolve_layout
 from tests import references
 from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED, Groups
 
@@ -53,7 +53,7 @@ class Recorder:
 
     def record(self, lists: Groups, *_: object, group_name: str, **__: object) -> SimpleNamespace:
         assert group_name not in self.lists
-        self.lists[group_name] = sorted(sorted(ranks) for ranks in lists)  # as torch numbers a group's ranks
+        self.lists[group_name] = sorted(list(ranks) for ranks in lists)  # in the order in which it numbers its ranks
         return Stated(lists=self.lists[group_name], rank_in_group=0, pynccl_comm=None)
 
 
@@ -130,7 +130,10 @@ def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
         assert isinstance(ours, Layout), (world_size, sizes, ours)
         assert theirs.keys() == {"tp", "dcp", "pcp", "pp", "dp", "ep"}
         for name, lists in theirs.items():
-            assert ours.groups(name) == lists, (world_size, sizes, name)
+            if name == "dcp" and min(tp, pcp) > 1 and dcp == tp * pcp:
+                _check_order_of_dcp(ours, lists)
+            else:
+                assert ours.groups(name) == lists, (world_size, sizes, name)
         outcomes["accepted"] += 1
         outcomes["dcp over pcp"] += 1 < dcp == pcp < tp * pcp
         outcomes["dcp over tp and pcp"] += pcp > 1 and tp > 1 and dcp == tp * pcp
@@ -138,6 +141,18 @@ def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
     assert min(outcomes["accepted"], outcomes["refused"]) >= MIN_SHARE * CASES, outcomes
     assert len(outcomes) == 7, outcomes
     assert min(outcomes.values()) >= RARE_SHARE * CASES, outcomes
+
+
+def _check_order_of_dcp(ours: Layout, lists: Groups) -> None:
+    """The same ranks, numbered pcp first; torch numbers them ascending in the group that vLLM makes, as we do."""
+    assert ours.groups("dcp") == sorted(map(sorted, lists))
+    tp, pcp = ours.group_of(0, "tp"), ours.group_of(0, "pcp")
+    for ranks in lists:
+        assert ranks != sorted(ranks)
+        for number, rank in enumerate(ranks):
+            tp_rank, pcp_rank = (ours.group_of(rank, axis).index(rank) for axis in ("tp", "pcp"))
+            assert number == tp_rank * len(pcp) + pcp_rank, "what docs/layouts.md says to use instead"
+        assert len(ranks) == len(tp) * len(pcp)
 
 
 def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) -> None:

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from device_communicators.errors import SettingError
-from parallel_state.environment import (
+from parallel_state.startup.environment import (
     DERIVED_PORTS,
     ProcessEnvironment,
     detect,

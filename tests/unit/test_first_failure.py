@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from device_communicators.errors import LaunchError
-from parallel_state.launch import LaunchConfig, _raise_failure
-from parallel_state.launch_worker import Report
+from parallel_state.launch.launcher import LaunchConfig, _raise_failure
+from parallel_state.launch.worker import Report
 
 
 @dataclass

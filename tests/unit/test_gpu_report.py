@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators import gpu_sharing
+from device_communicators.machine import gpu_sharing
 from tests.gpu.report import Recorder, Report
 
 MACHINE = {"gpu": "NVIDIA H200 (a | b)", "torch": "2.11.0+cu130", "driver": None}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import group_topology
-from device_communicators.base import GroupContext
-from device_communicators.group_topology import GroupTopology, agree_on_topology
-from device_communicators.peer_probe import Pair, Probe
-from device_communicators.topology import Topology
+from device_communicators.machine import group_topology
+from device_communicators.machine.group_topology import GroupTopology, agree_on_topology
+from device_communicators.machine.peer_probe import Pair, Probe
+from device_communicators.machine.topology import Topology
+from device_communicators.routing.communicator import GroupContext
 from tests.machines import machine
 
 NONE = Topology(problem="there is no libnvidia-ml.so.1")

@@ -95,8 +95,33 @@ def test_import_does_not_initialise_torch_distributed(looks: dict[str, Any]) -> 
         "torch._inductor",
         "torch.distributed.tensor",
         "torch.distributed.device_mesh",
+        "torch.distributed.elastic",
+        "torch.distributed._symmetric_memory",
+        "torch.testing",
+        "multiprocessing.forkserver",
+        "multiprocessing.resource_tracker",
         "numpy",
         "pynvml",
+        "cuda",
+        # Ours, which a rank imports when it meets others, a launcher when it starts ranks, and a group with GPUs.
+        "parallel_state.world",
+        "parallel_state.startup.rendezvous",
+        "parallel_state.store.client",
+        "parallel_state.messages.transports",
+        "parallel_state.launch.store",
+        "parallel_state.launch.worker",
+        "parallel_state.launch.processes",
+        "parallel_state.tools.plan",
+        "parallel_state.tools.tune",
+        "device_communicators.cpu.host_memory",
+        "device_communicators.cpu.native",
+        "device_communicators.cpu.message_queue",
+        "device_communicators.peer.measured",
+        "device_communicators.machine.topology",
+        "device_communicators.machine.nvml",
+        "device_communicators.cuda.build",
+        "device_communicators.cuda.nccl_library",
+        "device_communicators.peer.memory",
     ],
 )
 def test_import_does_not_bring(looks: dict[str, Any], module: str) -> None:
@@ -104,6 +129,16 @@ def test_import_does_not_bring(looks: dict[str, Any], module: str) -> None:
     new = set(looks["after"]["modules"]) - set(looks["before"]["modules"])
     assert "parallel_state.state" in new
     assert not [name for name in new if name == module or name.startswith(f"{module}.")]
+
+
+def test_import_registers_the_ops() -> None:
+    """A program that was compiled or exported elsewhere finds them by name, without a look at anything of ours."""
+    names = run(
+        "import torch, parallel_state\n"
+        "ops = torch.ops.parallel_state\n"
+        "print(ops.all_reduce.default, ops.all_reduce_add_rms_norm.default)"
+    )
+    assert names.split() == ["parallel_state.all_reduce.default", "parallel_state.all_reduce_add_rms_norm.default"]
 
 
 def test_import_brings_nothing_of_torch_but_what_it_uses(looks: dict[str, Any]) -> None:
@@ -133,7 +168,7 @@ def test_works_without_numpy_and_pynvml() -> None:
         ps.destroy_distributed_environment()
         with ps.simulate(1, 4, 2).use():
             print(ps.get_tp_group().all_reduce(torch.ones(2)).tolist())
-        from parallel_state import codec
+        from parallel_state.messages.codec import coding as codec
         encoded = codec.encode({"x": torch.ones(2), "y": (1, b"z")})
         print(codec.read(encoded.metadata).build(encoded.tensors))
         ps.set_random_seed(3)

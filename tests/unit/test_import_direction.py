@@ -1,4 +1,4 @@
-"""Who may import whom, and what the two packages don't contain: read from the source, without importing it."""
+"""Which room may import which, and what the two packages don't contain: read from the source, without importing it."""
 
 from __future__ import annotations
 
@@ -8,115 +8,192 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
-
-import pytest
+from typing import NamedTuple
 
 import parallel_state
 from device_communicators import CATALOG
+from tests.rooms import GROUND, LOWER, LOWER_ROOMS, TYPES_ONLY, UPPER, UPPER_ROOMS, reachable
 
 ROOT = Path(__file__).resolve().parents[2]
-UPPER = sorted((ROOT / "parallel_state").rglob("*.py"))
-LOWER = sorted((ROOT / "device_communicators").rglob("*.py"))
 CONCRETE = {row.module for row in CATALOG}
+ROOMS = {LOWER: LOWER_ROOMS, UPPER: UPPER_ROOMS}
 
-MAY_PICKLE = ("codec_values.py", "launch")
+MAY_PICKLE = ("parallel_state/messages/codec/values.py", "parallel_state/launch/")
 """By the caller's explicit `allow_pickle`; and a function for the processes that `launch` itself starts."""
 
 
-def name_of(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
+class Source(NamedTuple):
+    """A file of the two packages."""
+
+    name: str
+    package: str
+    room: str
+    """The sub-package or file below the package's root; empty for the package's own `__init__` and `__main__`."""
+    tree: ast.Module
 
 
-each_file = pytest.mark.parametrize("path", UPPER + LOWER, ids=name_of)
+class Import(NamedTuple):
+    module: str
+    line: int
+    types_only: bool
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def sources() -> list[Source]:
+    found = []
+    for package in (LOWER, UPPER):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            inside = path.relative_to(ROOT / package)
+            room = "" if inside.name in ("__init__.py", "__main__.py") and len(inside.parts) == 1 else inside.parts[0]
+            name = str(path.relative_to(ROOT))
+            found.append(Source(name, package, room.removesuffix(".py"), ast.parse(path.read_text(), name)))
+    return found
 
 
-def imports_of(path: Path) -> Iterator[str]:
+SOURCES = sources()
+
+
+def imports_of(source: Source) -> Iterator[Import]:
     """Every module that the file imports, at any depth; `from a import b` gives both `a` and `a.b`."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(path)}:{node.lineno}: imports are absolute"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    def walk(node: ast.AST, types_only: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            only = types_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            if isinstance(child, ast.Import):
+                yield from (Import(alias.name, child.lineno, only) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{source.name}:{child.lineno}: imports are absolute"
+                yield Import(str(child.module), child.lineno, only)
+                yield from (Import(f"{child.module}.{alias.name}", child.lineno, only) for alias in child.names)
+            yield from walk(child, only)
+
+    return walk(source.tree, False)
 
 
-def top_of(modules: Iterator[str]) -> set[str]:
-    return {module.split(".")[0] for module in modules}
+def tops_of(source: Source) -> set[str]:
+    return {each.module.split(".")[0] for each in imports_of(source)}
 
 
-def test_both_packages_are_looked_at() -> None:
-    assert {"state.py", "layout.py"} <= {path.name for path in UPPER}
-    assert {"catalog.py", "process_group.py"} <= {path.name for path in LOWER}
-    assert "device_communicators.process_group" in CONCRETE
+def test_every_room_has_a_row() -> None:
+    for package, rooms in ROOMS.items():
+        found = {each.room for each in SOURCES if each.package == package and each.room}
+        assert found - set(GROUND if package == LOWER else ()) == set(rooms)
+        for room in rooms:
+            assert room not in reachable(room, rooms)
 
 
-@pytest.mark.parametrize("path", LOWER, ids=name_of)
-def test_the_lower_package_never_imports_the_upper_one(path: Path) -> None:
-    assert "parallel_state" not in top_of(imports_of(path))
-    for node in ast.walk(tree_of(path)):  # nor by name
-        if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
-            assert path.name == "catalog.py"
-    assert all(row.module.startswith("device_communicators.") for row in CATALOG)
+def test_arrows_between_rooms_run_one_way() -> None:
+    wrong = []
+    for source in SOURCES:
+        rooms = ROOMS[source.package]
+        if source.room in GROUND and source.package == LOWER:
+            allowed = set(GROUND)
+        elif source.room == "":
+            allowed = set(rooms) - {"tools"}
+        else:
+            allowed = {source.room, *reachable(source.room, rooms)}
+        for found in imports_of(source):
+            package, _, rest = found.module.partition(".")
+            if package == UPPER and source.package == LOWER:
+                wrong.append(f"{source.name}:{found.line}: the lower package imports the upper one")
+            if package != source.package or package not in ROOMS:
+                continue
+            room = rest.split(".")[0]
+            if room not in rooms or room in allowed or (room in GROUND and package == LOWER):
+                continue
+            if not (found.types_only and (source.room, room) in TYPES_ONLY):
+                wrong.append(f"{source.name}:{found.line}: {source.room or package} must not import {room}")
+    assert not wrong, "\n".join(wrong)
 
 
-@each_file
-def test_only_the_catalog_knows_communicators_by_class(path: Path) -> None:
-    """Helper functions of a communicator's file may be shared, its class and the whole module not."""
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Import):
-            assert not CONCRETE & {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = {alias.name for alias in node.names}
-            assert not CONCRETE & {f"{node.module}.{name}" for name in names}
-            if node.module in CONCRETE:
-                assert all(name.islower() for name in names), f"{name_of(path)} imports {names} from {node.module}"
-                assert path.parent.name == "device_communicators"
+def test_no_import_cycle_within_a_room() -> None:
+    names = {each.name[: -len(".py")].replace("/", ".").removesuffix(".__init__"): each for each in SOURCES}
+    below = {
+        name: {each.module for each in imports_of(source) if each.module in names and not each.types_only} - {name}
+        for name, source in names.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for each in sorted(below[name]):
+                if not name.startswith(f"{each}."):  # a package's own __init__ is there before its modules
+                    visit(each, (*way, name))
+            done.add(name)
+
+    for name in sorted(below):
+        visit(name, ())
 
 
-@each_file
-def test_only_state_assigns_globals(path: Path) -> None:
-    found = [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Global)]
-    assert not found or name_of(path) == "parallel_state/state.py", f"lines {found}"
+def test_a_room_says_what_it_is_for() -> None:
+    for source in SOURCES:
+        assert ast.get_docstring(source.tree), source.name
+
+
+def test_the_lower_package_imports_nothing_by_name() -> None:
+    """But the catalog, whose rows name their modules."""
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func) and source.package == LOWER:
+                assert source.room == "catalog", f"{source.name}:{node.lineno}"
+    assert all(module.startswith(f"{LOWER}.") for module in CONCRETE)
+
+
+def test_only_the_catalog_knows_communicators_by_class() -> None:
+    """Helper functions of a communicator's file may be shared in the lower package, its class and the module not."""
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Import):
+                assert not CONCRETE & {alias.name for alias in node.names}, source.name
+            elif isinstance(node, ast.ImportFrom):
+                names = {alias.name for alias in node.names}
+                assert not CONCRETE & {f"{node.module}.{name}" for name in names}, source.name
+                if node.module in CONCRETE:
+                    assert all(name.islower() for name in names), f"{source.name} imports {names} from {node.module}"
+                    assert source.package == LOWER, source.name
+
+
+def test_only_state_assigns_globals() -> None:
+    for source in SOURCES:
+        found = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Global)]
+        assert not found or source.name == "parallel_state/state.py", f"{source.name}: lines {found}"
 
 
 def test_layout_is_pure() -> None:
-    modules = top_of(imports_of(ROOT / "parallel_state" / "layout.py"))
-    standard = {"__future__", "collections", "dataclasses", "functools", "itertools", "math"}
-    assert modules <= {*standard, "device_communicators"}
-    assert "device_communicators.errors" in set(imports_of(ROOT / "parallel_state" / "layout.py"))
-    assert top_of(imports_of(ROOT / "device_communicators" / "errors.py")) == {"__future__", "collections"}
+    standard = {"__future__", "collections", "dataclasses", "functools", "itertools", "math", LOWER, UPPER}
+    (ranks,) = [each for each in SOURCES if each.name == "parallel_state/layout/ranks.py"]
+    assert tops_of(ranks) <= standard
+    (errors,) = [each for each in SOURCES if each.name == "device_communicators/errors.py"]
+    assert tops_of(errors) <= standard | {"re"}
+    for source in SOURCES:
+        assert (source.package, source.room) != (UPPER, "layout") or "torch" not in tops_of(source), source.name
 
 
-@each_file
-def test_no_assert(path: Path) -> None:
+def test_no_assert() -> None:
     """`python -O` drops them."""
-    assert not [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)]
+    for source in SOURCES:
+        found = [node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Assert)]
+        assert not found, f"{source.name}: lines {found}"
 
 
-@each_file
-def test_no_pickle_but_where_the_caller_asked_for_it(path: Path) -> None:
+def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
     picklers = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
-    assert not picklers & top_of(imports_of(path)) or path.name.startswith(MAY_PICKLE)
     # torch's object collectives and torch.load unpickle as well
     unpicklers = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_object_list", "load"}
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("dist", "torch"):
-            assert node.attr not in unpicklers, f"line {node.lineno}: {node.value.id}.{node.attr}"
+    for source in SOURCES:
+        assert not picklers & tops_of(source) or source.name.startswith(MAY_PICKLE), source.name
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.value.id not in ("dist", "torch") or node.attr not in unpicklers, source.name
 
 
-@each_file
-def test_every_module_says_what_belongs_in_it(path: Path) -> None:
-    assert ast.get_docstring(tree_of(path))
+def test_exports_are_exactly_all() -> None:
+    for package in (LOWER, UPPER):
+        (source,) = [each for each in SOURCES if each.name == f"{package}/__init__.py"]
+        _check_exports(source.tree)
 
 
-@pytest.mark.parametrize("package", ["parallel_state", "device_communicators"])
-def test_exports_are_exactly_all(package: str) -> None:
-    tree = tree_of(ROOT / package / "__init__.py")
+def _check_exports(tree: ast.Module) -> None:
     imported: list[str] = []
     exported: list[str] = []
     for node in tree.body:
@@ -144,16 +221,16 @@ def methods_of(public: type) -> Iterator[tuple[str, FunctionType]]:
                     yield f"{base.__name__}.{name}", function
 
 
-@pytest.mark.parametrize("name", parallel_state.__all__)
-def test_what_is_public_is_documented(name: str) -> None:
+def test_what_is_public_is_documented() -> None:
     """A method may go without where it is one statement, and its name says all of it."""
-    public = getattr(parallel_state, name)
-    if name in ("AXES", "PRESETS"):
-        return  # data, whose rows say what they are
-    assert inspect.isclass(public) or inspect.isfunction(public)
-    assert public.__doc__
-    assert not public.__doc__.startswith(f"{name}("), "the docstring that dataclasses make up"
-    for method_name, method in methods_of(public) if inspect.isclass(public) else ():
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-        assert isinstance(definition, ast.FunctionDef)
-        assert method.__doc__ or len(definition.body) == 1, f"{method_name} needs a docstring"
+    for name in parallel_state.__all__:
+        public = getattr(parallel_state, name)
+        if name in ("AXES", "PRESETS"):
+            continue  # data, whose rows say what they are
+        assert inspect.isclass(public) or inspect.isfunction(public), name
+        assert public.__doc__, name
+        assert not public.__doc__.startswith(f"{name}("), f"{name}: the docstring that dataclasses make up"
+        for method_name, method in methods_of(public) if inspect.isclass(public) else ():
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+            assert isinstance(definition, ast.FunctionDef)
+            assert method.__doc__ or len(definition.body) == 1, f"{method_name} needs a docstring"

@@ -31,9 +31,9 @@ import numpy as np
 import pytest
 
 from device_communicators.errors import LayoutError
-from parallel_state.axes import DEFAULT_ORDER, PRESETS
-from parallel_state.layout import Layout
-from parallel_state.resolution import resolve_layout
+from parallel_state.layout.axes import DEFAULT_ORDER, PRESETS
+from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import resolve_layout
 from tests.references import TORCHTITAN
 
 CASES = int(os.environ.get("LAYOUT_CASES", "2500"))

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_communicators.errors import LayoutError, UsageError
-from parallel_state.axes import PRESETS
-from parallel_state.layout import Grid, Layout, position_in
-from parallel_state.resolution import resolve_layout
+from parallel_state.layout.axes import PRESETS
+from parallel_state.layout.ranks import Grid, Layout, position_in
+from parallel_state.layout.resolution import resolve_layout
 
 LOOK_UP_S = 0.25  # for 100 of 16,384 ranks, 4 ms here; by listing all groups it would be 1 s
 RESOLVE_S = 0.25  # for 20 layouts of 16,384 ranks, 5 ms here

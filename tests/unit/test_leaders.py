@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
-from device_communicators.base import GroupContext
-from device_communicators.leaders import Leaders, slices_of
+from device_communicators.errors import CollectiveMismatchError
+from device_communicators.hierarchical.leaders import Leaders, _framed, _read, slices_of
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.user_call import UserCall
 
 
 def _leaders(hosts: int, host: int) -> Leaders:
@@ -35,20 +40,51 @@ def test_slices_cover_all_elements_in_order(hosts: int, count: int) -> None:
     assert [index for part in slices for index in range(count)[part]] == list(range(count))
 
 
-def test_calls_that_differ_have_different_tags() -> None:
-    leaders = _leaders(2, 0)
-    calls: list[tuple[object, ...]] = [
-        *(
-            ("all_reduce", count, dtype, op)
-            for count in (8, 9)
-            for dtype in (torch.int32, torch.float32)
-            for op in "+*"
-        ),
-        *(("broadcast", 8, src) for src in range(4)),
-    ]
-    tags = set()
-    for call in calls:
-        leaders.begin(str(call[0]), *call[1:])
-        tags.add(leaders.tag)
-    assert len(tags) == len(calls)
-    assert all(1 << 30 <= tag < 1 << 31 for tag in tags)
+def _frames(calls: Sequence[Sequence[UserCall]]) -> dict[int, Tensor]:
+    """What each host sends in its last call, after those before it."""
+    frames = {}
+    for host, made in enumerate(calls):
+        leaders = _leaders(len(calls), host)
+        for call in made:
+            leaders.begin(call)
+        frames[host] = _framed(leaders._digest, [None, [], str(made[-1])], torch.arange(3))
+    return frames
+
+
+def _differ(*calls: Sequence[UserCall]) -> tuple[str, list[int]]:
+    frames, leaders = _frames(calls), _leaders(len(calls), 0)
+    for call in calls[0]:
+        leaders.begin(call)
+    try:
+        leaders._compare({host: _read(frame) for host, frame in frames.items() if host})
+    except CollectiveMismatchError as error:
+        return str(error), list(error.suspect_ranks)
+    return "", []
+
+
+REDUCE = UserCall("all_reduce", torch.float32, (8,), "sum")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        REDUCE._replace(method="all_gather"), REDUCE._replace(dtype=torch.int32), REDUCE._replace(reduce_op="max"),
+        REDUCE._replace(dim=1), REDUCE._replace(root=2), REDUCE._replace(sizes=(4, 4)),
+    ],
+)  # fmt: skip
+def test_calls_that_differ_are_told_apart(other: UserCall) -> None:
+    text, suspects = _differ([REDUCE], [REDUCE], [other])
+    assert f"in {REDUCE}, and" in text and f"in {other}. " in text and suspects == [2]
+    assert _differ([REDUCE], [other])[1] == [1]
+    assert _differ([REDUCE, REDUCE], [other, REDUCE])[1] == [1], "a host that came through another call is found later"
+
+
+def test_variants_of_a_call_match() -> None:
+    assert _differ([REDUCE], [REDUCE._replace(method="all_reduce_")]) == ("", [])
+
+
+def test_a_long_text_leaves_the_payload_alone() -> None:
+    sizes = UserCall("all_gatherv", torch.float32, sizes=tuple(range(10**6, 10**6 + 900)))
+    frame = _frames([[sizes]])[0]
+    assert _read(frame).call.startswith("all_gatherv(sizes [1000000, ")
+    assert frame[2048:].view(torch.int64).tolist() == [0, 1, 2]

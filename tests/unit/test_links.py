@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from device_communicators.health import Watcher
-from device_communicators.links import MOST_PEERS, Links, peers_of
+from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.links import MOST_PEERS, Links, peers_of
 
 _PATIENCE_S = 10.0
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import GroupContext, catalog, measured, peer_thresholds, settings
-from device_communicators.group_topology import GroupTopology, RankGpu, Vote
-from device_communicators.measured import Conditions, conditions_of, covering, link_of
-from device_communicators.peer_thresholds import Thresholds
+from device_communicators import GroupContext, catalog, settings
+from device_communicators.machine.group_topology import GroupTopology, RankGpu, Vote
+from device_communicators.peer import measured
+from device_communicators.peer import thresholds as peer_thresholds
+from device_communicators.peer.measured import Conditions, conditions_of, covering, link_of
+from device_communicators.peer.thresholds import Thresholds
 
 VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)

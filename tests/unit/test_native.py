@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators import native, native_build
+from device_communicators import build_cache
+from device_communicators.cpu import native, native_build
 
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
-from device_communicators import native
+from device_communicators.cpu import native
 try:
     library = native.load()
     print("ops" if library.has_ops else f"no ops: {library.note}")
@@ -49,11 +50,11 @@ def test_compiled_once_by_several_processes(tmp_path: Path) -> None:
     # The build without torch's headers, which takes a fraction of the time.
     how = {"CXX": str(compiler), "PARALLEL_STATE_BUILD": "plain"}
     outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
-    assert all("version 3 " in output for output in outputs), outputs
+    assert all("version 4 " in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
     assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
-    assert "version 3 " in again
+    assert "version 4 " in again
     assert "compiling" not in again
     assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
 
@@ -88,7 +89,7 @@ def test_without_the_ops_where_they_can_not_be_compiled(tmp_path: Path) -> None:
     output = _run(tmp_path, CXX=str(compiler))
     assert "no ops: " in output and "too old" in output
     assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
-    assert "version 3 " in output
+    assert "version 4 " in output
     assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
 
 
@@ -117,7 +118,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         output = _run(cache, **_compiler(cache, 'exec c++ "$@" -O0'))
     finally:
         os.umask(before)
-    assert "version 3 " in output, output
+    assert "version 4 " in output, output
     return cache
 
 
@@ -147,7 +148,7 @@ def test_a_umask_that_lets_the_group_write(compiled: Path) -> None:
     (library,) = (compiled / "parallel_state").glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o755
     again = _run(compiled, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
-    assert "version 3 " in again and "compiling" not in again
+    assert "version 4 " in again and "compiling" not in again
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "writable"])
@@ -165,8 +166,8 @@ def test_a_library_that_is_not_whole_is_made_again(
     never = _run(tmp_path, PARALLEL_STATE_BUILD="never")
     assert "unavailable" in never and "PARALLEL_STATE_BUILD is never" in never
     output = _run(tmp_path, **quick)
-    assert "compiling" in output and "version 3 " in output
-    assert native_build.flaw_of(library) is None
+    assert "compiling" in output and "version 4 " in output
+    assert build_cache.flaw_of(library) is None
 
 
 def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, str], tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, st
     assert "No space left on device" in late and "s ago; remove " in late
     assert counter.read_text().count("call") == calls
     with_another = _run(tmp_path, **quick)
-    assert "version 3 " in with_another, "another compiler is tried at once"
+    assert "version 4 " in with_another, "another compiler is tried at once"
 
 
 def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
@@ -215,14 +216,14 @@ def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path
     (folder / "0123456789abcdef.so").write_bytes(b"old")
     old_s = time.time() - 100 * 86400
     os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
-    assert "version 3 " in _run(tmp_path, **quick)
+    assert "version 4 " in _run(tmp_path, **quick)
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
 
 def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: Path) -> None:
     counter = tmp_path / "calls"
     launcher = _compiler(tmp_path, f'echo call >> {counter}\nexec "$@"', name="launcher")["CXX"]
-    assert "version 3 " in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
+    assert "version 4 " in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
     assert counter.read_text()
 
 

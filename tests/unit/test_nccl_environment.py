@@ -7,9 +7,9 @@ import socket
 
 import pytest
 
-from parallel_state import interfaces
-from parallel_state.environment import ProcessEnvironment
-from parallel_state.nccl_environment import settle
+from parallel_state.startup import interfaces
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.nccl_environment import settle
 
 ONE_NODE = ProcessEnvironment(0, 0, 8, 8, "127.0.0.1", 20000, "torchrun")
 TWO_NODES = ProcessEnvironment(0, 0, 16, 8, "node1", 20000, "torchrun")

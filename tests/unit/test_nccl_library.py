@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import nccl_library, settings
-from device_communicators.nccl_library import NcclLibrary, NcclUnavailableError, UniqueId
+from device_communicators import settings
+from device_communicators.cuda import nccl_library
+from device_communicators.cuda.nccl_library import NcclLibrary, NcclUnavailableError, UniqueId
 from tests import nccl_facts, nccl_stand_in
 
 RECORDED = sorted(path.stem for path in nccl_facts.RECORDS.glob("*.json"))

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.norms import FP8, MIN_SCALE, add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.routing.norms import (
+    FP8,
+    MIN_SCALE,
+    add_rms_norm,
+    dynamic_per_token_fp8_quant,
+    static_fp8_quant,
+)
 from tests import fp8
 
 NAN, INF = float("nan"), float("inf")

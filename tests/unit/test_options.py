@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state import GroupOptions
-from parallel_state.options import check_backend, seconds
+from parallel_state.process_groups.options import check_backend, seconds
 
 has_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 

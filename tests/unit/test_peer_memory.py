@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import GroupContext, peer_memory
-from device_communicators.peer_memory import IpcWay, NotSharedError, SymmetricWay
+from device_communicators import GroupContext
+from device_communicators.peer import memory as peer_memory
+from device_communicators.peer.memory import IpcWay, NotSharedError, SymmetricWay
 
 CPU = torch.device("cpu")
 
@@ -116,7 +117,8 @@ def test_gpus_that_have_one_number_in_their_processes_are_told_apart(monkeypatch
 
 AT_THE_END = """
 import torch
-from device_communicators import GroupContext, peer_memory
+from device_communicators import GroupContext
+from device_communicators.peer import memory as peer_memory
 
 class Spy:
     def close(self): pass

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import peer_probe
-from device_communicators.nvml import NoAnswerError, open_nvml
-from device_communicators.peer_probe import Pair, Probe, forget_probes, probe_peers
+from device_communicators.machine import peer_probe
+from device_communicators.machine.nvml import NoAnswerError, open_nvml
+from device_communicators.machine.peer_probe import Pair, Probe, forget_probes, probe_peers
 from tests.machines import stand_in
 
 A, B, C = (f"GPU-{digit * 8}-0000-1111-2222-333333333333" for digit in "abc")

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators import native
-from parallel_state import codec, codec_values, wire, wire_forms
-from parallel_state.codec_values import MAX_DEPTH
+from device_communicators.cpu import native
+from parallel_state.messages import wire, wire_forms
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.codec.values import MAX_DEPTH
 
 try:
     native.load()

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from device_communicators.errors import LayoutError
 from parallel_state.__main__ import COMMANDS, main
-from parallel_state.axes import AXES, BY_NAME, PRESETS
-from parallel_state.plan.communicators import ALL_TO_ALL, FIGURES, HIGH, LOW, count_communicators
-from parallel_state.plan.fit import changes_that_fit
-from parallel_state.plan.groups import Plan, Request, abbreviate, make_plan
-from parallel_state.plan.remarks import CHECKS, remarks_on
-from parallel_state.resolution import resolve_layout
+from parallel_state.layout.axes import AXES, BY_NAME, PRESETS
+from parallel_state.layout.resolution import _DENSE, resolve_layout
+from parallel_state.tools.plan.communicators import ALL_TO_ALL, FIGURES, HIGH, LOW, count_communicators
+from parallel_state.tools.plan.fit import changes_that_fit
+from parallel_state.tools.plan.groups import Plan, Request, abbreviate, make_plan
+from parallel_state.tools.plan.remarks import CHECKS, remarks_on
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60
@@ -273,7 +273,7 @@ def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("axis", [axis for axis in AXES if axis.size_parameter], ids=lambda axis: axis.name)
 def test_each_axis_has_both_options(axis: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    order = "tp-pcp-cp-ep-dp_shard-dp_replicate-external_dp-pp"
+    order = "-".join(["tp", "ep", *_DENSE[1:]])
     extra = ["--tp", "2"] if axis.name == "dcp" else []  # which lies within tp
     found = []
     for option in (axis.name, axis.size_parameter):
@@ -461,3 +461,20 @@ def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback(comman
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert b"Traceback" not in errors
     assert b"BrokenPipe" not in errors
+
+
+def test_a_full_disk_is_told_in_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "parallel_state", "plan", "--world-size", "8"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "can't be written: No space left" in done.stderr
+
+
+def test_a_stage_of_one_is_its_own_first_and_last() -> None:
+    """Of 100,000 such groups no list is made."""
+    plan = plan_of(99_999, tp=9)
+    for name in ("embedding", "position_embedding"):
+        (kind,) = [each for each in plan.kinds if each.axis.name == name]
+        assert (kind.count, kind.size, kind.first) == (99_999, 1, (0,))

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from parallel_state.__main__ import main
-from parallel_state.plan.groups import Plan, Request, make_plan
-from parallel_state.plan.page import for_script, page
-from parallel_state.plan.picture import (
+from parallel_state.tools.plan.groups import Plan, Request, make_plan
+from parallel_state.tools.plan.page import for_script, page
+from parallel_state.tools.plan.picture import (
     DARK,
     DARK_TEXT,
     LIGHT,
@@ -33,8 +33,8 @@ from parallel_state.plan.picture import (
     group_of_each_rank,
     picture,
 )
-from parallel_state.plan.remarks import Remark, remarks_on
-from parallel_state.topology_picture import topology_picture
+from parallel_state.tools.plan.remarks import Remark, remarks_on
+from parallel_state.tools.topology_picture import topology_picture
 from tests.machines import machine
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,7 +11,7 @@ import device_communicators
 from tests.unit.queue_model import CODE, Model, Variant, Violation
 
 LONG = pytest.mark.skipif(os.environ.get("FAILURE_TESTS") != "long", reason="FAILURE_TESTS isn't long")
-CSRC = Path(device_communicators.__file__).parent / "csrc"
+CSRC = Path(device_communicators.__file__).parent / "cpu" / "csrc"
 
 
 @pytest.mark.parametrize("step", CODE)

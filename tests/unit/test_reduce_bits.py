@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators import native_build
+from device_communicators.cpu import native_build
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ROOT / "device_communicators" / "csrc"
+SOURCES = ROOT / "device_communicators" / "cpu" / "csrc"
 DEADLINE_S = 300
 COMBINATIONS = 9 * 5 * 4  # dtypes, reductions, numbers of sources
 

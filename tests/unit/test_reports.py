@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from device_communicators.base import GroupContext
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
-from device_communicators.reports import Report, _verdict
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.reports import Report, _verdict
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from device_communicators.nvml import NoAnswerError, Recorder, RecordError, Recording
-from device_communicators.peer_probe import Probe
-from device_communicators.topology import Fabric, Topology, spans
-from device_communicators.topology_reading import read_topology, short_pci_id
-from device_communicators.topology_text import topology_text
-from device_communicators.visible_devices import visible_devices
+from device_communicators.machine.nvml import NoAnswerError, Recorder, RecordError, Recording
+from device_communicators.machine.peer_probe import Probe
+from device_communicators.machine.topology import Fabric, Topology, spans
+from device_communicators.machine.topology_reading import read_topology, short_pci_id
+from device_communicators.machine.topology_text import topology_text
+from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main
 from tests.machines import FOLDER, NAMES, machine, record, stand_in
 

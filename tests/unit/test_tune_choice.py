@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.device_group import DeviceGroupCommunicator
-from device_communicators.measured import Conditions
-from device_communicators.peer_thresholds import load
-from device_communicators.shared_memory import SharedMemoryCommunicator
+from device_communicators.cpu.shared_memory import SharedMemoryCommunicator
+from device_communicators.peer.measured import Conditions
+from device_communicators.peer.thresholds import load
+from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands
-from parallel_state.tune import (
+from parallel_state.tools.tune import (
     CALLS_IN_A_GRAPH,
     FUSED,
     ORDERS,
@@ -33,7 +33,7 @@ from parallel_state.tune import (
     other_of,
     write,
 )
-from parallel_state.tune_choice import boundaries
+from parallel_state.tools.tune_choice import boundaries
 
 ORDER = ("push", "pull", "two_shot", "nccl")
 

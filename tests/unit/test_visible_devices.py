@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from device_communicators.topology import Gpu, Slice
-from device_communicators.visible_devices import visible_devices
+from device_communicators.machine.topology import Gpu, Slice
+from device_communicators.machine.visible_devices import visible_devices
 
 UUIDS = ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-8932aaaa-0000-4106-c12f-20bd9faed9f6",
          "GPU-12345678-d72c-4106-c12f-20bd9faed9f6", "GPU-b0b0b0b0-d72c-4106-c12f-20bd9faed9f6"]  # fmt: skip

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from device_communicators import settings
-from device_communicators.base import GroupContext
 from device_communicators.errors import (
     InvalidArgumentError,
     MessageDecodeError,
     MessageEncodeError,
     RemoteError,
 )
-from parallel_state import codec, wire
-from parallel_state.codec_values import to_msgpack
-from parallel_state.wire import FRAME_BYTES, Header
+from device_communicators.routing.communicator import GroupContext
+from parallel_state.messages import wire
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.values import to_msgpack
+from parallel_state.messages.wire import FRAME_BYTES, Header
 
 CONTEXT = GroupContext("wire:0", (4, 7, 9), 1, torch.device("cpu"), timeout_s=5.0)
 SRC = 2  # global rank 9

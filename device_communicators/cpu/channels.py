@@ -1,0 +1,285 @@
+"""The message queues of one group on one host: between each two ranks, and from each rank to all others.
+
+All of them have their place in two stretches of a file that the group's ranks have had since it was made. The
+*control* part, a few hundred bytes a queue, is mapped and backed by memory from the start. A queue's ring in the *data*
+part is mapped by each rank at its first use, and gets memory when its writer sends the first message. So a queue costs
+nothing until it is used, no rank has to wait for another to make one, and no name of a segment is left behind by ranks
+that are killed.
+
+Queues of different kinds don't match each other, as transfers of different tags don't.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from ctypes import c_int64
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting, pieces_of
+from device_communicators.cpu.native_group import Members
+from device_communicators.errors import CommunicationError, GroupDestroyedError
+from device_communicators.routing.work import Work
+
+TENSORS, MESSAGES = 0, 1
+"""Kinds of queues: send and recv of plain tensors; objects and tensor dicts."""
+_KINDS = 2
+_SHAPE = Shape(64 << 10, 16)
+_LINE_BYTES = 128
+
+
+class QueueMemory(Protocol):
+    """Memory that all ranks of the group share, for `region_bytes(size)`."""
+
+    control_address: int
+    """Zero when the group is new."""
+
+    def map(self, offset: int, size_bytes: int) -> int:
+        """Returns the address of bytes of the data part, valid until `unmap`; OSError without address space."""
+
+    def commit(self, offset: int, size_bytes: int) -> None:
+        """Backs bytes of the data part with memory (posix_fallocate); OSError where there is none left."""
+
+    def close(self) -> None:
+        """Nothing is committed any more."""
+
+    def unmap(self) -> None:
+        """Nobody is in a queue any more."""
+
+
+def region_bytes(size: int) -> tuple[int, int]:
+    """Bytes of the control part, and of the data part, for a group of `size` ranks."""
+    pairs, broadcasts = size * size * _KINDS, size
+    return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * _SHAPE.data_bytes
+
+
+def _control_bytes(readers: int) -> int:
+    return (2 + readers) * _LINE_BYTES
+
+
+class Channels:
+    """This rank's ends of its group's queues, each opened at its first use. Any thread may call.
+
+    `pids` are the ranks', -1 where this process can't watch one; `spin_ns` and `yields` the wait policy on this host.
+    `group` is the number of their group, which knows more of them than their pids tell: who left, and who failed.
+    """
+
+    def __init__(
+        self,
+        library: Any,
+        members: Members,
+        memory: QueueMemory,
+        pids: Sequence[int],
+        spin_ns: int,
+        yields: int,
+        group: int = 0,
+    ) -> None:
+        self.members = members
+        self.broadcasts = 0
+        """How many messages were sent to all ranks, by whomever: they must agree about which one they are in."""
+        self._library = library
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._closed = False
+        self._senders: dict[tuple[int, int], Sender] = {}
+        self._receivers: dict[tuple[int, int], Receiver] = {}
+        self._tensors: dict[int, TensorReceiver] = {}
+        liveness = library.ps_liveness_of(group) if group else None
+        liveness = liveness or library.ps_liveness_new((c_int64 * len(members.ranks))(*pids), len(members.ranks))
+        self._waiting = Waiting(liveness, spin_ns, yields)
+        _ALL.add(self)
+
+    # The queues. `to_all` stands for a rank where it is a broadcast.
+
+    def sender(self, dst: int | None, kind: int) -> Sender:
+        """The writing end of the queue to `dst`, or to all others."""
+        key = (-1 if dst is None else dst, kind)
+        return self._senders.get(key) or self._open_sender(*key)
+
+    def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
+        """The reading end of the queue from `src` to this rank, or to all others."""
+        key = (src, kind | _KINDS if broadcast else kind)
+        return self._receivers.get(key) or self._open_receiver(*key, broadcast)
+
+    def _open_sender(self, dst: int, kind: int) -> Sender:
+        with self._lock:
+            self._check()
+            sender = self._senders.get((dst, kind))
+            if sender is None:
+                place = self._place(self.members.rank, None if dst < 0 else dst, kind, commit=True)
+                sender = Sender(self._library, self.members, place, self._waiting)
+                sender.meanwhile = receive_meanwhile
+                self._senders[dst, kind] = sender
+            return sender
+
+    def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
+        with self._lock:
+            self._check()
+            receiver = self._receivers.get((src, kind))
+            if receiver is None:
+                place = self._place(src, None if broadcast else self.members.rank, kind % _KINDS)
+                receiver = Receiver(self._library, self.members, place, self._waiting)
+                self._receivers[src, kind] = receiver
+            return receiver
+
+    def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
+        """Maps the queue's ring, with `commit` gives it memory, and returns where the queue lies."""
+        size = len(self.members.ranks)
+        pairs = size * size * _KINDS
+        if dst is None:
+            index, readers = pairs + src, tuple(rank for rank in range(size) if rank != src)
+            control = pairs * _control_bytes(1) + src * _control_bytes(size - 1)
+        else:
+            index, readers = (src * size + dst) * _KINDS + kind, (dst,)
+            control = index * _control_bytes(1)
+        offset = index * _SHAPE.data_bytes
+        memory = self._memory
+        try:
+            if commit:
+                memory.commit(offset, _SHAPE.data_bytes)
+            address = memory.map(offset, _SHAPE.data_bytes)
+        except OSError as error:
+            raise CommunicationError(
+                f"{self.members} finds no {_SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
+                f"{error.strerror}; make /dev/shm larger, allow more address space (ulimit -v), or set "
+                "PARALLEL_STATE_SHARED_MEMORY=off",
+                group=self.members.name,
+                rank=self.members.rank,
+            ) from error
+        return Place(memory.control_address + control, address, _SHAPE, (src, *readers))
+
+    # Plain tensors.
+
+    def isend(self, x: Tensor, dst: int) -> Work:
+        """Starts to send a contiguous CPU tensor. Done at once where the ring has room for it."""
+        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x)))
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Sends a contiguous CPU tensor, which may be changed afterwards."""
+        self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x)))
+
+    def irecv_(self, out: Tensor, src: int) -> Work:
+        """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
+        tensors = self._tensors.get(src)
+        if tensors is None:
+            tensors = self._tensors.setdefault(src, TensorReceiver(self.receiver(src, TENSORS)))
+        return tensors.start(out)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise GroupDestroyedError(f"{self.members} was destroyed; take the group anew from its getter")
+
+    def receive_pending(self) -> None:
+        """Lets threads take in what was started to be received."""
+        for tensors in list(self._tensors.values()):
+            tensors.take_in_by_thread()
+
+    def close(self) -> bool:
+        """Ends all queues on this rank. False where a thread is still in one of them: the memory must stay then."""
+        with self._lock:
+            self._closed = True
+            ends = [*self._senders.values(), *self._receivers.values()]
+            for end in ends:
+                end.leave()
+            closed = [end.close() for end in ends]  # each of them, whatever the others answer
+            free = all(closed)
+            if free and self._waiting.liveness:
+                self._library.ps_liveness_delete(self._waiting.liveness)
+                self._waiting = self._waiting._replace(liveness=0)
+            self._memory.close()
+            if free:
+                self._memory.unmap()
+            return free
+
+
+_ALL: weakref.WeakSet[Channels] = weakref.WeakSet()
+
+
+def receive_meanwhile() -> None:
+    """Takes in, by threads, the tensors that any group has started to receive: before this rank waits for a reader.
+
+    Else two ranks that each call irecv, then send, would wait for each other.
+    """
+    for channels in list(_ALL):
+        channels.receive_pending()
+
+
+class TensorReceiver:
+    """The plain tensors of one rank, in the order in which their receives were started."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._pending: deque[_Receipt] = deque()
+        self._thread: threading.Thread | None = None
+
+    def start(self, out: Tensor) -> Work:
+        receipt = _Receipt(self, out)
+        self._pending.append(receipt)
+        return receipt
+
+    def take_in(self, last: _Receipt) -> None:
+        """Receives everything up to `last`."""
+        with self._receiver.lock:
+            while not last.is_completed():
+                first = self._pending[0]
+                try:
+                    if first.out is not None:
+                        self._take(first.out)
+                except Exception as error:
+                    first.error = error
+                first.out = None
+                self._pending.popleft()
+
+    def _take(self, out: Tensor) -> None:
+        receiver = self._receiver
+        head = receiver.next()
+        if head.left_bytes != out.nbytes or head.fingerprint != _form_of(out):
+            raise receiver.mismatch(
+                f"this rank receives {out.nbytes} bytes of {out.dtype}, and {head.left_bytes} bytes"
+                f"{' of another dtype' if head.left_bytes == out.nbytes else ''} were sent",
+                "recv",
+            )
+        receiver.read(*pieces_of((out,)))
+
+    def take_in_by_thread(self) -> None:
+        if self._pending and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(
+                target=self.take_in, args=(self._pending[-1],), daemon=True, name="parallel_state-receive"
+            )
+            self._thread.start()
+
+
+class _Receipt:
+    """A tensor to come: a work."""
+
+    def __init__(self, receiver: TensorReceiver, out: Tensor) -> None:
+        self.out: Tensor | None = out
+        """None as soon as nothing is written to it any more."""
+        self.error: Exception | None = None
+        self._receiver = receiver
+
+    def is_completed(self) -> bool:
+        return self.out is None
+
+    def wait(self) -> None:
+        if self.out is not None:
+            self._receiver.take_in(self)
+        if self.error is not None:
+            raise self.error
+
+
+def _form_of(x: Tensor) -> int:
+    """What sender and receiver of a plain tensor must agree on, beside its size."""
+    form = _FORMS.get(x.dtype)
+    if form is None:
+        form = _FORMS[x.dtype] = zlib.crc32(str(x.dtype).encode())
+    return form
+
+
+_FORMS: dict[torch.dtype, int] = {}

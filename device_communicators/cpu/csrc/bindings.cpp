@@ -1,0 +1,419 @@
+// The registered ops' CPU kernels: from torch's dispatcher to a group by its name. The only file that knows torch.
+//
+// What shared memory doesn't carry (a group that nobody serves, an unusual dtype, a failure to report) goes on to the
+// op's twin in `parallel_state_python`, which is the whole op written in Python; `parallel_state.ops` defines both.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/library.h>
+
+#include "handle.h"
+
+namespace parallel_state {
+namespace {
+
+using at::Tensor;
+using std::string_view;
+
+struct Reduction {
+  Dtype dtype;
+  ReduceOp op;
+  int told;  // the reduction as the caller called it, by its place in REDUCE_OPS of native_group.py
+};
+
+// Whether the kernels reduce `dtype` by `name`, and how. Bytes that are 0 or 1: or is max, and is min.
+bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
+  ReduceOp op;
+  if (name == "sum") op = ReduceOp::kSum;
+  else if (name == "max") op = ReduceOp::kMax;
+  else if (name == "min") op = ReduceOp::kMin;
+  else if (name == "product") op = ReduceOp::kProduct;
+  else if (name == "avg" && at::isFloatingType(dtype)) op = ReduceOp::kAverage;
+  else return false;
+  const int told = static_cast<int>(op);
+  switch (dtype) {
+    case at::kFloat: *found = {Dtype::kFloat32, op, told}; return true;
+    case at::kDouble: *found = {Dtype::kFloat64, op, told}; return true;
+    case at::kHalf: *found = {Dtype::kFloat16, op, told}; return true;
+    case at::kBFloat16: *found = {Dtype::kBfloat16, op, told}; return true;
+    case at::kChar: *found = {Dtype::kInt8, op, told}; return true;
+    case at::kShort: *found = {Dtype::kInt16, op, told}; return true;
+    case at::kInt: *found = {Dtype::kInt32, op, told}; return true;
+    case at::kLong: *found = {Dtype::kInt64, op, told}; return true;
+    case at::kByte: *found = {Dtype::kUint8, op, told}; return true;
+    case at::kBool:
+      *found = {Dtype::kUint8, op == ReduceOp::kSum || op == ReduceOp::kMax ? ReduceOp::kMax : ReduceOp::kMin, told};
+      return true;
+    default: return false;
+  }
+}
+
+// Results from this size on come from memory that all ranks map: what malloc gives back to the system between two calls
+// costs more in page faults than the collective itself.
+constexpr std::size_t kPooledBytes = 128 << 10;
+
+Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return at::detail::empty_cpu(sizes, dtype, /*pin_memory=*/false, std::nullopt);
+}
+
+// A tensor in memory that all ranks map, which goes back there with it; an ordinary one where there is no room.
+Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  Arena* const arena = served.handle().arena();
+  void* const block = arena == nullptr || bytes == 0 ? nullptr : arena->allocate(bytes);
+  if (block == nullptr) return ordinary(sizes, dtype);
+  const auto release = [keep = served.share()](void* freed) { keep->arena()->release(freed); };
+  return at::for_blob(block, sizes).deleter(release).options(at::TensorOptions(dtype)).make_tensor();
+}
+
+Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
+  const std::size_t bytes = c10::multiply_integers(sizes) * like.element_size();
+  return bytes < kPooledBytes ? ordinary(sizes, like.scalar_type()) : symmetric(served, sizes, like.scalar_type());
+}
+
+// As native_group.py numbers those dtypes that both know.
+int number_of(at::ScalarType dtype) {
+  const int number = static_cast<int>(dtype);
+  constexpr int kUint64 = 27 + 2, kUnknown = 254;
+  return number <= kUint64 ? number : kUnknown;
+}
+
+Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim = -1, std::int64_t root = -1) {
+  return as_called(told_of(method, x.sizes(), number_of(x.scalar_type()), reduction, static_cast<int>(dim),
+                           static_cast<int>(root)));
+}
+
+// As Served::carry, of `x`. False where it failed.
+template <typename Call>
+bool carry(Served& served, Counted operation, const Tensor& x, Told told, Call call) {
+  const at::IntArrayRef sizes = x.sizes();
+  const Status status = served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(),
+                                     x.nbytes(), [&](Group& self, double timeout_s) {
+                                       self.tell(told);
+                                       return call(self, timeout_s);
+                                     });
+  if (status == Status::kBusy) note_overlap(&served.handle());
+  return status == Status::kDone;
+}
+
+const Tensor& nothing() {
+  static const Tensor none = at::detail::empty_cpu({0}, at::kByte, /*pin_memory=*/false, std::nullopt);
+  return none;
+}
+
+// The sizes of `x` with another length of `dim`.
+c10::SmallVector<std::int64_t, 8> resized(const Tensor& x, std::int64_t dim, std::int64_t length) {
+  c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
+  sizes[dim] = length;
+  return sizes;
+}
+
+std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multiply_integers(x.sizes().slice(0, dim)); }
+
+// An op by name, looked up once.
+template <typename Op>
+const auto& find_op(const char* space) {
+  static const auto found = c10::Dispatcher::singleton()
+                                .findSchemaOrThrow((std::string(space) + "::" + Op::kName).c_str(), "")
+                                .template typed<typename Op::Signature>();
+  return found;
+}
+
+// The op's Python twin.
+template <typename Op, typename... Arguments>
+decltype(auto) in_python(Arguments&&... arguments) {
+  struct Twin : Op {};
+  const struct Forget {  // an overlap that this call has met is not the next one's
+    ~Forget() { note_overlap(nullptr); }
+  } forget;
+  return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
+}
+
+struct AllReduce {
+  static constexpr const char* kName = "all_reduce";
+  using Signature = Tensor(const Tensor&, Tensor&, string_view, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, string_view op, string_view group) {
+    Reduction how;
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && reduction_of(x.scalar_type(), op, &how)) {
+      const auto in = x.expect_contiguous();
+      Tensor out = empty(*served, x.sizes(), x);
+      const Told told = tell(Method::kAllReduce, x, how.told);
+      const bool done = carry(*served, Counted::kAllReduce, x, told, [&](Group& self, double timeout_s) {
+        return self.all_reduce(out.mutable_data_ptr(), in->const_data_ptr(), in->numel(), how.dtype, how.op, timeout_s);
+      });
+      if (done) return out;
+    }
+    return in_python<AllReduce>(x, token, op, group);
+  }
+};
+
+struct AllReduceInPlace {
+  static constexpr const char* kName = "all_reduce_";
+  using Signature = void(Tensor&, Tensor&, string_view, string_view);
+
+  static void run(Tensor& x, Tensor& token, string_view op, string_view group) {
+    Reduction how;
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && x.is_contiguous() && reduction_of(x.scalar_type(), op, &how)) {
+      void* const data = x.mutable_data_ptr();
+      const Told told = tell(Method::kAllReduceInPlace, x, how.told);
+      const bool done = carry(*served, Counted::kAllReduceInPlace, x, told, [&](Group& self, double timeout_s) {
+        return self.all_reduce(data, data, x.numel(), how.dtype, how.op, timeout_s);
+      });
+      if (done) return;
+    }
+    in_python<AllReduceInPlace>(x, token, op, group);
+  }
+};
+
+struct AllReduceAddRmsNorm {
+  static constexpr const char* kName = "all_reduce_add_rms_norm";
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, Tensor&, const Tensor&, const Tensor&, double, string_view);
+
+  static std::tuple<Tensor, Tensor> run(const Tensor& x, Tensor& token, const Tensor& residual, const Tensor& weight,
+                                        double eps, string_view group) {
+    Reduction how;
+    const std::shared_ptr<Served> served = find_served(group);
+    const at::ScalarType dtype = x.scalar_type();
+    const bool fits = (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) && x.numel() != 0 &&
+                      residual.sizes() == x.sizes() && residual.scalar_type() == dtype &&
+                      weight.scalar_type() == dtype && weight.dim() == 1 && weight.size(0) == x.size(-1);
+    if (served != nullptr && fits && reduction_of(dtype, "sum", &how)) {
+      const auto in = x.expect_contiguous(), before = residual.expect_contiguous(), scale = weight.expect_contiguous();
+      Tensor out = empty(*served, x.sizes(), x), after = empty(*served, x.sizes(), x);
+      const auto hidden = static_cast<std::size_t>(x.size(-1));
+      const AddRmsNorm norm{out.mutable_data_ptr(), after.mutable_data_ptr(), in->const_data_ptr(),
+                            before->const_data_ptr(), scale->const_data_ptr(), x.numel() / hidden, hidden,
+                            static_cast<float>(eps), how.dtype};
+      const Told told = tell(Method::kAllReduceAddRmsNorm, x, how.told);
+      const bool done = carry(*served, Counted::kFused, x, told, [&](Group& self, double timeout_s) {
+        return self.all_reduce_add_rms_norm(norm, timeout_s);
+      });
+      if (done) return {out, after};
+    }
+    return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
+  }
+
+  // As Autograd<Op>, which looks at one input only.
+  static std::tuple<Tensor, Tensor> differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
+                                                   const Tensor& residual, const Tensor& weight, double eps,
+                                                   string_view group);
+};
+
+struct AllGather {
+  static constexpr const char* kName = "all_gather";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim()) {
+      const auto in = x.expect_contiguous();
+      Tensor out = empty(*served, resized(x, dim, x.size(dim) * served->handle().size()), x);
+      const std::size_t outer = rows_before(x, dim);
+      const Told told = tell(Method::kAllGather, x, -1, dim);
+      const bool done = carry(*served, Counted::kAllGather, x, told, [&](Group& self, double timeout_s) {
+        return self.all_gather(out.mutable_data_ptr(), in->const_data_ptr(), outer, in->nbytes() / outer, timeout_s);
+      });
+      if (done) return out;
+    }
+    return in_python<AllGather>(x, token, dim, group);
+  }
+};
+
+struct ReduceScatter {
+  static constexpr const char* kName = "reduce_scatter";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
+    Reduction how;
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && x.size(dim) % served->handle().size() == 0 &&
+        reduction_of(x.scalar_type(), op, &how)) {
+      const auto in = x.expect_contiguous();
+      Tensor out = empty(*served, resized(x, dim, x.size(dim) / served->handle().size()), x);
+      const std::size_t outer = rows_before(x, dim);
+      const Told told = tell(Method::kReduceScatter, x, how.told, dim);
+      const bool done = carry(*served, Counted::kReduceScatter, x, told, [&](Group& self, double timeout_s) {
+        return self.reduce_scatter(out.mutable_data_ptr(), in->const_data_ptr(), outer, out.numel() / outer, how.dtype,
+                                   how.op, timeout_s);
+      });
+      if (done) return out;
+    }
+    return in_python<ReduceScatter>(x, token, dim, op, group);
+  }
+};
+
+struct AllToAll {
+  static constexpr const char* kName = "all_to_all";
+  using Signature = Tensor(const Tensor&, Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, c10::SymIntArrayRef output_splits, c10::SymIntArrayRef input_splits,
+                    string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    const auto size = served == nullptr ? 0u : static_cast<std::size_t>(served->handle().size());
+    if (served != nullptr && x.dim() != 0 && output_splits.size() == size && input_splits.size() == size) {
+      const auto in = x.expect_contiguous();
+      const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
+      std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
+      std::int64_t rows = 0, rows_in = 0;
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        const std::int64_t to_come = output_splits[rank].expect_int();
+        TORCH_CHECK_VALUE(to_come >= 0 && input_splits[rank].expect_int() >= 0, "splits of all_to_all must not be negative");
+        out_bytes[rank] = to_come * row_bytes;
+        in_bytes[rank] = input_splits[rank].expect_int() * row_bytes;
+        rows += to_come;
+        rows_in += input_splits[rank].expect_int();
+      }
+      TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
+                        " rows of x, but add up to ", rows_in);
+      Tensor out = empty(*served, resized(x, 0, rows), x);
+      const Told told = as_called(told_of(Method::kAllToAll, x.sizes().slice(1), number_of(x.scalar_type())));
+      const bool done = carry(*served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
+        return self.all_to_all(out.mutable_data_ptr(), in->const_data_ptr(), out_bytes, in_bytes, timeout_s);
+      });
+      if (done) return out;
+    }
+    return in_python<AllToAll>(x, token, output_splits, input_splits, group);
+  }
+};
+
+struct Broadcast {
+  static constexpr const char* kName = "broadcast";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t src, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && src >= 0 && src < served->handle().size()) {
+      Tensor out = empty(*served, x.sizes(), x);
+      if (served->handle().rank() == src) out.copy_(x);
+      const Told told = tell(Method::kBroadcast, x, -1, -1, src);
+      const bool done = carry(*served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {
+        return self.broadcast(out.mutable_data_ptr(), out.nbytes(), static_cast<int>(src), timeout_s);
+      });
+      if (done) return out;
+    }
+    return in_python<Broadcast>(x, token, src, group);
+  }
+};
+
+struct BroadcastInPlace {
+  static constexpr const char* kName = "broadcast_";
+  using Signature = void(Tensor&, Tensor&, std::int64_t, string_view);
+
+  static void run(Tensor& x, Tensor& token, std::int64_t src, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && x.is_contiguous() && src >= 0 && src < served->handle().size()) {
+      const Told told = tell(Method::kBroadcastInPlace, x, -1, -1, src);
+      const bool done = carry(*served, Counted::kBroadcastInPlace, x, told, [&](Group& self, double timeout_s) {
+        return self.broadcast(x.mutable_data_ptr(), x.nbytes(), static_cast<int>(src), timeout_s);
+      });
+      if (done) return;
+    }
+    in_python<BroadcastInPlace>(x, token, src, group);
+  }
+};
+
+struct Empty {
+  static constexpr const char* kName = "empty";
+  using Signature = Tensor(const Tensor&, c10::SymIntArrayRef, at::ScalarType, at::Device, string_view);
+
+  static Tensor run(const Tensor& token, c10::SymIntArrayRef size, at::ScalarType dtype, at::Device device,
+                    string_view group) {
+    if (const std::shared_ptr<Served> served = device.is_cpu() ? find_served(group) : nullptr) {
+      return symmetric(*served, C10_AS_INTARRAYREF_SLOW(size), dtype);
+    }
+    return in_python<Empty>(token, size, dtype, device, group);
+  }
+};
+
+struct Barrier {
+  static constexpr const char* kName = "barrier";
+  using Signature = void(Tensor&, string_view);
+
+  static void run(Tensor& token, string_view group) {
+    if (const std::shared_ptr<Served> served = find_served(group)) {
+      const auto call = [](Group& self, double timeout_s) { return self.barrier(timeout_s); };
+      const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
+      if (carry(*served, Counted::kBarrier, nothing(), told, call)) return;
+    }
+    in_python<Barrier>(token, group);
+  }
+};
+
+bool wants_gradient(const Tensor& x) {
+  return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
+}
+
+// Straight down where no gradient is wanted; else the formula, or the refusal, of the Python twin.
+template <typename Op, typename Signature = typename Op::Signature>
+struct Autograd;
+
+template <typename Op, typename Result, typename X, typename... Arguments>
+struct Autograd<Op, Result(X, Arguments...)> {
+  static Result run(c10::DispatchKeySet keys, X x, Arguments... arguments) {
+    if (wants_gradient(x)) return in_python<Op>(x, arguments...);
+    const auto& op = find_op<Op>("parallel_state");
+    if constexpr (std::is_void_v<Result>) {
+      op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
+      // Written past torch: a formula that saved `x` must notice.
+      if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+    } else {
+      return op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
+                                                               const Tensor& residual, const Tensor& weight, double eps,
+                                                               string_view group) {
+  if (wants_gradient(x) || wants_gradient(residual) || wants_gradient(weight)) {
+    return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
+  }
+  return find_op<AllReduceAddRmsNorm>("parallel_state")
+      .redispatch(keys & c10::after_autograd_keyset, x, token, residual, weight, eps, group);
+}
+
+template <typename Op>
+void on_cpu(torch::Library& library) {
+  library.impl(Op::kName, TORCH_FN(Op::run));
+}
+
+template <typename Op>
+void on_autograd(torch::Library& library) {
+  library.impl(Op::kName, TORCH_FN(Autograd<Op>::run));
+}
+
+template <typename... Ops>
+void all_on_autograd(torch::Library& library) {
+  (on_autograd<Ops>(library), ...);
+}
+
+void autograd(torch::Library& library) {
+  library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
+  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, ReduceScatter, AllToAll, Broadcast, BroadcastInPlace>(library);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
+  on_cpu<AllReduce>(library);
+  on_cpu<AllReduceInPlace>(library);
+  on_cpu<AllReduceAddRmsNorm>(library);
+  on_cpu<AllGather>(library);
+  on_cpu<ReduceScatter>(library);
+  on_cpu<AllToAll>(library);
+  on_cpu<Broadcast>(library);
+  on_cpu<BroadcastInPlace>(library);
+  on_cpu<Empty>(library);
+  on_cpu<Barrier>(library);
+}
+
+TORCH_LIBRARY_IMPL(parallel_state, AutogradCPU, library) { autograd(library); }
+TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
+
+}  // namespace parallel_state

@@ -1,0 +1,282 @@
+// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h; a group
+// is known by its number, and one that was closed meanwhile answers kClosed.
+
+#include <sys/mman.h>
+
+#include <new>
+
+#include "handle.h"
+#include "interrupt.h"
+
+using namespace parallel_state;
+
+namespace {
+
+template <typename Call>
+int with(std::uint64_t group, std::uint64_t word, std::uint64_t shape, Call call) {
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr) return static_cast<int>(Status::kClosed);
+  if (take_overlap(handle.get())) return static_cast<int>(Status::kBusy);
+  return static_cast<int>(handle->run([&](Group& self, double timeout_s) {
+    self.tell({word, shape});
+    return call(self, timeout_s);
+  }));
+}
+
+std::int64_t* show(const Shown& shown, std::int64_t* out) {
+  *out++ = static_cast<std::int64_t>(shown.told.word);
+  *out++ = static_cast<std::int64_t>(shown.told.shape);
+  *out++ = shown.count;
+  for (const std::uint64_t bytes : shown.parts) *out++ = static_cast<std::int64_t>(bytes);
+  return out;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int ps_version() { return 4; }
+
+const char* ps_instruction_set() { return instruction_set(); }
+
+// PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release, and the thread that
+// runs signal handlers: see interrupt.h.
+void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
+                        void (*let_lock)(int), unsigned long main_thread) {
+  set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
+}
+
+// Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
+void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
+
+std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
+
+// Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
+void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
+  void* const memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+void ps_unmap(void* memory, std::size_t bytes) { munmap(memory, bytes); }
+
+// See back_with_memory.
+int ps_has_populate() { return has_populate() ? 1 : 0; }
+int ps_back(void* memory, std::size_t bytes, int descriptor, std::size_t offset) {
+  return back_with_memory(memory, bytes, descriptor, offset) ? 1 : 0;
+}
+
+// See Windows.
+void* ps_windows_new(void* first_page, std::size_t capacity, std::size_t first_window_bytes) {
+  return new (std::nothrow) Windows(first_page, capacity, first_window_bytes);
+}
+void* ps_windows_at(void* windows, std::size_t offset, std::size_t bytes) {
+  return static_cast<Windows*>(windows)->at(offset, bytes);
+}
+void ps_windows_delete(void* windows) { delete static_cast<Windows*>(windows); }
+
+// Takes over `memory`, a mapping of `bytes` that begins with what the collectives need. Its number, or 0.
+std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids,
+                           std::int64_t spin_ns, int yields, double timeout_s) {
+  WaitPolicy policy;
+  policy.spin_ns = spin_ns;
+  policy.yields = yields;
+  return keep(std::make_shared<Handle>(memory, bytes, rank, size, pids, policy, timeout_s));
+}
+
+// See Handle::set_arenas.
+void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t bytes, int descriptor,
+                     std::size_t file_offset) {
+  if (const std::shared_ptr<Handle> handle = find(group)) {
+    handle->set_arenas(first_pages, bytes, descriptor, file_offset);
+  }
+}
+
+// From this rank's arena, for as long as the group has memory; null where there is no room.
+void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
+}
+
+// This rank goes on purpose: its end, from now on, is none that the others have to be told of.
+void ps_group_leave(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().leave();
+}
+
+int ps_group_has_left(std::uint64_t group, int rank) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle != nullptr && handle->liveness().has_left(rank);
+}
+
+void ps_group_note_end(std::uint64_t group, int rank) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().note_end(rank);
+}
+
+// The group is the part on this host of one that spans several. Before its first call.
+void ps_group_be_part(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->be_part();
+}
+
+// A rank of the group's failure domain has died: waits of this process in the group end, and its calls fail.
+void ps_group_doom(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
+}
+
+// This rank gave up, with a status of its choice and about this one (-1: about nobody).
+void ps_group_fail(std::uint64_t group, int status, int suspect) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().fail(status, suspect);
+}
+
+// Who is in the middle of a call stays there until it ends; the memory goes with the last.
+void ps_group_close(std::uint64_t group) { forget(group); }
+
+void ps_serve(const char* key, std::uint64_t group) {
+  if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
+}
+
+void ps_stop_serving(const char* key) { stop_serving(key); }
+
+// Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all doesn't
+// fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as its word,
+// shape, number of parts, and 64 sizes of parts.
+void ps_group_failure(std::uint64_t group, std::int64_t* out) {
+  const std::shared_ptr<Handle> handle = find(group);
+  const Failure failure = handle == nullptr ? Failure{} : handle->failure();
+  *out++ = failure.suspect;
+  *out++ = static_cast<std::int64_t>(failure.elapsed_s * 1e6);
+  *out++ = failure.reporter;
+  *out++ = failure.misfit.from;
+  *out++ = failure.misfit.to;
+  *out++ = static_cast<std::int64_t>(failure.misfit.sent_bytes);
+  *out++ = static_cast<std::int64_t>(failure.misfit.expected_bytes);
+  show(failure.found, show(failure.expected, out));
+}
+
+// What the next collectives of this thread are told as where they are of the same class; 0: as what they are.
+void ps_call_as(int method) { call_as(method); }
+
+// From the first of these to the second no other thread begins a call of the group. The first: kBusy where one is under
+// way.
+int ps_group_enter(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return static_cast<int>(handle == nullptr ? Status::kClosed : handle->hold() ? Status::kDone : Status::kBusy);
+}
+
+void ps_group_exit(std::uint64_t group) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->release();
+}
+
+int ps_group_is_busy(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle != nullptr && handle->is_busy();
+}
+
+// See Group::compare.
+int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
+  return with(group, word, shape, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
+}
+
+int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.announce(src, timeout_s); });
+}
+
+// Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.
+void ps_served_traffic(const char* key, std::uint64_t* out) {
+  const std::shared_ptr<Served> served = find_served(key);
+  for (int operation = 0; operation < static_cast<int>(Counted::kCount); ++operation) {
+    const Traffic* traffic = served == nullptr ? nullptr : &served->traffic(static_cast<Counted>(operation));
+    out[2 * operation] = traffic == nullptr ? 0 : traffic->calls.load(std::memory_order_relaxed);
+    out[2 * operation + 1] = traffic == nullptr ? 0 : traffic->bytes.load(std::memory_order_relaxed);
+  }
+}
+
+// The number of an operation that the Python route carries; 0 where nobody serves the name.
+std::uint64_t ps_served_next(const char* key) {
+  const std::shared_ptr<Served> served = find_served(key);
+  return served == nullptr ? 0 : served->next();
+}
+
+int ps_served_records() { return Served::kRecords; }
+
+// The last operations, in no order, 6 words each and then 6 sizes: sequence, operation, dtype, dims, and microseconds of
+// its beginning and end on the monotonic clock.
+void ps_served_recorded(const char* key, std::int64_t* out) {
+  const std::shared_ptr<Served> served = find_served(key);
+  constexpr auto relaxed = std::memory_order_relaxed;
+  for (std::uint64_t index = 0; index < Served::kRecords; ++index) {
+    if (served == nullptr) {
+      *out = 0;
+      out += 6 + Record::kDims;
+      continue;
+    }
+    const Record& record = served->record(index);
+    *out++ = static_cast<std::int64_t>(record.sequence.load(relaxed));
+    for (const auto* word : {&record.operation, &record.dtype, &record.dims}) *out++ = word->load(relaxed);
+    for (const auto* time : {&record.started_s, &record.ended_s}) *out++ = static_cast<std::int64_t>(time->load(relaxed) * 1e6);
+    for (const auto& size : record.sizes) *out++ = size.load(relaxed);
+  }
+}
+
+int ps_barrier(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
+  return with(group, word, shape, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
+}
+
+int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t count, int dtype, int op) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.all_reduce(out, in, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+  });
+}
+
+int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype,
+                      int op) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+  });
+}
+
+int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t outer, std::size_t inner_bytes) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.all_gather(out, in, outer, inner_bytes, timeout_s);
+  });
+}
+
+int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* const* outs, const std::size_t* bytes, const void* in) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
+}
+
+int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* data, std::size_t bytes, int src) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
+}
+
+int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t bytes, int src) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
+}
+
+int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, const std::size_t* out_bytes,
+                  const std::size_t* in_bytes) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s);
+  });
+}
+
+// See AddRmsNorm in group.h.
+int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, void* residual_out, const void* in,
+                               const void* residual, const void* weight, std::size_t rows, std::size_t hidden,
+                               float eps, int dtype) {
+  const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
+  return with(group, word, shape, [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+}
+
+// The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.
+int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
+              int source_count, std::size_t count, int dtype, int op) {
+  const auto reduce =
+      parallel_state::reduce_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), instruction_set);
+  if (reduce == nullptr) return 1;
+  reduce(outs, out_count, sources, source_count, count);
+  return 0;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

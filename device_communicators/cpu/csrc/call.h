@@ -1,0 +1,90 @@
+// What a rank tells with its tick about the call it is in, so that ranks that disagree notice.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "reduce.h"
+
+namespace parallel_state {
+
+// What moves the bytes of a call.
+enum class Kind : std::uint64_t {
+  kBarrier = 1, kAllReduce, kReduceScatter, kAllGather, kGatherv, kBroadcast, kScatter, kAllToAll, kAllReduceAddRmsNorm,
+  kMessage
+};
+
+// What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other: a
+// rank may reduce in place while the others don't.
+enum class Method : std::uint8_t {
+  kNone = 0, kAllReduce = 8, kAllReduceInPlace, kAllGather = 16, kReduceScatter = 24, kBroadcast = 32,
+  kBroadcastInPlace, kAllToAll = 56, kBarrier = 64, kAllReduceAddRmsNorm = 72
+};
+constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
+
+// A call in words that fit a line of shared memory: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1, a
+// byte each from the lowest; above them 24 bits of a digest of the shape, and of sizes, that must be equal. `shape` is
+// only shown, see `packed_shape`.
+struct Told {
+  std::uint64_t word = 0;
+  std::uint64_t shape = 0;
+};
+
+// A shape: how many dims in the upper four bits, and the dims in equal shares of the others. Of one that has no room
+// there, 15 and the number of elements. As in user_call.py.
+template <typename Sizes>
+std::uint64_t packed_shape(const Sizes& sizes) {
+  constexpr unsigned kBits = 60;
+  constexpr std::uint64_t kNoShape = 15;
+  const std::uint64_t dims = sizes.size();
+  const unsigned bits = dims == 0 || dims >= kNoShape ? 1 : kBits / static_cast<unsigned>(dims);
+  std::uint64_t packed = 0, numel = 1;
+  bool fits = dims < kNoShape;
+  for (const auto size : sizes) {
+    const auto length = static_cast<std::uint64_t>(size);
+    fits = fits && (length >> bits) == 0;
+    packed = packed << bits | length;
+    numel *= length;
+  }
+  return fits ? dims << kBits | packed : kNoShape << kBits | (numel & ((std::uint64_t{1} << kBits) - 1));
+}
+
+// As `digest` in user_call.py.
+template <typename Sizes>
+std::uint64_t digest_of_shape(const Sizes& sizes) {
+  std::uint32_t digest = 0;
+  for (const auto size : sizes) digest = (digest ^ (static_cast<std::uint32_t>(size) + 1)) * 0x9e3779b1U;
+  return digest >> 8;
+}
+
+template <typename Sizes>
+Told told_of(Method method, const Sizes& shape, int dtype, int reduction = -1, int dim = -1, int root = -1) {
+  const auto byte = [](int value) { return static_cast<std::uint64_t>(value) & 255; };
+  return {byte(static_cast<int>(method)) | byte(dtype) << 8 | byte(reduction + 1) << 16 | byte(dim + 1) << 24 |
+              byte(root + 1) << 32 | digest_of_shape(shape) << 40,
+          packed_shape(shape)};
+}
+
+// Finalizer of MurmurHash3: every bit of the input changes half of the output's.
+inline std::uint64_t mixed(std::uint64_t bits) {
+  bits = (bits ^ (bits >> 33)) * 0xff51afd7ed558ccdULL;
+  bits = (bits ^ (bits >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+  return bits ^ (bits >> 33);
+}
+
+inline std::uint64_t digest_of(const std::size_t* parts, int count) {
+  std::uint64_t digest = 0;
+  for (int part = 0; part < count; ++part) digest = mixed(digest + 0x9e3779b97f4a7c15ULL + parts[part]);
+  return digest;
+}
+
+constexpr std::uint64_t kNoCall = 0;  // compares with none
+
+#define RETURN_IF_FAILED(expression)                  \
+  do {                                                \
+    const Status status_ = (expression);              \
+    if (status_ != Status::kDone) return status_;     \
+  } while (false)
+
+}  // namespace parallel_state

@@ -1,0 +1,264 @@
+#include "group.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "copy.h"
+
+namespace parallel_state {
+namespace {
+
+// Copies bytes [start, start + length) of rows of `row_bytes` to rows that lie `stride_bytes` apart.
+void copy_rows(char* out, std::size_t row_bytes, std::size_t stride_bytes, const char* in, std::size_t start,
+               std::size_t length) {
+  while (length != 0) {
+    const std::size_t row = start / row_bytes, column = start % row_bytes;
+    const std::size_t piece = std::min(length, row_bytes - column);
+    copy(out + row * stride_bytes + column, in, piece);
+    in += piece;
+    start += piece;
+    length -= piece;
+  }
+}
+
+// The reverse: from rows that lie `stride_bytes` apart.
+void collect_rows(char* out, const char* in, std::size_t row_bytes, std::size_t stride_bytes, std::size_t start,
+                  std::size_t length) {
+  while (length != 0) {
+    const std::size_t row = start / row_bytes, column = start % row_bytes;
+    const std::size_t piece = std::min(length, row_bytes - column);
+    copy(out, in + row * stride_bytes + column, piece);
+    out += piece;
+    start += piece;
+    length -= piece;
+  }
+}
+
+// The pieces that `bytes` go in; nothing is one piece, as the ranks compare their calls with each.
+inline bool more(std::size_t start, std::size_t bytes) { return start < bytes || (start == 0 && bytes == 0); }
+
+constexpr auto kEveryone = [](int) { return true; };
+
+}  // namespace
+
+// Moves `bytes` per rank through slots, in as many exchanges as it takes. In each, `write(slot, start, length)` fills this
+// rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that `wanted(rank)`.
+template <typename Write, typename Wanted, typename Read>
+Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
+  const std::size_t slot_bytes = slot_bytes_for(bytes);
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    write(place(rank_, slot), start, length);
+    const std::uint64_t tick = *slot.used = publish(call);
+    int heard = 0;
+    for (int step = 1; step < size_; ++step) {
+      const int rank = (rank_ + step) % size_;
+      if (!wanted(rank)) continue;
+      ++heard;
+      RETURN_IF_FAILED(wait_one(rank, tick, call));
+      read(rank, place(rank, slot), start, length);
+    }
+    if (heard == size_ - 1) all_reached_ = std::max(all_reached_, tick);
+    if (heard == 0 && start == 0) RETURN_IF_FAILED(look(tick, call));
+  }
+  return Status::kDone;
+}
+
+Status Group::all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s) {
+  begin(timeout_s);
+  const auto* source = static_cast<const char*>(in);
+  auto* rows = static_cast<char*>(out);
+  const std::size_t stride = size_ * inner_bytes, bytes = outer * inner_bytes, slot_bytes = slot_bytes_for(bytes);
+  const std::uint64_t call = call_of(Kind::kAllGather, bytes, Method::kAllGather), flag = offer(in, bytes, nullptr, 0);
+  Inputs inputs;
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    if (flag == 0) copy(place(rank_, slot), source + start, length);
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    copy_rows(rows + rank_ * inner_bytes, inner_bytes, stride, source + start, start, length);
+    RETURN_IF_FAILED(wait_all(tick, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, bytes));
+    for (int step = 1; step < size_; ++step) {
+      const int rank = (rank_ + step) % size_;
+      const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
+      const char* const theirs = is_shared ? inputs.at[rank] + start : place(rank, slot);
+      copy_rows(rows + rank * inner_bytes, inner_bytes, stride, theirs, start, length);
+    }
+  }
+  return inputs.shared == 0 ? Status::kDone : close(call);
+}
+
+Status Group::gatherv(void* const* outs, const std::size_t* bytes, const void* in, double timeout_s) {
+  begin(timeout_s);
+  const std::size_t longest = *std::max_element(bytes, bytes + size_);
+  const auto part = [&](int rank, std::size_t start, std::size_t length) {
+    return start >= bytes[rank] ? 0 : std::min(length, bytes[rank] - start);
+  };
+  tell_parts(bytes);
+  return move(
+      longest, call_of(Kind::kGatherv, longest, Method::kNone, digest_of(bytes, size_)),
+      [&](char* slot, std::size_t start, std::size_t length) {
+        copy(slot, static_cast<const char*>(in) + start, part(rank_, start, length));
+      },
+      [&](int rank) { return outs[rank] != nullptr; },
+      [&](int rank, const char* slot, std::size_t start, std::size_t length) {
+        copy(static_cast<char*>(outs[rank]) + start, slot, part(rank, start, length));
+      });
+}
+
+Status Group::broadcast(void* data, std::size_t bytes, int src, double timeout_s) {
+  begin(timeout_s);
+  auto* flat = static_cast<char*>(data);
+  const std::uint64_t call = call_of(Kind::kBroadcast, bytes, Method::kBroadcast, 0, -1, src);
+  const std::uint64_t flag = rank_ == src ? offer(data, bytes, nullptr, 0) : 0;
+  const std::size_t slot_bytes = slot_bytes_for(bytes);
+  for (std::size_t start = 0; more(start, bytes); start += slot_bytes) {
+    const std::size_t length = std::min(slot_bytes, bytes - start);
+    const Slot slot = next_slot(length);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    if (rank_ == src && flag == 0) copy(place(rank_, slot), flat + start, length);
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    if (flag != 0) return close(call);
+    if (rank_ == src) {
+      if (start == 0) RETURN_IF_FAILED(look(tick, call));
+      continue;
+    }
+    RETURN_IF_FAILED(wait_one(src, tick, call));
+    if (start == 0 && has_arenas_ && lines_[src].flagged(tick)) {
+      const char* theirs;
+      RETURN_IF_FAILED(look_up(src, lines_[src].in_at, bytes, &theirs));
+      copy(flat, theirs, bytes);
+      publish(call);  // which the source waits for, and nobody else
+      return Status::kDone;
+    }
+    copy(flat + start, place(src, slot), length);
+  }
+  return Status::kDone;
+}
+
+Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s) {
+  begin(timeout_s);
+  // A slot holds a piece of every rank's block, side by side.
+  const std::size_t slot_bytes = slot_bytes_for(bytes * size_);
+  const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes / size_);
+  const std::uint64_t call = call_of(Kind::kScatter, bytes, Method::kNone, 0, -1, src);
+  for (std::size_t start = 0; more(start, bytes); start += piece) {
+    const std::size_t length = std::min(piece, bytes - start);
+    RETURN_IF_FAILED(move(
+        piece * size_, call,
+        [&](char* slot, std::size_t, std::size_t) {
+          if (rank_ != src) return;
+          for (int rank = 0; rank < size_; ++rank) {
+            copy(slot + rank * piece, static_cast<const char*>(in) + rank * bytes + start, length);
+          }
+        },
+        [&](int rank) { return rank_ != src && rank == src; },
+        [&](int, const char* slot, std::size_t, std::size_t) {
+          copy(static_cast<char*>(out) + start, slot + rank_ * piece, length);
+        }));
+  }
+  if (rank_ == src && bytes != 0) copy(out, static_cast<const char*>(in) + rank_ * bytes, bytes);
+  return Status::kDone;
+}
+
+Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
+                             double timeout_s) {
+  begin(timeout_s);
+  const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
+  const std::size_t bytes = outer * row;  // of a slice
+  const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
+  const ReduceFunction reduce = reduce_function(dtype, op);
+  const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, Method::kReduceScatter,
+                                     static_cast<std::uint64_t>(dtype), static_cast<int>(op));
+  const std::uint64_t flag = outer == 1 ? offer(in, stride, nullptr, 0) : 0;
+  const auto* source = static_cast<const char*>(in);
+  Inputs inputs;
+  for (std::size_t start = 0; more(start, bytes); start += piece) {
+    const std::size_t length = std::min(piece, bytes - start);
+    const Slot slot = next_slot(piece * size_);
+    RETURN_IF_FAILED(reuse(*slot.used));
+    for (int rank = 0; rank < size_ && flag == 0; ++rank) {
+      collect_rows(place(rank_, slot) + rank * piece, source + rank * row, row, stride, start, length);
+    }
+    const std::uint64_t tick = *slot.used = publish(call | flag);
+    RETURN_IF_FAILED(wait_all(tick, call));
+    if (start == 0) RETURN_IF_FAILED(hear(inputs, tick, flag, outer == 1 ? stride : 0));
+    const void* sources[kMaxRanks];
+    for (int rank = 0; rank < size_; ++rank) {
+      const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
+      sources[rank] = is_shared ? inputs.at[rank] + rank_ * row + start : place(rank, slot) + rank_ * piece;
+    }
+    void* const piece_out = static_cast<char*>(out) + start;
+    reduce(&piece_out, 1, sources, size_, length / width);
+  }
+  return inputs.shared == 0 ? Status::kDone : close(call);
+}
+
+Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+                         double timeout_s) {
+  begin(timeout_s);
+  // Each rank tells how much it sends to each other and expects from it: the longest block says how many exchanges there
+  // are. All ranks see all of it, so all find the same where what is sent isn't what is expected.
+  tell_parts(in_bytes);
+  const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
+  const std::size_t row = 2 * static_cast<std::size_t>(size_);
+  rows_.resize(row * size_);
+  std::uint64_t* const own = rows_.data() + rank_ * row;
+  std::copy(in_bytes, in_bytes + size_, own);
+  std::copy(out_bytes, out_bytes + size_, own + size_);
+  RETURN_IF_FAILED(move(
+      row * sizeof *own, call, [&](char* slot, std::size_t, std::size_t) { copy(slot, own, row * sizeof *own); },
+      kEveryone,
+      [&](int rank, const char* slot, std::size_t, std::size_t) {
+        copy(rows_.data() + rank * row, slot, row * sizeof *own);
+      }));
+  std::uint64_t longest = 0;
+  for (int from = 0; from < size_; ++from) {
+    for (int to = 0; to < size_; ++to) {
+      const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];
+      longest = std::max(longest, sent);
+      if (sent == expected) continue;
+      remember(from == rank_ ? to : from, tick_);
+      misfit_ = {from, to, sent, expected};
+      return Status::kMismatch;
+    }
+  }
+  const std::size_t slot_bytes = slot_bytes_for(longest * size_);
+  const std::size_t piece = std::min<std::size_t>(longest, slot_bytes / size_);
+  std::size_t in_start[kMaxRanks], out_start[kMaxRanks];
+  for (int rank = 0; rank < size_; ++rank) {
+    in_start[rank] = rank == 0 ? 0 : in_start[rank - 1] + in_bytes[rank - 1];
+    out_start[rank] = rank == 0 ? 0 : out_start[rank - 1] + out_bytes[rank - 1];
+  }
+  const auto part = [&](std::size_t bytes, std::size_t start) {
+    return start >= bytes ? 0 : std::min(piece, bytes - start);
+  };
+  for (std::size_t start = 0; start < longest; start += piece) {
+    RETURN_IF_FAILED(move(
+        piece * size_, call,
+        [&](char* slot, std::size_t, std::size_t) {
+          for (int rank = 0; rank < size_; ++rank) {
+            const std::size_t length = part(in_bytes[rank], start);
+            if (rank != rank_ && length != 0) {
+              copy(slot + rank * piece, static_cast<const char*>(in) + in_start[rank] + start, length);
+            }
+          }
+        },
+        kEveryone,
+        [&](int rank, const char* slot, std::size_t, std::size_t) {
+          const std::size_t length = part(out_bytes[rank], start);
+          if (length != 0) copy(static_cast<char*>(out) + out_start[rank] + start, slot + rank_ * piece, length);
+        }));
+  }
+  const std::size_t mine = std::min(in_bytes[rank_], out_bytes[rank_]);
+  if (mine != 0) {
+    copy(static_cast<char*>(out) + out_start[rank_], static_cast<const char*>(in) + in_start[rank_], mine);
+  }
+  return Status::kDone;
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,186 @@
+#include "group.h"
+
+#include <algorithm>
+
+
+namespace parallel_state {
+
+Group::Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy)
+    : lines_(static_cast<Counter*>(segment)),
+      archives_(reinterpret_cast<Archive*>(static_cast<char*>(segment) + archive_offset(size))),
+      data_(static_cast<char*>(segment) + data_offset(size)),
+      rank_(rank),
+      size_(size),
+      tuning_(tuning_of(size)),
+      policy_(policy),
+      liveness_(liveness) {
+  lines_[rank_].own();
+}
+
+std::size_t Group::segment_bytes(int size) {
+  return data_offset(size) + static_cast<std::size_t>(size) * rank_bytes(tuning_of(size));
+}
+
+void Group::begin(double timeout_s) {
+  deadline_.set(timeout_s);
+  suspect_ = reporter_ = -1;
+  parts_ = 0;
+  misfit_ = {};
+}
+
+std::uint64_t Group::call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest, int reduction,
+                             int root) {
+  if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
+  const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
+                              static_cast<std::uint64_t>(root + 1) << 16;
+  const std::uint64_t told = mixed(facts * 0x9e3779b97f4a7c15ULL + (told_.word & ~kVariants) + digest);
+  // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then on.
+  history_ = mixed(told + size + history_);
+  return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
+}
+
+void Group::tell_parts(const std::size_t* bytes) {
+  parts_ = size_;
+  for (int rank = 0; rank < size_; ++rank) {
+    archives_[rank_].part_bytes[rank].store(bytes[rank], std::memory_order_relaxed);
+  }
+}
+
+Group::Slot Group::large_slot(std::uint64_t count) {
+  const std::size_t slot = count % kLargeSlots;
+  return {kSmallSlots * tuning_.small_slot_bytes + slot * tuning_.large_slot_bytes, &large_used_[slot]};
+}
+
+// The next slot of a size for `bytes`, which must fit a large one.
+Group::Slot Group::next_slot(std::size_t bytes) {
+  if (bytes > tuning_.small_slot_bytes) return large_slot(large_count_++);
+  const std::size_t slot = small_count_++ % kSmallSlots;
+  return {slot * tuning_.small_slot_bytes, &small_used_[slot]};
+}
+
+std::uint64_t Group::publish(std::uint64_t call) {
+  constexpr auto relaxed = std::memory_order_relaxed;  // who reads it has seen the tick
+  Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
+  entry.note.store(call & ~Counter::kFlag, relaxed);
+  entry.word.store(told_.word, relaxed);
+  entry.shape.store(told_.shape, relaxed);
+  entry.parts.store(parts_, relaxed);
+  lines_[rank_].publish(++tick_, call);
+  return tick_;
+}
+
+Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
+  const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
+  if (result != WaitResult::kReached) {
+    suspect_ = rank;
+    if (result == WaitResult::kInterrupted) return Status::kInterrupted;
+    if (result == WaitResult::kTimedOut) return Status::kTimedOut;
+    const Loss loss = liveness_.loss(rank);
+    // One rank saw a mismatch before the others; who was in another call than this rank can tell it better than a word.
+    if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call()) {
+      return Status::kMismatch;
+    }
+    if (loss.rank >= 0) suspect_ = loss.rank;
+    reporter_ = loss.reporter;
+    return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
+  }
+  return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
+}
+
+// Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for, unless
+// it has gone on since: a rank that only gives, as the source of broadcasts does, may be far ahead.
+bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
+  if (call == kNoCall) return false;
+  std::uint64_t note;
+  if (!lines_[rank].note_of(tick, &note)) {
+    note = archives_[rank].entries[tick % kKept].note.load(std::memory_order_relaxed);
+  }
+  return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
+}
+
+// Looks for a rank that has published `tick` in another call, for one that waits for nobody: of two that do, the later
+// sees the earlier, as both publish first and look then.
+Status Group::look(std::uint64_t tick, std::uint64_t call) {
+  if (is_part_) return Status::kDone;
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (int step = 1; step < size_; ++step) {
+    const int rank = (rank_ + step) % size_;
+    if (lines_[rank].read() >= tick && differs(rank, tick, call)) return Status::kMismatch;
+  }
+  return Status::kDone;
+}
+
+// Whether any rank was in another call than this one at a tick that both have published; the first such tick that is kept.
+bool Group::in_another_call() {
+  const auto note = [&](int of, std::uint64_t tick) {
+    return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
+  };
+  std::uint64_t first = UINT64_MAX;
+  int other = -1;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank == rank_) continue;
+    const std::uint64_t theirs = lines_[rank].read(), both = std::min(tick_, theirs), last = std::max(tick_, theirs);
+    for (std::uint64_t tick = last > kKept - 4 ? last - (kKept - 4) : 1; tick <= both && tick < first; ++tick) {
+      if (note(rank, tick) == note(rank_, tick)) continue;
+      first = tick;
+      other = rank;
+    }
+  }
+  return other >= 0 && remember(other, first);
+}
+
+Status Group::compare(double timeout_s) {
+  begin(timeout_s);
+  return in_another_call() ? Status::kMismatch : Status::kDone;
+}
+
+// Keeps both calls at `tick`, this rank's and that of `rank`, for the error.
+bool Group::remember(int rank, std::uint64_t tick) {
+  constexpr auto relaxed = std::memory_order_relaxed;
+  const auto show = [&](int of, Shown& shown) {
+    const Archive::Entry& entry = archives_[of].entries[tick % kKept];
+    shown.told = {entry.word.load(relaxed), entry.shape.load(relaxed)};
+    shown.count = static_cast<int>(std::min<std::uint64_t>(entry.parts.load(relaxed), size_));
+    for (int part = 0; part < shown.count; ++part) shown.parts[part] = archives_[of].part_bytes[part].load(relaxed);
+  };
+  suspect_ = rank;
+  show(rank_, expected_);
+  show(rank, found_);
+  return true;
+}
+
+Status Group::wait_all(std::uint64_t tick, std::uint64_t call) {
+  if (policy_.yields != 0) {
+    // Who needs this core comes first: to spin for another meanwhile would keep it from publishing.
+    for (int rank = 0; rank < size_; ++rank) {
+      if (rank != rank_ && lines_[rank].read() < tick && lines_[rank].shares_core()) {
+        RETURN_IF_FAILED(wait_one(rank, tick, call));
+      }
+    }
+  }
+  for (int step = 1; step < size_; ++step) RETURN_IF_FAILED(wait_one((rank_ + step) % size_, tick, call));
+  all_reached_ = std::max(all_reached_, tick);
+  return Status::kDone;
+}
+
+// Waits until nobody reads any more what was published with `tick`, nor what the next ticks take away in the archive.
+Status Group::reuse(std::uint64_t tick) {
+  if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
+  return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);
+}
+
+Status Group::barrier(double timeout_s) {
+  begin(timeout_s);
+  const std::uint64_t call = call_of(Kind::kBarrier, 0, Method::kBarrier);
+  return wait_all(publish(call), call);
+}
+
+Status Group::announce(int src, double timeout_s) {
+  begin(timeout_s);
+  const std::uint64_t call = call_of(Kind::kMessage, 0, Method::kNone, 0, -1, src);
+  RETURN_IF_FAILED(reuse(0));
+  const std::uint64_t tick = publish(call);
+  return rank_ == src ? look(tick, call) : wait_one(src, tick, call);
+}
+
+}  // namespace parallel_state

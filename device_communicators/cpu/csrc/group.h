@@ -1,0 +1,215 @@
+// The collectives of one group of ranks on one host, over a segment of shared memory that all of them have mapped.
+//
+// The segment: a control line per rank, then for each rank 16 small slots and 4 large ones. A rank writes its own slots
+// and its own line, and reads the others'. Every exchange counts one *tick* on each rank, in the same order on all of
+// them: a rank publishes the tick once its data lies in its slot, and the others wait for that.
+//
+// Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all before. A slot is
+// written again only when all others have entered an exchange after the one in which they read it last.
+//
+// With its tick a rank tells what it does, as a digest of the whole call: the others compare before they touch its data.
+// The words behind the digest, of its last 64 ticks, lie in its archive, for the error of a rank that finds another.
+//
+// Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "liveness.h"
+#include "reduce.h"
+#include "tuning.h"
+#include "wait.h"
+#include "windows.h"
+
+namespace parallel_state {
+
+enum class Status : int {
+  kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3, kClosed = 4, kInterrupted = 5, kUnsupported = 6, kBusy = 8,
+  kUnmapped = 9
+};
+
+// residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to the
+// dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. All are [rows, hidden],
+// weight is [hidden], of one dtype, a float of 16 or 32 bits. `out` may be `in`, and `residual_out` may be `residual`;
+// but for that they don't overlap.
+struct AddRmsNorm {
+  void* out;
+  void* residual_out;
+  const void* in;
+  const void* residual;
+  const void* weight;
+  std::size_t rows;
+  std::size_t hidden;
+  float eps;
+  Dtype dtype;
+};
+
+// A call as errors show it: what was told, and the bytes of its parts where it has parts.
+struct Shown {
+  Told told;
+  std::uint64_t parts[kMaxRanks] = {};
+  int count = 0;
+};
+
+// What one rank of an all_to_all sends to another, which expects something else; -1: there is no such pair.
+struct Misfit {
+  int from = -1;
+  int to = -1;
+  std::uint64_t sent_bytes = 0;
+  std::uint64_t expected_bytes = 0;
+};
+
+class Group {
+ public:
+  // `segment` holds `segment_bytes(size)` bytes, zero when the first rank attaches. `liveness` of all
+  // ranks lives as long as the group.
+  Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy);
+
+  static std::size_t segment_bytes(int size);
+
+  // What the next call is told as; without it, as what it is.
+  void tell(Told told) { told_ = told; }
+
+  // The group is the part on this host of one that spans several: who gives doesn't look what the others do, as ranks of
+  // other hosts may be waiting for it, and hear of a mismatch by what comes next.
+  void be_part() { is_part_ = true; }
+
+  // Sizes may be zero: the ranks meet nonetheless, so that one that has something finds out.
+  // Every one returns kDone, or what went wrong and `suspect()`, `expected()` and `found()` say who and how.
+  Status barrier(double timeout_s);
+  Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s);
+  // Slice r of `in`, which is [outer, size, inner] elements, reduced over all ranks into rank r's [outer, inner].
+  Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
+                        double timeout_s);
+  // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
+  Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s);
+  // `outs[r]` takes rank r's bytes[r]; null where this rank doesn't want them.
+  Status gatherv(void* const* outs, const std::size_t* bytes, const void* in, double timeout_s);
+  Status broadcast(void* data, std::size_t bytes, int src, double timeout_s);
+  // `in` on `src` holds a block of `bytes` for each rank.
+  Status scatter(void* out, const void* in, std::size_t bytes, int src, double timeout_s);
+  Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
+                    double timeout_s);
+
+  // The ranks' arenas, all of one capacity, for as long as the group lives. A contiguous input of all_reduce, all_gather
+  // (of one row), reduce_scatter (of one row) or broadcast that lies in this rank's arena is read where it lies; ranks
+  // need not be alike in that. A process that can't map another's input any more fails the call, with kUnmapped.
+  void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
+
+  Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
+
+  // Takes its place among the calls for a message to all ranks, which goes another way; `src` doesn't wait, the others
+  // until `src` has come.
+  Status announce(int src, double timeout_s);
+
+  // kMismatch where a rank is known to have been in another call than this one.
+  Status compare(double timeout_s);
+
+  int suspect() const { return suspect_; }
+  int reporter() const { return reporter_; }  // who found out, where that was another rank
+  const Shown& expected() const { return expected_; }
+  const Shown& found() const { return found_; }
+  const Misfit& misfit() const { return misfit_; }
+
+ private:
+  template <typename Write, typename Wanted, typename Read>
+  Status move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read);
+  Status reuse(std::uint64_t tick);
+  Status wait_one(int rank, std::uint64_t tick, std::uint64_t call);
+  Status look(std::uint64_t tick, std::uint64_t call);
+  bool differs(int rank, std::uint64_t tick, std::uint64_t call);
+  bool in_another_call();
+  bool remember(int rank, std::uint64_t tick);
+  Status wait_all(std::uint64_t tick, std::uint64_t call);
+  std::uint64_t publish(std::uint64_t call);
+  void begin(double timeout_s);
+
+  // The note of a call that has begun: all of it must be equal on all ranks.
+  std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
+                        int root = -1);
+  void tell_parts(const std::size_t* bytes);
+
+  // The last calls of a rank; written by it before the tick that they belong to is published.
+  static constexpr std::uint64_t kKept = 64;
+  struct alignas(128) Archive {
+    struct Entry {
+      std::atomic<std::uint64_t> note, word, shape, parts;  // parts: how many
+    };
+    Entry entries[kKept];
+    std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call that has parts
+  };
+  static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
+  static constexpr std::size_t data_offset(int size) {
+    return archive_offset(size) + static_cast<std::size_t>(size) * sizeof(Archive);
+  }
+
+  // A place in each rank's part of the segment, and the tick with which this rank published its own last.
+  struct Slot {
+    std::size_t offset;
+    std::uint64_t* used;
+  };
+  std::size_t slot_bytes_for(std::size_t bytes) const {
+    return bytes <= tuning_.small_slot_bytes ? tuning_.small_slot_bytes : tuning_.large_slot_bytes;
+  }
+  Slot next_slot(std::size_t bytes);
+  Slot large_slot(std::uint64_t count);
+  char* place(int rank, Slot slot) const { return data_ + rank * rank_bytes(tuning_) + slot.offset; }
+
+  static constexpr std::uint64_t kPrivate = Windows::kOutside;
+  struct Inputs {
+    const char* at[kMaxRanks];  // of those that are shared
+    int shared = 0;             // how many are
+    std::uint64_t is_shared = 0;  // by rank, a bit each
+    const char* of(int rank, const char* otherwise) const { return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise; }
+  };
+  std::uint64_t offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes);
+  Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes);
+  Status close(std::uint64_t call);
+  Status look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found);
+  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+
+  Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
+                             std::uint64_t call);
+  Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+
+  static constexpr std::size_t rank_bytes(const Tuning& tuning) {
+    return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
+  }
+
+  Counter* lines_;  // one per rank: its tick, and what it does there
+  Archive* archives_;
+  char* data_;
+  int rank_;
+  int size_;
+  const Tuning tuning_;
+  WaitPolicy policy_;
+  const ProcessLiveness& liveness_;
+  std::uint64_t tick_ = 0;         // the last one that this rank published
+  std::uint64_t all_reached_ = 0;  // a tick that all others are known to have published
+  std::uint64_t small_used_[kSmallSlots] = {};
+  std::uint64_t large_used_[kLargeSlots] = {};
+  std::uint64_t small_count_ = 0;
+  std::uint64_t large_count_ = 0;
+  Windows* arenas_[kMaxRanks] = {};
+  bool has_arenas_ = false;
+  Deadline deadline_;
+  int suspect_ = -1;
+  int reporter_ = -1;
+  Told told_;
+  std::uint64_t history_ = 0;  // a digest of all calls so far
+  std::uint64_t parts_ = 0;  // how many the call has
+  std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
+  Shown expected_;
+  Shown found_;
+  Misfit misfit_;
+  bool is_part_ = false;
+};
+
+}  // namespace parallel_state

@@ -1,0 +1,204 @@
+#include "handle.h"
+
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <shared_mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "forks.h"
+
+namespace parallel_state {
+namespace {
+
+struct Tables {
+  std::shared_mutex mutex;
+  std::uint64_t last_number = 0;
+  std::unordered_map<std::uint64_t, std::shared_ptr<Handle>> by_number;
+  std::unordered_map<std::string, std::shared_ptr<Served>> by_key;
+  std::atomic<std::uint64_t> version{1};  // of by_key
+};
+
+constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: a group that has few tensors takes few addresses
+
+std::atomic<Tables*>& current_tables();
+
+// A forked child begins without groups: those that it inherits are its parent's, and a thread of the parent may have
+// held the lock. The old tables stay, with their groups: a child lets go of nothing either.
+void forget_all() {
+  Tables* const inherited = current_tables().load(std::memory_order_relaxed);
+  auto* const fresh = new Tables;
+  fresh->last_number = inherited->last_number;
+  fresh->version.store(inherited->version.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  current_tables().store(fresh, std::memory_order_relaxed);
+}
+
+// Never destroyed: threads may be in a call when the process ends.
+std::atomic<Tables*>& current_tables() {
+  static std::atomic<Tables*> current{(in_forked_children(forget_all), new Tables)};
+  return current;
+}
+
+Tables& tables() { return *current_tables().load(std::memory_order_relaxed); }
+
+}  // namespace
+
+Handle::Handle(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids, WaitPolicy policy,
+               double timeout_s)
+    : memory_(memory),
+      bytes_(bytes),
+      rank_(rank),
+      size_(size),
+      timeout_s_(timeout_s),
+      liveness_(pids, size, reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)), rank),
+      group_(memory, rank, size, liveness_, policy) {}
+
+Handle::~Handle() { munmap(memory_, bytes_); }
+
+void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset) {
+  for (int rank = 0; rank < size_; ++rank) {
+    windows_.push_back(std::make_unique<Windows>(first_pages[rank], bytes, std::min(bytes, kFirstWindowBytes)));
+  }
+  group_.set_arenas(windows_);
+  arena_ = std::make_unique<Arena>(*windows_[rank_], descriptor, file_offset);
+}
+
+void Handle::note(Status status, double elapsed_s) {
+  {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure_ = {status, group_.suspect(), group_.reporter(), group_.expected(), group_.found(), group_.misfit(),
+                elapsed_s};
+    failed_ = true;
+  }
+  // What another one found out is known already; the dead are seen by all.
+  if (failure_.reporter < 0 && status != Status::kPeerDied) liveness_.fail(static_cast<int>(status), failure_.suspect);
+  if (arena_ != nullptr) arena_->retire();
+}
+
+// The group fails by a death that no wait in it has met.
+void Handle::doom() {
+  if (failed_) return;
+  failed_ = true;
+  const std::lock_guard<std::mutex> lock(failure_mutex_);
+  failure_.status = Status::kPeerDied;
+  failure_.suspect = kOutside;
+  if (arena_ != nullptr) arena_->retire();
+}
+
+double coarse_now_s() {
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
+}
+
+Record& Served::begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims) {
+  const std::uint64_t sequence = next();
+  Record& record = records_[sequence % kRecords];
+  constexpr auto relaxed = std::memory_order_relaxed;
+  record.ended_s.store(0, relaxed);
+  record.sequence.store(sequence, relaxed);
+  record.operation.store(static_cast<int>(operation), relaxed);
+  record.dtype.store(dtype, relaxed);
+  record.dims.store(static_cast<std::int64_t>(dims), relaxed);
+  for (std::size_t dim = 0; dim < dims && dim < Record::kDims; ++dim) record.sizes[dim].store(sizes[dim], relaxed);
+  record.started_s.store(coarse_now_s(), relaxed);
+  return record;
+}
+
+std::uint64_t keep(std::shared_ptr<Handle> handle) {
+  const std::unique_lock<std::shared_mutex> lock(tables().mutex);
+  const std::uint64_t number = ++tables().last_number;
+  tables().by_number.emplace(number, std::move(handle));
+  return number;
+}
+
+std::shared_ptr<Handle> find(std::uint64_t number) {
+  const std::shared_lock<std::shared_mutex> lock(tables().mutex);
+  const auto found = tables().by_number.find(number);
+  return found == tables().by_number.end() ? nullptr : found->second;
+}
+
+void forget(std::uint64_t number) {
+  std::shared_ptr<Handle> last;  // destroyed after the lock is let go
+  const std::unique_lock<std::shared_mutex> lock(tables().mutex);
+  const auto found = tables().by_number.find(number);
+  if (found == tables().by_number.end()) return;
+  last = std::move(found->second);
+  tables().by_number.erase(found);
+}
+
+namespace {
+
+thread_local const Handle* overlapped = nullptr;  // only compared
+thread_local std::uint64_t called_as = 0;
+thread_local const Handle* held = nullptr;  // only compared
+
+}  // namespace
+
+bool Handle::is_held() const { return held == this; }
+
+bool Handle::hold() {
+  if (!enter()) return false;
+  held = this;
+  return true;
+}
+
+void Handle::release() {
+  held = nullptr;
+  leave();
+}
+
+void note_overlap(const Handle* handle) { overlapped = handle; }
+
+bool take_overlap(const Handle* handle) {
+  if (overlapped == nullptr) return false;
+  const bool found = overlapped == handle;
+  overlapped = nullptr;
+  return found;
+}
+
+void call_as(int method) { called_as = static_cast<std::uint64_t>(method); }
+
+Told as_called(Told told) {
+  if (called_as != 0 && ((called_as ^ told.word) & 255 & ~kVariants) == 0) {
+    told.word = (told.word & ~std::uint64_t{255}) | called_as;
+  }
+  return told;
+}
+
+void serve(const std::string& key, std::shared_ptr<Handle> handle) {
+  const std::unique_lock<std::shared_mutex> lock(tables().mutex);
+  tables().by_key[key] = std::make_shared<Served>(std::move(handle));
+  tables().version.fetch_add(1, std::memory_order_release);
+}
+
+void stop_serving(const std::string& key) {
+  std::shared_ptr<Served> last;
+  const std::unique_lock<std::shared_mutex> lock(tables().mutex);
+  const auto found = tables().by_key.find(key);
+  if (found == tables().by_key.end()) return;
+  last = std::move(found->second);
+  tables().by_key.erase(found);
+  tables().version.fetch_add(1, std::memory_order_release);
+}
+
+std::shared_ptr<Served> find_served(std::string_view key) {
+  // A layer asks for one group again and again: the last answer is kept for as long as nothing has changed. It must not
+  // keep a group alive that was closed since, hence the weak pointer.
+  thread_local std::string last_key;
+  thread_local std::weak_ptr<Served> last;
+  thread_local std::uint64_t last_version = 0;
+  const std::uint64_t version = tables().version.load(std::memory_order_acquire);
+  if (version == last_version && key == last_key) return last.lock();
+  const std::shared_lock<std::shared_mutex> lock(tables().mutex);
+  const auto found = tables().by_key.find(std::string(key));
+  std::shared_ptr<Served> served = found == tables().by_key.end() ? nullptr : found->second;
+  last_key = key;
+  last = served;
+  last_version = version;
+  return served;
+}
+
+}  // namespace parallel_state

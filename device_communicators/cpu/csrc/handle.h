@@ -1,0 +1,215 @@
+// The groups that this process has, for callers that must not hold a pointer: by number for the C interface, by the
+// group's name for the registered ops.
+//
+// A handle owns its group and the memory that the group works in. Whoever is in the middle of a call keeps it alive, so
+// that a group can be closed by another thread at any time: the call ends by itself, at its deadline at the latest, and
+// the memory goes with the last one. A call that begins while another is under way fails with kBusy: no turn of threads
+// on one rank would be that of the others. A forked child has none of them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "arena.h"
+#include "group.h"
+
+namespace parallel_state {
+
+// What went wrong first: the group is of no use from then on, and each later call fails with this at once.
+struct Failure {
+  Status status = Status::kDone;
+  int suspect = -1;
+  int reporter = -1;  // who found out, where that was another rank
+  Shown expected;
+  Shown found;
+  Misfit misfit;
+  double elapsed_s = 0;
+};
+
+// Operations that the registered ops count by themselves.
+enum class Counted : int {
+  kAllReduce, kAllReduceInPlace, kAllGather, kReduceScatter, kBroadcast, kBroadcastInPlace, kAllToAll, kBarrier, kFused,
+  kCount
+};
+
+struct Traffic {
+  std::atomic<std::uint64_t> calls{0};
+  std::atomic<std::uint64_t> bytes{0};
+};
+
+// Good to some milliseconds, for a fifth of the price of the exact clock.
+double coarse_now_s();
+
+class Handle {
+ public:
+  // Of the memory that a handle works in.
+  static std::size_t segment_bytes(int size) { return members_offset(size) + size * sizeof(Member); }
+
+  // Takes over `memory`, a mapping of `bytes`.
+  Handle(void* memory, std::size_t bytes, int rank, int size, const std::int64_t* pids, WaitPolicy policy,
+         double timeout_s);
+  ~Handle();
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  // Runs `call(group, timeout_s)`, unless a call is under way or the group failed before.
+  template <typename Call>
+  Status run(Call call) {
+    if (!enter()) return is_held() ? run_entered(call) : Status::kBusy;
+    const Leave leave{*this};
+    return run_entered(call);
+  }
+
+  // Whether no other call was under way; until `leave` there can be none. Acquire and release pair: the next call sees
+  // what this one wrote.
+  bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
+  void leave() { busy_.store(false, std::memory_order_release); }
+
+  // As `enter` and `leave`, around several calls of this thread.
+  bool hold();
+  void release();
+  bool is_busy() const { return busy_.load(std::memory_order_relaxed); }
+
+  Failure failure() {
+    const std::lock_guard<std::mutex> lock(failure_mutex_);
+    return failure_;
+  }
+
+  // Takes over the mappings of the first page of every rank's part of the memory for tensors, which may grow to `bytes`
+  // each; this rank allocates from its own: see Arena. Once, before the handle is used.
+  void set_arenas(void* const* first_pages, std::size_t bytes, int descriptor, std::size_t file_offset);
+
+  // Null where there is none.
+  Arena* arena() const { return arena_.get(); }
+
+  ProcessLiveness& liveness() { return liveness_; }
+
+  // See Group; before the handle is used.
+  void be_part() { group_.be_part(); }
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+ private:
+  static std::size_t members_offset(int size) { return (Group::segment_bytes(size) + 63) / 64 * 64; }
+  struct Leave {
+    Handle& handle;
+    ~Leave() { handle.leave(); }
+  };
+  bool is_held() const;  // by this thread
+
+  template <typename Call>
+  Status run_entered(Call call) {
+    if (in_call_) return Status::kBusy;  // a signal handler in the middle of the call
+    if (liveness_.is_doomed()) doom();
+    if (failed_) return failure_.status;
+    const double started_s = coarse_now_s();
+    in_call_ = true;
+    const Status status = call(group_, timeout_s_);
+    in_call_ = false;
+    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
+    return status;
+  }
+
+  void note(Status status, double elapsed_s);
+  void doom();
+
+  std::atomic<bool> busy_{false};
+  bool in_call_ = false;  // this and the next: written and read by who has entered
+  bool failed_ = false;
+  void* memory_;
+  std::size_t bytes_;
+  int rank_;
+  int size_;
+  double timeout_s_;
+  ProcessLiveness liveness_;
+  Group group_;
+  std::mutex failure_mutex_;
+  Failure failure_;
+  std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
+  std::unique_ptr<Arena> arena_;
+};
+
+// Numbers begin at 1 and are never used again.
+std::uint64_t keep(std::shared_ptr<Handle> handle);
+std::shared_ptr<Handle> find(std::uint64_t number);
+void forget(std::uint64_t number);
+
+// One operation, for whoever asks later what a rank was doing. Written by one thread at a time, read by any, even while
+// the writer is stuck: each word is atomic, and a record that is half overwritten shows a number that doesn't fit.
+struct Record {
+  static constexpr int kDims = 6;
+
+  std::atomic<std::uint64_t> sequence{0};
+  std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype by torch's numbers
+  std::atomic<std::int64_t> sizes[kDims];
+  std::atomic<double> started_s{0}, ended_s{0};  // on the monotonic clock; 0: not yet
+};
+
+// A group as the ops that are called with one name see it.
+class Served {
+ public:
+  static constexpr std::uint64_t kRecords = 64;
+
+  explicit Served(std::shared_ptr<Handle> handle) : handle_(std::move(handle)) {}
+
+  Handle& handle() const { return *handle_; }
+  std::shared_ptr<Handle> share() const { return handle_; }
+
+  // The number of the next operation of the group, whoever carries it.
+  std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
+
+  Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
+
+  void count(Counted operation, std::size_t bytes) {
+    Traffic& traffic = traffic_[static_cast<int>(operation)];
+    traffic.calls.fetch_add(1, std::memory_order_relaxed);
+    traffic.bytes.fetch_add(bytes, std::memory_order_relaxed);
+  }
+
+  // Runs `call(group, timeout_s)` as the group's next operation, on a tensor of `sizes`: recorded, and counted with its
+  // `bytes` where it succeeds.
+  template <typename Call>
+  Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
+               Call call) {
+    return handle_->run([&](Group& group, double timeout_s) {
+      Record& record = begin(operation, dtype, sizes, dims);  // a call that doesn't begin has no number
+      const Status status = call(group, timeout_s);
+      if (status != Status::kDone) return status;
+      record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
+      count(operation, bytes);
+      return status;
+    });
+  }
+
+  const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
+  const Record& record(std::uint64_t index) const { return records_[index]; }
+
+ private:
+  std::shared_ptr<Handle> handle_;
+  std::atomic<std::uint64_t> sequence_{0};
+  Traffic traffic_[static_cast<int>(Counted::kCount)];
+  Record records_[kRecords];
+};
+
+// A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand it
+// on to, must refuse it, too. It is taken once.
+void note_overlap(const Handle* handle);
+bool take_overlap(const Handle* handle);
+
+// See ps_call_as.
+void call_as(int method);
+Told as_called(Told told);
+
+// A name that nobody serves goes to the Python route.
+void serve(const std::string& key, std::shared_ptr<Handle> handle);
+void stop_serving(const std::string& key);
+std::shared_ptr<Served> find_served(std::string_view key);
+
+}  // namespace parallel_state

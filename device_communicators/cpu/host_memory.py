@@ -1,0 +1,446 @@
+"""What those ranks of a group that share a host have in common: who they are, and the segment that they work in.
+
+It is attached once, when the group's gloo group is made, by all ranks together: so whether there is shared memory is
+a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
+and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
+are called. The lowest rank of a host gives its segment the size; then all names are taken away again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from device_communicators import limits, settings
+from device_communicators.cpu import native, native_build
+from device_communicators.cpu.channels import Channels
+from device_communicators.cpu.native import NativeLibrary
+from device_communicators.cpu.native_group import Members, NativeGroup
+from device_communicators.cpu.queue_memory import QueueMapping
+from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
+from device_communicators.errors import CommunicationError, PeerDiedError, plain
+from device_communicators.limits import describe_address_space
+from device_communicators.liveness.health import HAS_PIDFDS, NEWS_S, FailureDomain, Watcher
+
+MAX_RANKS = 64  # csrc/group.h
+_TOLD_BYTES = 512
+_PAGE_BYTES = 4096
+_MESSAGE_SPIN_NS = 2_000_000
+_SLICE = timedelta(milliseconds=50)
+
+
+class HostMemory:
+    """The shared memory of one group; `attach` it once, all ranks together, before anything else is asked."""
+
+    def __init__(self, members: Members, address: str = "", neighbours: Sequence[int] = ()) -> None:
+        """`address`: where other hosts reach this rank's, for `addresses`. `neighbours`: the cores, a bit each, of all
+        ranks on this host, where there are others than the group's."""
+        self.members = members
+        self.addresses: tuple[str, ...] = ()
+        """Of all ranks of the group, as each gave it."""
+        self._address = address
+        self.cores: tuple[int, ...] = ()
+        """Of the group's ranks on this host: on which cores each may run, a bit each."""
+        self._neighbours = tuple(neighbours)
+        self._waiting = (0, 0)
+        self._watcher: Watcher | None = None
+        self._domain = FailureDomain(members.ranks)
+        self.attached = False
+        self.hosts: tuple[tuple[int, ...], ...] = ()
+        """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
+        self.problem: str | None = "it isn't attached yet"
+        """Why no rank of the group uses shared memory; None where all that have a neighbour do. The same on all."""
+        self.collectives: NativeGroup | None = None
+        """Of this host's ranks; None where this rank is alone on its host, or where there is a problem."""
+        self.channels: Channels | None = None
+        """The message queues; None where the ranks are on several hosts."""
+        self.debug = False
+        """Whether one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
+        self.pids: tuple[int, ...] = ()
+        """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
+        self.watched_together: tuple[tuple[int, ...], ...] = ()
+        """As `hosts`, but ranks of a host that can't watch each other are apart."""
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks in the group that are on this host, ascending."""
+        return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks of the group work in one segment."""
+        return self.problem is None and len(self.hosts) == 1
+
+    def attach(self, cpu_group: Any, watcher: Watcher | None = None, watched: Sequence[int] = ()) -> None:
+        """Every rank of the group calls it, with its gloo ProcessGroup. Raises CommunicationError.
+
+        `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
+        wait. The deadline is that of the start.
+        """
+        if self.attached:
+            return
+        limit_s = min(self.members.timeout_s, settings.START_TIMEOUT_S.get())
+        started = time.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                exchange = functools.partial(
+                    _wait, ranks=watched or self.members.ranks, watcher=watcher, deadline=started + limit_s
+                )
+                self._attach(_Meeting(self.members, cpu_group, stack, self._address, exchange))
+        except RuntimeError as error:
+            if isinstance(error, CommunicationError):
+                raise
+            # A connection breaks with its rank, or a moment before that is heard of.
+            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NEWS_S)
+            who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            raise kind(
+                f"the ranks of {self.members} could not look for shared memory together: "
+                f"{who or plain(error)}. Look for the first "
+                "rank that failed",
+                group=self.members.name,
+                operation="attach",
+                rank=self.members.rank,
+                suspect_ranks=[death.rank for death in deaths],
+                elapsed_s=time.monotonic() - started,
+                timeout_s=limit_s,
+            ) from error
+        self.attached = True
+
+    def _attach(self, meeting: _Meeting) -> None:
+        members = self.members
+        meeting.tell_segments()
+        memory = meeting.map_memory()
+        try:
+            self.hosts, self.problem = meeting.agree()
+        except BaseException:
+            if memory is not None:
+                memory.unmap()
+            raise
+        self.pids = meeting.pids()
+        self.watched_together = meeting.watched_together(self.hosts)
+        self.debug = meeting.debug
+        self.addresses = meeting.addresses
+        self.cores = meeting.cores()
+        self._waiting = wait_policy(self.cores, self._neighbours or self.cores)
+        if memory is not None and self.problem is None:
+            self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self._waiting)
+            if memory.queues is not None:
+                self.channels = Channels(
+                    memory.library,
+                    members,
+                    memory.queues,
+                    self.pids,
+                    *message_wait_policy(*self._waiting),
+                    self.collectives.number,
+                )
+        elif memory is not None:
+            memory.unmap()
+
+    def __str__(self) -> str:
+        if self.problem is not None:
+            return f"not used, {self.problem}"
+        if self.collectives is None:
+            return "this rank is alone on its host"
+        library = self.collectives.library
+        waits = "spin" if self._waiting[1] == 0 else "spin briefly, yield"
+        ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
+        return f"{self.collectives.size} ranks, {library.ps_instruction_set().decode()}, {ops}; waits: {waits}, sleep"
+
+    def hear(self, watcher: Watcher, domain: FailureDomain) -> None:
+        """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""
+        self._watcher, self._domain = watcher, domain
+        watcher.on_death.append(self._pass_on)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        collectives, watcher, ranks = self.collectives, self._watcher, self.members.ranks
+        if collectives is None or watcher is None:
+            return
+        dead = {death.rank for death in watcher.deaths_of(ranks)}
+        for rank in self.local_ranks:
+            if ranks[rank] in dead:
+                collectives.note_end(rank)
+        if watcher.deaths_of(self._domain.ranks):
+            collectives.doom()
+
+    def close(self) -> None:
+        """Lets go of the memory; a call that is under way keeps it until it ends. Twice is fine."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None and self._pass_on in watcher.on_death:
+            watcher.on_death.remove(self._pass_on)
+        self.problem = "the group was closed"
+        channels, self.channels = self.channels, None
+        collectives, self.collectives = self.collectives, None
+        try:
+            if channels is not None:
+                channels.close()
+        finally:
+            if collectives is not None:
+                collectives.close()
+
+
+class _Memory:
+    """Mappings that nobody owns yet."""
+
+    def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
+        self.library = library
+        self.size_bytes = size_bytes
+        self.address = 0
+        self.arenas: list[int] = []
+        """The first page of each rank's memory for tensors, of which more is mapped as it is used."""
+        self.arena_bytes = 0
+        self.descriptor = -1
+        self.queues: QueueMapping | None = None
+
+    def map(self, segment: Segment, size_bytes: int, offset: int) -> int:
+        address = self.library.ps_map(segment.descriptor, size_bytes, offset)
+        if not address:
+            raise SegmentError(
+                f"{size_bytes >> 10} KiB can't be mapped: {describe_address_space()}; allow this process more"
+            )
+        return address
+
+    def hand_over(
+        self, members: Members, local_ranks: tuple[int, ...], pids: tuple[int, ...], waiting: tuple[int, int]
+    ) -> NativeGroup:
+        """The C++ group in this memory, whose it is from now on."""
+        spin_ns, yields = waiting
+        number = self.library.ps_group_new(
+            self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
+            (ctypes.c_int64 * len(pids))(*pids), spin_ns, yields, members.timeout_s,
+        )  # fmt: skip
+        if self.arenas:
+            bases = (ctypes.c_void_p * len(self.arenas))(*self.arenas)
+            self.library.ps_group_arenas(number, bases, self.arena_bytes, self.descriptor, self.size_bytes)
+        return NativeGroup(self.library, number, members, local_ranks)
+
+    def unmap(self) -> None:
+        if self.address:
+            self.library.ps_unmap(self.address, self.size_bytes)
+        for arena in self.arenas:
+            self.library.ps_unmap(arena, _PAGE_BYTES)
+        if self.queues is not None:
+            self.queues.close()
+            self.queues.unmap()
+
+
+class _Meeting:
+    """The exchange by which the ranks of a group find out who shares memory, and agree on it."""
+
+    def __init__(
+        self,
+        members: Members,
+        cpu_group: Any,
+        stack: contextlib.ExitStack,
+        address: str,
+        wait: Callable[[Any], None],
+    ) -> None:
+        self._wait = wait
+        self.members = members
+        self.problem: str | None = None
+        self.local_ranks: tuple[int, ...] = (members.rank,)
+        self._cpu_group = cpu_group
+        self._address = address
+        self._stack = stack  # segments are closed, and their names taken away, at its end
+        self._opened: dict[int, Segment] = {}
+        self._told: list[dict[str, Any]] = []
+
+    def tell_segments(self) -> None:
+        """Makes this rank's segment, hears of the others', and opens those of its host."""
+        rank = self.members.rank
+        name = ""
+        try:
+            mine = self._opened[rank] = Segment.make()
+            self._stack.callback(mine.close)
+            self._stack.callback(mine.unlink)
+            name = mine.name
+            if not settings.SHARED_MEMORY.get():
+                raise native.NativeUnavailableError(f"{settings.SHARED_MEMORY.name} is off")
+            native.load()
+        except (native.NativeUnavailableError, SegmentError) as error:
+            self.problem = limits.with_shortage(error, DIRECTORY)
+        self._told = self._exchange(
+            {
+                "name": name,
+                "pid": os.getpid(),
+                "namespace": _pid_namespace(),
+                "address": self._address,
+                "cores": _core_mask(),
+                "debug": settings.DEBUG.get(),
+                "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
+                "problem": self.problem,
+            }
+        )
+        self.problem = self.problem or self._others_problem(self._told)
+        self._open_others()
+
+    def _open_others(self) -> None:
+        for rank, told in enumerate(self._told):
+            if rank == self.members.rank:
+                continue
+            try:
+                segment = Segment.open(told["name"])
+            except SegmentError as error:
+                self.problem = self.problem or limits.with_shortage(error, DIRECTORY)
+                continue
+            if segment is not None:
+                self._stack.callback(segment.close)
+                self._opened[rank] = segment
+        self.local_ranks = tuple(sorted(self._opened)) or self.local_ranks
+        if self.problem is None and len(self.local_ranks) > MAX_RANKS:
+            self.problem = f"{len(self.local_ranks)} of its ranks are on one host, more than {MAX_RANKS}"
+
+    def map_memory(self) -> _Memory | None:
+        """The host's memory as this process sees it; None for a rank that is alone.
+
+        The segment of the lowest rank begins with what the collectives work in. After that many bytes each rank's
+        segment is memory for its tensors, which grows as it is used; at the end of the first one's are the message
+        queues, if the whole group is here.
+        """
+        if self.problem is not None or len(self.local_ranks) == 1:
+            return None
+        try:
+            return self._map_memory()
+        except (SegmentError, OSError) as error:
+            self.problem = limits.with_shortage(error, DIRECTORY)
+            return None
+
+    def _map_memory(self) -> _Memory:
+        library, own = native.load(), self._opened[self.members.rank]
+        memory = _Memory(library, library.ps_segment_bytes(len(self.local_ranks)) + _PAGE_BYTES - 1 & -_PAGE_BYTES)
+        capacity = min(self._told[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
+        try:
+            self._map_all(memory, own, capacity)
+        except BaseException:
+            memory.unmap()
+            raise
+        return memory
+
+    def _map_all(self, memory: _Memory, own: Segment, capacity: int) -> None:
+        first, count = self._opened[self.local_ranks[0]], len(self.local_ranks)
+        own.resize(memory.size_bytes + capacity)
+        if first is own:
+            own.allocate(memory.size_bytes, leave_some=True)  # for messages and tensors
+        memory.address = memory.map(first, memory.size_bytes, 0)
+        if count == len(self.members.ranks):
+            memory.queues = QueueMapping(memory.library, first, memory.size_bytes + capacity, count, first is own)
+        if capacity:
+            memory.arena_bytes = capacity
+            for rank in self.local_ranks:
+                memory.arenas.append(memory.map(self._opened[rank], _PAGE_BYTES, memory.size_bytes))
+            if not memory.library.ps_has_populate():
+                memory.descriptor = own.descriptor
+
+    def agree(self) -> tuple[tuple[tuple[int, ...], ...], str | None]:
+        """The hosts, and the reason where one rank can't."""
+        first, count = self.local_ranks[0], len(self.local_ranks)
+        told = self._exchange({"first": first, "count": count, "problem": self.problem})
+        hosts = tuple(
+            tuple(rank for rank, each in enumerate(told) if each["first"] == first)
+            for first in sorted({each["first"] for each in told})
+        )
+        problem = self.problem or self._others_problem(told)
+        if problem is None and any(told[rank]["count"] != len(host) for host in hosts for rank in host):
+            problem = "some of its ranks see memory that others of their host don't"
+        return hosts, problem
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(told["address"] for told in self._told)
+
+    @property
+    def debug(self) -> bool:
+        return any(told["debug"] for told in self._told)
+
+    def cores(self) -> tuple[int, ...]:
+        return tuple(int(self._told[rank]["cores"], 16) for rank in self.local_ranks)
+
+    def pids(self) -> tuple[int, ...]:
+        own = self._told[self.members.rank]["namespace"]
+        return tuple(
+            self._told[rank]["pid"] if self._told[rank]["namespace"] == own != 0 else -1 for rank in self.local_ranks
+        )
+
+    def watched_together(self, hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        parts: dict[tuple[int, int], list[int]] = {}
+        for host in hosts:
+            for rank in host:
+                namespace = self._told[rank]["namespace"] or -rank  # who can't tell is alone
+                parts.setdefault((host[0], namespace), []).append(rank)
+        return tuple(sorted(tuple(ranks) for ranks in parts.values()))
+
+    def _others_problem(self, told: list[dict[str, Any]]) -> str | None:
+        found = next(((rank, each["problem"]) for rank, each in enumerate(told) if each["problem"]), None)
+        return None if found is None else f"rank {found[0]} of the group: {found[1]}"
+
+    def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's facts."""
+        text = json.dumps(mine).encode()
+        if len(text) > _TOLD_BYTES:
+            text = json.dumps({**mine, "problem": str(mine["problem"])[:80]}).encode()
+        padded = torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8)
+        out = torch.empty(len(self.members.ranks), _TOLD_BYTES, dtype=torch.uint8)
+        self._wait(self._cpu_group._allgather_base(out.view(-1), padded))
+        return [json.loads(bytes(row.tolist())) for row in out]
+
+
+def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: float) -> None:
+    """Waits for a collective that gloo does, which survives the time-outs of slices; until a rank ends, at most."""
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # by a failure, or just after the slice
+                work.wait()
+                return
+            if time.monotonic() >= deadline or (watcher is not None and watcher.deaths_of(ranks)):
+                raise
+
+
+def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
+    """Nanoseconds to spin, and how often to yield then, before a waiting rank sleeps.
+
+    `group` are the sets of cores (a bit each) of the group's ranks on this host, `everyone` those of all ranks here. A
+    rank that spins on the core that the awaited one needs holds up both; so with more ranks than cores briefly only.
+    """
+    given = settings.SPIN_US.get()
+    cores = functools.reduce(int.__or__, group)
+    load = sum((mask & cores).bit_count() / mask.bit_count() for mask in everyone)
+    crowded = load > cores.bit_count()
+    spin_us = given if given is not None else (5 if crowded else 150)
+    return int(spin_us * 1000), 100 if crowded else 0
+
+
+def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
+    """For messages, from that of collectives: a sender computes in between, longer than ranks of a collective differ.
+
+    A reader that fell asleep gets its message 50 us later or more. With a core of its own it can afford to look for
+    some milliseconds.
+    """
+    return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields
+
+
+def _core_mask() -> str:
+    """The cores that this process may run on, a bit each, in hexadecimal."""
+    return f"{sum(1 << core for core in native_build.usable_cores()):x}"
+
+
+def _pid_namespace() -> int:
+    """Which processes can watch each other by pid; 0 where that can't be told, or none can."""
+    if not HAS_PIDFDS:
+        return 0
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,404 @@
+"""Messages between ranks of one host through shared memory: the two ends of a queue of `csrc/queue.h`.
+
+A `Sender` writes the messages of one rank for one or more others, a `Receiver` reads them on one of those. A message is
+a head, of bytes, and tensors, which are copied once into shared memory and once out of it. Which queues a group has,
+and in which memory, is in `channels`; what a message means is its users' business.
+
+Every wait has a deadline, sees when the other side has ended, and lets other threads run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_int64
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupDestroyedError,
+    MessageDecodeError,
+    PeerDiedError,
+)
+from device_communicators.routing.work import DONE, Work
+
+_DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
+_SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON = range(7)  # see Report in csrc/queue_api.cpp
+_SLICE_S = 0.2
+_CLOSE_GRACE_S = 1.0
+_HEAD_BUFFER_BYTES = 64 << 10
+
+
+class Shape(NamedTuple):
+    """The form of a queue's ring, equal on all its ends."""
+
+    chunk_bytes: int
+    chunks: int
+
+    @property
+    def data_bytes(self) -> int:
+        return self.chunk_bytes * self.chunks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a queue lies, and who is at its ends."""
+
+    control: int
+    """Address of `control_bytes(readers)` bytes, zero when the queue is new."""
+    data: int
+    shape: Shape
+    ranks: tuple[int, ...]
+    """The writer's, then the readers'; in the group."""
+
+
+class Waiting(NamedTuple):
+    """How an end waits: by whose pids it sees that a rank has ended, and what it does meanwhile."""
+
+    liveness: int
+    spin_ns: int
+    yields: int
+
+
+def pieces_of(tensors: Sequence[Tensor], more_head: bytes = b"") -> tuple[bytes | None, int]:
+    """Addresses and sizes of contiguous CPU tensors, as the library takes them; those without elements left out."""
+    flat: list[int] = []
+    if more_head:
+        flat += (ctypes.cast(ctypes.c_char_p(more_head), ctypes.c_void_p).value or 0, len(more_head))
+    elif not tensors:
+        return None, 0
+    for tensor in tensors:
+        size = tensor.nbytes
+        if size:
+            flat += (tensor.data_ptr(), size)
+    return (struct.pack(f"{len(flat)}Q", *flat) if flat else None), len(flat) // 2
+
+
+class _End:
+    """What a sender and a receiver share: the library's object, how it ends, and what its failures are called."""
+
+    side = ""
+
+    def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting, *me: int) -> None:
+        self.members = members
+        self.lock = threading.Lock()
+        self.closed = False
+        self._library = library
+        self._place = place
+        self._timeout_s = members.timeout_s
+        self._report = (c_int64 * 7)()
+        self._failure: CommunicationError | None = None
+        self._delete = getattr(library, f"ps_queue_{self.side}_delete")
+        self._leave = getattr(library, f"ps_queue_{self.side}_leave")
+        self._end: int | None = getattr(library, f"ps_queue_{self.side}_new")(
+            place.control, place.data, *place.shape, len(place.ranks) - 1, (c_int * len(place.ranks))(*place.ranks),
+            *me, *waiting, self._report,
+        )  # fmt: skip
+
+    def failed(self, status: int, operation: str, started: float, timeout_s: float) -> CommunicationError:
+        """The error for a status of the library. It is remembered: what follows on this queue can't be trusted."""
+        members = self.members
+        if self.closed:
+            return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")  # type: ignore[return-value]
+        if status == _INTERRUPTED:
+            self._failure = CommunicationError(
+                f"an earlier call of {members} was interrupted by a signal in the middle of a message. The group can't "
+                "be used further; destroy it and initialise again",
+                group=members.name,
+                rank=members.rank,
+            )
+            self._library.raise_interruption()
+            return self._failure
+        elapsed_s = time.monotonic() - started
+        if status == _PEER_DIED and self._report[_SUSPECT] == OUTSIDE:
+            self._failure = outsider_died(operation, elapsed_s, members)
+            return self._failure
+        suspect = members.ranks[self._report[_SUSPECT]] if status != _MALFORMED else members.ranks[self._place.ranks[0]]
+        facts: dict[str, Any] = {
+            "group": members.name,
+            "operation": operation,
+            "rank": members.rank,
+            "suspect_ranks": (suspect,),
+            "elapsed_s": elapsed_s,
+            "timeout_s": timeout_s,
+        }
+        if status == _TIMED_OUT:
+            self._failure = CollectiveTimeoutError(
+                f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {timeout_s:g} s): global rank "
+                f"{suspect} has not come. The group can't be used further; look at that rank (its log, "
+                "`py-spy dump`), or raise the timeout",
+                **facts,
+            )
+        elif status == _GIVEN_UP:
+            reporter = members.ranks[self._report[_REPORTER]]
+            self._failure = given_up(self._report[_REASON], reporter, facts, members)
+        elif status == _PEER_DIED:
+            self._failure = PeerDiedError(
+                f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} has ended, or has "
+                "destroyed its group. The group can't be used further; look at that rank's log",
+                **facts,
+            )
+        else:
+            del facts["elapsed_s"], facts["timeout_s"]
+            self._failure = MessageDecodeError(
+                f"{operation} of {members}: what global rank {suspect} wrote is not the next part of a message. The "
+                "group can't be used further; every rank must run the same version of parallel_state",
+                **facts,
+            )
+        return self._failure
+
+    def check(self) -> None:
+        """Raises the failure that this queue had, or that its group is gone."""
+        if self._failure is not None:
+            raise self._failure
+        if self.closed:
+            raise GroupDestroyedError(f"{self.members} was destroyed; take the group anew from its getter")
+
+    def leave(self) -> None:
+        """Tells the other ends, and sends back who waits here; `close` follows."""
+        if not self.closed:
+            self.closed = True
+            self._leave(self._end)
+
+    def close(self) -> bool:
+        """Frees the end. False where a thread is still in a call: the memory must stay then."""
+        self.leave()
+        if not self.lock.acquire(timeout=_CLOSE_GRACE_S):
+            return False
+        try:
+            end, self._end = self._end, None
+            if end is not None:
+                self._delete(end)
+            return True
+        finally:
+            self.lock.release()
+
+
+class Message(NamedTuple):
+    """What a sender takes."""
+
+    head: bytes
+    tensors: Sequence[Tensor] = ()
+    fingerprint: int = 0
+    """What sender and receiver must agree on."""
+    more_head: bytes = b""
+    """The end of a long head, so that nobody has to copy it behind the beginning."""
+
+
+class _Sending:
+    """A message that didn't fit into the ring at once: a work, done when all of it is there."""
+
+    def __init__(self, sender: Sender, message: Message) -> None:
+        self.message = message  # the library reads from them until it is done
+        self.error: Exception | None = None
+        self._sender = sender
+        self._done = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def finish(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.message = Message(b"")
+        self._done.set()
+
+    def wait(self) -> None:
+        if not self._done.is_set():
+            started, timeout_s = time.monotonic(), self._sender.members.timeout_s
+            self._sender.meanwhile()
+            if not self._done.wait(timeout_s):
+                raise self._sender.failed(_TIMED_OUT, "send", started, timeout_s)
+        if self.error is not None:
+            raise self.error
+
+
+class Sender(_End):
+    """The writing end. Messages leave in the order of the calls; any thread may call."""
+
+    side = "writer"
+
+    def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
+        super().__init__(library, members, place, waiting)
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called before this rank waits for a reader, which may be waiting for this rank to read."""
+        self._waiting: deque[_Sending] = deque()
+        self._busy = False  # someone writes a message bit by bit, and without the lock
+
+    def send(self, message: Message, operation: str = "send") -> None:
+        """Writes a message; returns when all of it lies in the ring, and the tensors may be changed."""
+        with self.lock:
+            if self._failure is not None or self.closed:
+                self.check()
+            if self._busy or self._waiting:
+                work = self._later(message)
+            else:
+                status = self._begin(message, 0.0)
+                if status == _DONE:
+                    return
+                if status != _TIMED_OUT:
+                    raise self.failed(status, operation, time.monotonic(), self._timeout_s)
+                work, self._busy = None, True
+        if work is not None:
+            work.wait()
+            return
+        self._write_on(operation, self._timeout_s)
+
+    def isend(self, message: Message) -> Work:
+        """As `send` without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
+        with self.lock:
+            if self._failure is not None or self.closed:
+                self.check()
+            if not self._busy and not self._waiting:
+                status = self._begin(message, 0.0)
+                if status == _DONE:
+                    return DONE
+                if status != _TIMED_OUT:
+                    raise self.failed(status, "isend", time.monotonic(), self._timeout_s)
+                self._busy = True
+                work = _Sending(self, message)
+                self._start(work)
+                return work
+            return self._later(message)
+
+    def _begin(self, message: Message, timeout_s: float) -> int:
+        head, tensors, fingerprint, more_head = message
+        pieces, count = pieces_of(tensors, more_head)
+        return self._library.ps_queue_send(
+            self._end, head, len(head), pieces, count, 1 if more_head else 0, fingerprint, timeout_s
+        )
+
+    def _later(self, message: Message) -> _Sending:
+        work = _Sending(self, message)
+        self._waiting.append(work)
+        if not self._busy:
+            self._busy = True
+            self._start(None)
+        return work
+
+    def _start(self, begun: _Sending | None) -> None:
+        threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send").start()
+
+    def _write_on(self, operation: str, timeout_s: float) -> None:
+        """Writes the rest of the begun message in this thread, which is the one that may."""
+        started = time.monotonic()
+        try:
+            self.meanwhile()
+            status = self._library.ps_queue_resume(self._end, timeout_s)
+            if status != _DONE:
+                raise self.failed(status, operation, started, timeout_s)
+        finally:
+            with self.lock:
+                self._busy = False
+                if self._waiting:
+                    self._busy = True
+                    self._start(None)
+
+    def _write_all(self, begun: _Sending | None) -> None:
+        """A thread's work: the begun message, then those that wait; without a deadline, which is that of `wait`."""
+        work, error = begun, None
+        while True:
+            if work is not None:
+                error = error or self._write_patiently(begun=work is begun, work=work)
+                work.finish(error)
+            with self.lock:
+                if not self._waiting:
+                    self._busy = False
+                    return
+                work = self._waiting.popleft()
+
+    def _write_patiently(self, *, begun: bool, work: _Sending) -> Exception | None:
+        started = time.monotonic()
+        status = _TIMED_OUT
+        if not begun:
+            status = self._begin(work.message, _SLICE_S)
+        while status == _TIMED_OUT and self._failure is None:
+            status = self._library.ps_queue_resume(self._end, _SLICE_S)
+        if status == _DONE:
+            return None
+        return self._failure or self.failed(status, "isend", started, self._timeout_s)
+
+    def close(self) -> bool:
+        self.leave()
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        while self._busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._busy and super().close()
+
+
+class Head(NamedTuple):
+    """What a receiver knows of a message before it reads the tensors in it."""
+
+    data: memoryview
+    """Valid until the next call on the receiver; empty where the head is longer than the receiver's buffer."""
+    head_bytes: int
+    left_bytes: int
+    """Of the message, not read yet: its tensors, and the head where `data` doesn't hold it."""
+    fingerprint: int
+
+
+class Receiver(_End):
+    """One of the reading ends. Take `lock` for the whole of a message."""
+
+    side = "reader"
+
+    def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
+        super().__init__(library, members, place, waiting, place.ranks.index(members.rank, 1))
+        self._enlarge(_HEAD_BUFFER_BYTES)
+
+    def next(self, operation: str = "recv", capacity: int = _HEAD_BUFFER_BYTES) -> Head:
+        """Waits for the next message, whose head it copies out unless that has more than `capacity` bytes."""
+        if self._failure is not None or self.closed:
+            self.check()
+        started = time.monotonic()
+        status = self._library.ps_queue_next(self._end, self._address, capacity, self._timeout_s)
+        if status != _DONE:
+            raise self.failed(status, operation, started, self._timeout_s)
+        head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
+        data = self._view[:head_bytes] if head_bytes <= capacity else self._view[:0]
+        return Head(data, head_bytes, left_bytes, fingerprint)
+
+    def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
+        """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""
+        started = time.monotonic()
+        status = self._library.ps_queue_read(self._end, pieces, count, self._timeout_s)
+        if status != _DONE:
+            raise self.failed(status, operation, started, self._timeout_s)
+
+    def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
+        """The message's next bytes, as `Head.data`; the caller has checked that so many are wanted."""
+        if size_bytes > len(self._buffer):
+            self._enlarge(size_bytes)
+        if size_bytes:
+            self.read(struct.pack("2Q", self._address, size_bytes), 1, operation)
+        return self._view[:size_bytes]
+
+    def _enlarge(self, size_bytes: int) -> None:
+        """A new buffer, kept for the next ones: memory that was used before costs less than fresh pages."""
+        self._buffer = bytearray(size_bytes)
+        self._view = memoryview(self._buffer)
+        self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
+
+    def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
+        """The error for a message that is whole, but not the one that was expected."""
+        members = self.members
+        suspect = members.ranks[self._place.ranks[0]]
+        error = CollectiveMismatchError(
+            f"{operation} of {members} met another call: {text}. The group can't be used further; make the same calls "
+            "in the same order on every rank",
+            group=members.name,
+            operation=operation,
+            rank=members.rank,
+            suspect_ranks=(suspect,),
+        )
+        self._failure = error
+        return error

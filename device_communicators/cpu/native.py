@@ -1,0 +1,249 @@
+"""The compiled part: `csrc/` to a shared library, once per machine and torch, and its functions.
+
+Two builds of the same sources. The *full* one has the registered ops' CPU kernels and belongs to one version of torch;
+the *plain* one knows neither torch nor Python and serves every version of both, through ctypes. A wheel may bring both
+(setup.py makes them where torch and a compiler are there); where the full one for this torch is missing, it is compiled
+at the first use into the user's cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the
+plain one carries on; without that `load` gives the reason, and what needs the library stays out of the routes.
+
+(Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
+with its stable one, which also has no way to look at requires_grad or to redispatch below autograd.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_size_t, c_uint64, c_ulong, c_void_p
+from pathlib import Path
+from typing import IO, Any
+
+from device_communicators import build_cache, settings
+from device_communicators.build_cache import CacheError
+from device_communicators.cpu import native_build, queue_library
+from device_communicators.cpu.native_build import BuildError, Recipe
+
+logger = logging.getLogger("parallel_state")
+
+_VERSION = 4
+_PACKAGED = Path(__file__).parent
+_CALL = (c_uint64, c_uint64, c_uint64)
+"""A group, and the two words of `Told` in csrc/call.h."""
+_HEEDED_S = 60.0
+"""For how long a failed compile isn't tried again: ranks of one host don't come at the same time."""
+_FAILURE_BYTES = 4096
+_STALE_S = 3600.0
+_UNUSED_S = 60 * 86400.0
+_FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "ps_version": (c_int, ()),
+    "ps_instruction_set": (c_char_p, ()),
+    "ps_set_interpreter": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_ulong)),
+    "ps_take_exception": (None, (POINTER(c_void_p),)),
+    "ps_segment_bytes": (c_size_t, (c_int,)),
+    "ps_map": (c_void_p, (c_int, c_size_t, c_size_t)),
+    "ps_unmap": (None, (c_void_p, c_size_t)),
+    "ps_group_new": (c_uint64, (c_void_p, c_size_t, c_int, c_int, POINTER(c_int64), c_int64, c_int, c_double)),
+    "ps_has_populate": (c_int, ()),
+    "ps_back": (c_int, (c_void_p, c_size_t, c_int, c_size_t)),
+    "ps_windows_new": (c_void_p, (c_void_p, c_size_t, c_size_t)),
+    "ps_windows_at": (c_void_p, (c_void_p, c_size_t, c_size_t)),
+    "ps_windows_delete": (None, (c_void_p,)),
+    "ps_group_arenas": (None, (c_uint64, POINTER(c_void_p), c_size_t, c_int, c_size_t)),
+    "ps_group_allocate": (c_void_p, (c_uint64, c_size_t)),
+    "ps_group_leave": (None, (c_uint64,)),
+    "ps_group_fail": (None, (c_uint64, c_int, c_int)),
+    "ps_group_note_end": (None, (c_uint64, c_int)),
+    "ps_group_doom": (None, (c_uint64,)),
+    "ps_group_be_part": (None, (c_uint64,)),
+    "ps_group_has_left": (c_int, (c_uint64, c_int)),
+    "ps_group_close": (None, (c_uint64,)),
+    "ps_group_failure": (None, (c_uint64, POINTER(c_int64))),
+    "ps_served_traffic": (None, (c_char_p, POINTER(c_uint64))),
+    "ps_served_next": (c_uint64, (c_char_p,)),
+    "ps_served_records": (c_int, ()),
+    "ps_served_recorded": (None, (c_char_p, POINTER(c_int64))),
+    "ps_serve": (None, (c_char_p, c_uint64)),
+    "ps_stop_serving": (None, (c_char_p,)),
+    "ps_call_as": (None, (c_int,)),
+    "ps_group_enter": (c_int, (c_uint64,)),
+    "ps_group_exit": (None, (c_uint64,)),
+    "ps_group_is_busy": (c_int, (c_uint64,)),
+    "ps_announce": (c_int, (*_CALL, c_int)),
+    "ps_compare": (c_int, _CALL),
+    "ps_barrier": (c_int, _CALL),
+    "ps_all_reduce": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
+    "ps_reduce_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_int)),
+    "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
+    "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
+    "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),
+    "ps_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int)),
+    "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
+    "ps_all_reduce_add_rms_norm": (c_int, (*_CALL, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),
+    "ps_reduce": (c_int, (c_char_p, POINTER(c_void_p), c_int, POINTER(c_void_p), c_int, c_size_t, c_int, c_int)),
+    **queue_library.FUNCTIONS,
+}
+
+
+_restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
+
+
+class NativeUnavailableError(Exception):
+    """The library can't be had; the text says why, for `explain()`. Never leaves this package."""
+
+
+class NativeLibrary:
+    """The loaded library: its functions as attributes (`library.ps_all_reduce`), and what is known of it."""
+
+    def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
+        self.has_ops = has_ops
+        """Whether the registered ops' CPU kernels are in it; else they go through Python."""
+        self.note = note
+        """Why it has no ops, for `explain()`."""
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        if self._library.ps_version() != _VERSION:
+            raise BuildError(f"{path} has version {self._library.ps_version()}, not {_VERSION}; remove it")
+        names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
+        functions = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
+        self._library.ps_set_interpreter(*functions, threading.main_thread().ident)
+
+    def raise_interruption(self) -> None:
+        """Raises what a signal's handler raised, KeyboardInterrupt mostly, while a call was sleeping; if anything."""
+        told = (c_void_p * 3)()
+        self._library.ps_take_exception(told)
+        if told[0]:
+            _restore_error(*told)  # raises, because an error is set then
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the compiled library has no function {name!r}")
+
+
+def load() -> NativeLibrary:
+    """The library with its functions' types; compiles it where that hasn't been done. Raises NativeUnavailableError."""
+    found = _load()
+    if isinstance(found, str):
+        raise NativeUnavailableError(found)
+    return found
+
+
+@functools.cache
+def _load() -> NativeLibrary | str:
+    if sys.platform != "linux":
+        return f"the compiled library needs Linux, and this is {sys.platform}"
+    problem = f"{settings.BUILD.name} is plain"
+    if settings.BUILD.get() != "plain":
+        full = _try(native_build.full_recipe, has_ops=True)
+        if isinstance(full, NativeLibrary):
+            return full
+        problem = full
+    plain = _try(native_build.plain_recipe, has_ops=False, note=problem)
+    # A choice of the user's is no news to him. Of a host's ranks the first tells, where the launcher numbers them.
+    chosen = settings.BUILD.get() != "auto" or os.environ.get("LOCAL_RANK", "0") != "0"
+    level = logging.INFO if chosen else logging.WARNING
+    if isinstance(plain, NativeLibrary):
+        logger.log(level, "the registered ops go through Python, which takes microseconds longer a call: %s", problem)
+    return plain
+
+
+def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
+    """The library of one recipe, or why it can't be had."""
+    try:
+        path, problem = _have(recipe())
+        return problem if path is None else NativeLibrary(path, has_ops, note)
+    except (OSError, AttributeError, BuildError, CacheError) as error:
+        return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
+
+
+def _have(recipe: Recipe) -> tuple[Path | None, str]:
+    """Where the library of a recipe is, compiled now if need be; or why it can't be had."""
+    packaged = _PACKAGED / recipe.packaged_name
+    if packaged.exists() and native_build.is_current(packaged):
+        return packaged, ""
+    target = build_cache.cache_folder() / f"{recipe.digest()}.so"
+    build_cache.check_owner(target.parent)
+    flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
+    if flaw is None:
+        return target, ""
+    if settings.BUILD.get() == "never":
+        return None, f"{flaw}, and {settings.BUILD.name} is never"
+    compiler = native_build.find_compiler()
+    if compiler is None:
+        return None, "there is no C++ compiler (c++, g++, clang++ or $CXX) to build it with"
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    build_cache.check_owner(target.parent)
+    asked_s = time.time()
+    with build_cache.locked(target.with_suffix(".lock")) as lock:
+        if not target.exists() or build_cache.flaw_of(target) is not None:
+            return _compile(recipe, target, compiler, lock, asked_s)
+    return target, ""
+
+
+def _compile(
+    recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float
+) -> tuple[Path | None, str]:
+    """One process compiles, under the lock; those that wait for it, or come soon after, hear why it failed.
+
+    The lock's file has the last failure. Its block is taken before the compiler runs: on a full disk there is none
+    left to say so, and without a word each rank would try for itself.
+    """
+    failure = _last_failure(lock)
+    if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
+        age = max(0.0, time.time() - failure["at_s"])
+        return None, f"{failure['reason']} (tried {age:.0f} s ago; remove {lock.name} to have it tried at once)"
+    _prune(target)
+    _write(lock, b"")
+    logger.warning("compiling %s, once for this machine and torch (%s=never forbids)", recipe.what, settings.BUILD.name)
+    try:
+        native_build.compile_library(recipe, target, compiler, build_cache.seal)
+    except (BuildError, OSError) as error:
+        told = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
+        _write(lock, json.dumps(told).encode())
+        return None, str(error)
+    return target, ""
+
+
+def _write(lock: IO[bytes], content: bytes) -> None:
+    lock.seek(0)
+    lock.write(content[:_FAILURE_BYTES].ljust(_FAILURE_BYTES))
+    lock.flush()
+
+
+def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
+    lock.seek(0)
+    try:
+        found = json.loads(lock.read(_FAILURE_BYTES))
+        return found if isinstance(found["at_s"], float) and isinstance(found["reason"], str) else None
+    except (ValueError, KeyError, TypeError):  # none, or one that was broken off
+        return None
+
+
+def _prune(target: Path) -> None:
+    """Removes what compiles left that were broken off, and libraries that nobody has loaded for long.
+
+    Called under the lock of `target`: a folder of its name is nobody's any more. A library that a process has loaded
+    stays mapped there; whoever wants a removed one again compiles it.
+    """
+    now = time.time()
+    for path in target.parent.iterdir():
+        with contextlib.suppress(OSError):
+            info = path.stat()
+            unused_s = now - max(info.st_atime, info.st_mtime)
+            name = path.name
+            if path.is_dir():
+                left = name.startswith(f"{target.stem}{native_build.BUILD_FOLDER}")
+                if left or ((native_build.BUILD_FOLDER in name or name.startswith("tmp")) and unused_s > _STALE_S):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif path.suffix in (".so", ".lock", ".cubin") and unused_s > _UNUSED_S and path.stem != target.stem:
+                path.unlink()

@@ -1,0 +1,298 @@
+"""The C++ collectives of those ranks of a group that share a host: one call each, and what became of it as an error."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from device_communicators.cpu.native import NativeLibrary
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupDestroyedError,
+    PeerDiedError,
+    UsageError,
+)
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, overlap_error
+
+_TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
+_TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
+                 11: "bool", 15: "bfloat16"}  # fmt: skip
+"""c10::ScalarType."""
+OUTSIDE = 64
+"""`kOutside` in csrc/liveness.h."""
+_REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
+    _TIMED_OUT: (CollectiveTimeoutError, "timed out"),
+    _MISMATCH: (CollectiveMismatchError, "met another call than its own"),
+    _INTERRUPTED: (CommunicationError, "was interrupted by a signal"),
+    _UNMAPPED: (CommunicationError, "had no address space left (ulimit -v) to map a tensor"),
+}
+_COUNTED = (
+    "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",
+    "all_reduce_add_rms_norm",
+)  # fmt: skip
+"""In the order of `Counted` in csrc/handle.h."""
+DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.uint8: 8,
+}
+"""Numbers of `Dtype` in csrc/reduce.h."""
+_PARTS = 64
+"""kMaxRanks of csrc/tuning.h."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """A group as far as shared memory needs to know it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global, in group order."""
+    rank: int
+    """This process' position in `ranks`."""
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, rank {self.rank} of {len(self.ranks)}"
+
+
+class NativeGroup:
+    """The C++ collectives of the ranks of one host; ranks here are positions among them."""
+
+    def __init__(self, library: NativeLibrary, number: int, members: Members, local_ranks: tuple[int, ...]) -> None:
+        self.library = library
+        self.number = number
+        self.members = members
+        self.local_ranks = local_ranks
+        """Ranks in the group, ascending."""
+        self._served: set[str] = set()
+        self._failed_with = _FAILED
+        if len(local_ranks) < len(members.ranks):
+            library.ps_group_be_part(number)
+
+    @property
+    def size(self) -> int:
+        return len(self.local_ranks)
+
+    @property
+    def rank(self) -> int:
+        return self.local_ranks.index(self.members.rank)
+
+    def call(self, operation: str, *args: Any, told: UserCall | None = None) -> None:
+        """Calls `ps_<operation>`, told to the others as `told` or as what this thread is in; raises what became of it.
+
+        Raises UsageError while another call is under way.
+        """
+        told = told or current(operation)
+        begin_sending()
+        started = time.monotonic()
+        status = getattr(self.library, f"ps_{operation}")(self.number, told.word, told.packed_shape, *args)
+        if status == _INTERRUPTED:
+            self.library.raise_interruption()
+        if status != 0:
+            raise self.failure(status, told.method, time.monotonic() - started)
+
+    def enter(self, operation: str) -> None:
+        """Keeps other threads from beginning a call until `exit`; UsageError while another call is under way."""
+        if self.library.ps_group_enter(self.number) == _BUSY:
+            raise overlap_error(operation, str(self.members))
+
+    def exit(self) -> None:
+        self.library.ps_group_exit(self.number)
+
+    @property
+    def is_busy(self) -> bool:
+        """Returns True while a call is under way."""
+        return bool(self.library.ps_group_is_busy(self.number))
+
+    def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError:
+        members = self.members
+        if status == _CLOSED:
+            return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")
+        if status == _BUSY:
+            return overlap_error(operation, str(members))
+        told = (ctypes.c_int64 * (7 + 2 * (3 + _PARTS)))()
+        self.library.ps_group_failure(self.number, told)
+        if status == _PEER_DIED and told[0] == OUTSIDE:
+            return outsider_died(operation, elapsed_s, members)
+        place, elapsed_us, reporter, *misfit = told[:7]
+        suspect = members.ranks[self.local_ranks[place]] if place >= 0 else -1
+        elapsed_s = max(elapsed_s, elapsed_us / 1e6)
+        facts: dict[str, Any] = {
+            "group": members.name,
+            "operation": operation,
+            "rank": members.rank,
+            "suspect_ranks": (suspect,),
+            "elapsed_s": elapsed_s,
+            "timeout_s": members.timeout_s,
+        }
+        lost = "The group can't be used further"
+        if reporter >= 0:
+            return given_up(status, members.ranks[self.local_ranks[reporter]], facts, members)
+        if status == _INTERRUPTED:
+            return CommunicationError(
+                f"an earlier call of {members} was interrupted by a signal, so that this rank has left the others in "
+                f"it. {lost}; destroy it and initialise again",
+                **facts,
+            )
+        self._failed_with = status
+        if status == _UNMAPPED:
+            return CommunicationError(
+                f"{operation} of {members}: this process has no address space left (ulimit -v) to map another rank's "
+                f"tensor. {lost}; allow more, or set PARALLEL_STATE_SYMMETRIC_BYTES=0 on all ranks",
+                **facts,
+            )
+        if status == _TIMED_OUT:
+            return CollectiveTimeoutError(
+                f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {members.timeout_s:g} s): "
+                f"global rank {suspect} has not come. {lost}; look at that rank (its log, `py-spy dump`), or raise "
+                "the timeout",
+                **facts,
+            )
+        if status == _PEER_DIED:
+            return PeerDiedError(
+                f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} has ended. {lost}; "
+                "look at that rank's log",
+                **facts,
+            )
+        difference = self._difference(list(told), suspect, misfit)
+        return CollectiveMismatchError(
+            f"{operation} of {members} met another call: {difference}. {lost}; make the same calls in the same order "
+            "on every rank",
+            **facts,
+        )
+
+    def _difference(self, told: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
+        """What the failure that `told` is of says of this rank's call and the suspect's."""
+        src, dst, sent, expected = misfit
+        if src >= 0:
+            ranks = [self.members.ranks[self.local_ranks[place]] for place in (src, dst)]
+            return (
+                f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} bytes to global rank "
+                f"{ranks[1]}, which expects {expected}"
+            )
+        own, other = (
+            in_words(word, shape, parts[:count])
+            for word, shape, count, *parts in (told[7 : 10 + _PARTS], told[10 + _PARTS :])
+        )
+        return f"this rank is in {own}, global rank {suspect} in {other}"
+
+    def serve(self, key: str) -> None:
+        """Lets the registered ops that are called with `key` come here without Python, where the library has them."""
+        if self.library.has_ops:
+            self._served.add(key)
+            self.library.ps_serve(key.encode(), self.number)
+
+    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
+        """Undoes `serve`; returns what `traffic` would have."""
+        told = self.traffic(key)
+        if key in self._served:
+            self._served.remove(key)
+            self.library.ps_stop_serving(key.encode())
+        return told
+
+    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        """Calls and bytes of what the registered ops carried without Python, by operation."""
+        if key not in self._served:
+            return {}
+        told = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
+        self.library.ps_served_traffic(key.encode(), told)
+        return {name: (told[2 * i], told[2 * i + 1]) for i, name in enumerate(_COUNTED) if told[2 * i]}
+
+    def next_operation(self, key: str) -> int:
+        """The number of an operation that doesn't come by itself, among those that do."""
+        return int(self.library.ps_served_next(key.encode()))
+
+    def operations(self, key: str) -> list[Operation]:
+        """The last ones that the registered ops carried without Python."""
+        count = self.library.ps_served_records()
+        told = (ctypes.c_int64 * (12 * count))()
+        self.library.ps_served_recorded(key.encode(), told)
+        found = []
+        for start in range(0, 12 * count, 12):
+            sequence, operation, dtype, dims, started_us, ended_us, *sizes = told[start : start + 12]
+            if sequence:
+                found.append(
+                    Operation(
+                        sequence,
+                        _COUNTED[operation],
+                        _TORCH_DTYPES.get(dtype, f"dtype {dtype}") if operation != _COUNTED.index("barrier") else "",
+                        tuple(sizes[: min(dims, len(sizes))]) if operation != _COUNTED.index("barrier") else (),
+                        started_us / 1e6,
+                        ended_us / 1e6 or None,
+                    )
+                )
+        return found
+
+    def give_up(self, error: CommunicationError) -> None:
+        """Tells the ranks of this host that this one has failed: they needn't wait for it until their deadline."""
+        kinds = {CollectiveTimeoutError: _TIMED_OUT, CollectiveMismatchError: _MISMATCH}
+        kind = self._failed_with if self._failed_with in (_INTERRUPTED, _UNMAPPED) else _FAILED
+        local = {self.members.ranks[rank]: place for place, rank in enumerate(self.local_ranks)}
+        suspect = next((local[rank] for rank in error.suspect_ranks if rank in local), -1)
+        self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
+
+    def note_end(self, rank: int) -> None:
+        """Ends the waits of this process for a rank of the group, on this host, whose end it heard of elsewhere."""
+        self.library.ps_group_note_end(self.number, self.local_ranks.index(rank))
+
+    def doom(self) -> None:
+        """Ends all waits of this process in the group, and fails its calls: a rank of its failure domain has died."""
+        self.library.ps_group_doom(self.number)
+
+    def leave(self) -> None:
+        """Says that this rank goes on purpose, so that its end is no death to the others."""
+        self.library.ps_group_leave(self.number)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of the group, which is on this host, went on purpose."""
+        return bool(self.library.ps_group_has_left(self.number, self.local_ranks.index(rank)))
+
+    def close(self) -> None:
+        """The memory goes with the last call that is still under way. Twice is fine."""
+        for key in list(self._served):
+            self.stop_serving(key)
+        self.leave()
+        self.library.ps_group_close(self.number)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def outsider_died(operation: str, elapsed_s: float, members: Members) -> PeerDiedError:
+    """Returns the error for a death outside of the group; the route, which knows of deaths, says whose."""
+    return PeerDiedError(
+        f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside of the group, but of its failure "
+        "domain, has ended. The group can't be used further; look at that rank's log",
+        group=members.name,
+        operation=operation,
+        rank=members.rank,
+        elapsed_s=elapsed_s,
+        timeout_s=members.timeout_s,
+    )
+
+
+def given_up(status: int, reporter: int, facts: dict[str, Any], members: Members) -> CommunicationError:
+    """The error for an operation that waited for a rank that had failed itself: global rank `reporter`."""
+    kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
+    (suspect,) = facts["suspect_ranks"]
+    about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
+    return kind(
+        f"{facts['operation']} of {members} failed after {facts['elapsed_s']:.3f} s: global rank {reporter} gave up, "
+        f"because it {what}{about}. The group can't be used further; look at that rank's log",
+        **{**facts, "suspect_ranks": (suspect if suspect >= 0 else reporter,)},
+    )

@@ -1,0 +1,181 @@
+"""CPU tensors of a group whose ranks are all on one host, over its segment: the collectives of `csrc/group.h`.
+
+Whether the group has one is decided when it is made (`host_memory`); where it has none `explain()` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from device_communicators.cpu.channels import Channels
+from device_communicators.cpu.native_group import DTYPES
+from device_communicators.errors import UnsupportedError
+from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Work
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.routing.user_call import REDUCE_OPS, begin_sending
+
+_POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
+
+
+class SharedMemoryCommunicator(Communicator):
+    """The ranks of one host around one segment."""
+
+    name = "shared_memory"
+    tells_sending = True
+
+    def __init__(self, context: GroupContext) -> None:
+        super().__init__(context)
+        if context.host_memory is None or context.host_memory.collectives is None:
+            raise UnsupportedError(f"{context} has no shared memory")
+        self._group = context.host_memory.collectives
+        self._channels = context.host_memory.channels
+        self._sizes = ctypes.c_size_t * context.size
+        self._pointers = ctypes.c_void_p * context.size
+
+    def refusal(self, request: Request) -> str | None:
+        if request.device_type != "cpu":
+            return f"a tensor on {request.device_type}"
+        if request.operation in _POINT_TO_POINT and self._channels is None:
+            return "it has no send and recv"
+        if request.operation in REDUCING and request.dtype is not None:
+            return reduction_refusal(request.dtype, request.reduce_op)
+        return None
+
+    def __str__(self) -> str:
+        return f"CPU tensors over a shared segment: {self.context.host_memory}"
+
+    @property
+    def has_native_ops(self) -> bool:
+        memory = self.context.host_memory
+        return self._group.library.has_ops and (memory is None or not memory.debug)  # debug mode compares in Python
+
+    def serve_ops(self, key: str) -> None:
+        self._group.serve(key)
+
+    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
+        return self._group.stop_serving(key)
+
+    def served_traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        return self._group.traffic(key)
+
+    def next_served(self, key: str) -> int:
+        return self._group.next_operation(key)
+
+    def served_operations(self, key: str) -> list[Operation]:
+        return self._group.operations(key)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if x.dim() == 0:
+            return super().all_gather(x, dim)
+        x = x.contiguous()
+        shape = list(x.shape)
+        shape[dim] *= self.context.size
+        out = x.new_empty(shape)
+        outer = x.shape[:dim].numel() if x.numel() else 1
+        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
+        return out
+
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
+        x = x.contiguous()
+        shape = list(x.shape)
+        shape[dim] //= self.context.size
+        out = x.new_empty(shape)
+        self._reduce_scatter(out, x, x.shape[:dim].numel() if x.numel() else 1, reduce_op)
+        return out
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, outer: int, reduce_op: str) -> None:
+        wide_out, op, narrow = _supported(out, reduce_op)
+        wide_x, _, _ = _supported(x, reduce_op)
+        inner = wide_out.numel() // outer
+        self._group.call(
+            "reduce_scatter",
+            wide_out.data_ptr(),
+            wide_x.data_ptr(),
+            outer,
+            inner,
+            DTYPES[wide_out.dtype],
+            REDUCE_OPS[op],
+        )
+        if narrow is not None:
+            narrow.copy_(wide_out)
+
+    def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        if x.dtype not in DTYPES or not x.is_contiguous():
+            return super().all_reduce(x, reduce_op)
+        out = torch.empty_like(x)
+        self._group.call("all_reduce", out.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[reduce_op])
+        return out
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        wide, op, narrow = _supported(x, reduce_op)
+        self._group.call(
+            "all_reduce", wide.data_ptr(), wide.data_ptr(), wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[op]
+        )
+        if narrow is not None:
+            narrow.copy_(wide)
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        self._reduce_scatter(out, x, 1, reduce_op)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        outs[self.context.rank].copy_(x)
+        self._gatherv([out.data_ptr() or 1 for out in outs], [out.nbytes for out in outs], x)
+
+    def _gatherv(self, outs: Sequence[int | None], sizes: Sequence[int], x: Tensor) -> None:
+        self._group.call("gatherv", self._pointers(*outs), self._sizes(*sizes), x.data_ptr())
+
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        pointers = [None] * self.context.size if out is None else [block.data_ptr() or 1 for block in out.unbind(0)]
+        self._gatherv(pointers, [x.nbytes] * self.context.size, x)
+        if out is not None:
+            out[self.context.rank].copy_(x)
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        self._group.call("scatter", out.data_ptr(), None if x is None else x.data_ptr(), out.nbytes, src)
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        row_bytes = x.dtype.itemsize * (x[0:1].numel() if x.shape[0] else out[0:1].numel())
+        self._group.call(
+            "all_to_all",
+            out.data_ptr(),
+            x.data_ptr(),
+            self._sizes(*(rows * row_bytes for rows in output_splits)),
+            self._sizes(*(rows * row_bytes for rows in input_splits)),
+        )
+
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        self._group.call("broadcast", x.data_ptr(), x.nbytes, src)
+        return DONE
+
+    def barrier(self) -> None:
+        self._group.call("barrier")
+
+    def send(self, x: Tensor, dst: int) -> None:
+        x = x.contiguous()
+        self._queues(self.context.tag(0)).send(x, dst)
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        return self._queues(tag).isend(x, dst)
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        return self._queues(tag).irecv_(out, src)
+
+    def _queues(self, tag: int) -> Channels:
+        """Messages have queues of their own: only plain tensors come this way."""
+        begin_sending()
+        if self._channels is None or tag != self.context.tag(0):
+            raise UnsupportedError(f"{self.context}: shared memory has no transfers of tag {tag}")
+        return self._channels
+
+
+def _supported(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
+    """`x` in a dtype that the kernels reduce, the op to use on it, and where to copy the result if it isn't a view."""
+    return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)

@@ -1,0 +1,241 @@
+"""A group's hosts as one rank sees them: who is where, what its own host does in shared memory, and how leaders tell.
+
+No operation of the group is here: `hierarchical` puts them together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.native_group import DTYPES
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    HostUnreachableError,
+    PeerDiedError,
+    format_ranks,
+)
+from device_communicators.hierarchical.leaders import DIRECT_BYTES, Leaders, Transfer, mismatch_error
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.user_call import REDUCE_OPS, UserCall
+
+PIECE_BYTES = 4 << 20
+"""What is passed on to a host's ranks at a time, while the next is on its way."""
+
+_KINDS: tuple[type[CommunicationError], ...] = (
+    CommunicationError, CollectiveTimeoutError, PeerDiedError, HostUnreachableError, CollectiveMismatchError,
+)  # fmt: skip
+"""As leaders tell them, by number; 0 would be that all went well."""
+_MISMATCH = _KINDS.index(CollectiveMismatchError) + 1
+_WORDS_BYTES = 16384
+
+
+class Hosts:
+    """Ranks by host, in the order of the hosts' first ranks, which lead them; one's own host is `host`.
+
+    Blocks of all ranks lie *by host*: those of a host side by side, `blocks[h]`, one's own at `mine`.
+    """
+
+    def __init__(self, context: GroupContext, memory: HostMemory) -> None:
+        self.context = context
+        self.ranks = memory.hosts
+        self.host = next(index for index, ranks in enumerate(self.ranks) if context.rank in ranks)
+        self.leaders = Leaders(context, [ranks[0] for ranks in self.ranks], self.host)
+        self.is_leader = self.leaders.is_leader
+        order = [rank for ranks in self.ranks for rank in ranks]
+        starts = [sum(map(len, self.ranks[:host])) for host in range(len(self.ranks) + 1)]
+        self.blocks = [slice(start, stop) for start, stop in pairwise(starts)]
+        self.mine = self.blocks[self.host]
+        self.in_order = order == list(range(context.size))
+        self._order = torch.tensor(order)
+        self.places = self._order.argsort()
+        """Where the block of rank r lies."""
+        self._local = memory.collectives
+        self._operation = ""
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"host {host}: ranks {format_ranks(ranks)}{' (this one)' if host == self.host else ''}"
+            for host, ranks in enumerate(self.ranks)
+        )
+
+    def begin(self, call: UserCall, *facts: object) -> None:
+        self._operation = call.method
+        self.leaders.begin(call, *facts)
+
+    def abandon(self, failure: CommunicationError) -> None:
+        """After a failure: ranks of other hosts that wait for this one's leader needn't wait until their deadline."""
+        if isinstance(failure, CollectiveMismatchError) and self.is_leader:
+            self.leaders.tell(failure)
+        elif isinstance(failure, CollectiveMismatchError):  # nor those who have gone on, and wait for this rank itself
+            self.leaders.abandon(rank for rank in range(self.context.size) if rank != self.context.rank)
+        elif self.is_leader:
+            self.leaders.abandon()
+
+    def agree(self) -> None:
+        """Compares the hosts' calls; on every rank, once a call, before what is large travels."""
+        self.between(self.leaders.agree)
+
+    def by_host(self, blocks: Tensor) -> Tensor:
+        """Blocks of all ranks in rank order, by host."""
+        return blocks if self.in_order else blocks[self._order]
+
+    # Within the host. One that is alone there has what there is to have.
+
+    def all_reduce(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        if self._local is not None:
+            self._local.call(
+                "all_reduce", out.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[reduce_op]
+            )
+        elif out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        if self._local is not None:
+            self._local.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
+        else:
+            out.view(-1).copy_(x)
+
+    def scatter(self, out: Tensor, blocks: Tensor) -> None:
+        """Each rank's of the leader's blocks."""
+        if self._local is not None:
+            self._local.call("scatter", out.data_ptr(), blocks.data_ptr() if self.is_leader else None, out.nbytes, 0)
+        else:
+            out.copy_(blocks.view(-1))
+
+    def broadcast(self, x: Tensor, src: int | None = None) -> None:
+        """The leader's `x`, or that of `src`, a rank of the host."""
+        if self._local is not None and x.numel():
+            place = 0 if src is None else self.ranks[self.host].index(src)
+            self._local.call("broadcast", x.data_ptr(), x.nbytes, place)
+
+    # Between hosts.
+
+    def between(self, transfer: Callable[[], object]) -> None:
+        """The leader's `transfer`, and on every rank of its host what came of it."""
+        failure: Exception | None = None
+        if self.is_leader:
+            try:
+                transfer()
+            except Exception as error:
+                failure = error
+        if self._local is not None:
+            told = (ctypes.c_int64 * 2)(*_told(failure))
+            self._local.call("broadcast", ctypes.addressof(told), ctypes.sizeof(told), 0)
+            if told[0] == _MISMATCH:
+                what = self._disagreement()
+                if not self.is_leader:
+                    raise mismatch_error(self.context, self._operation, *what)
+            elif told[0] and not self.is_leader:
+                raise self._told_failure(told[0], told[1])
+        if failure is not None:
+            raise failure
+
+    def broadcast_from(self, x: Tensor, src: int) -> None:
+        """`src` gives bytes `x` to its own host and, along a tree, to the leaders of others, who pass them on."""
+        root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
+        leaders = self.leaders
+        if x.nbytes <= DIRECT_BYTES:  # in the frames
+            if root == self.host:
+                self.broadcast(x, src)
+                self.between(lambda: leaders.exchange(dict.fromkeys(leaders.others, x), {}))
+            else:
+                self.between(lambda: leaders.exchange({}, {root: x}))
+                self.broadcast(x)
+            return
+        self.agree()
+        parent, children = leaders.tree(root)
+        pieces = x.split(PIECE_BYTES)
+        if parent is None:
+            sends = self._sends(pieces, children) if self.context.rank == src else []
+            self.broadcast(x, src)
+            leaders.wait_for(sends)
+        else:
+            source = src if parent == root else leaders.leaders[parent]
+            receives = [leaders.recv(piece, source) for piece in pieces] if self.is_leader else []
+            leaders.wait_for(self._pass_on(pieces, receives, children))
+
+    def share(self, blocks: Tensor) -> None:
+        """Gives all ranks the blocks of bytes, by host, of which each host has its own."""
+        leaders = self.leaders
+        whole = [blocks[block].view(-1) for block in self.blocks]
+        if max(block.nbytes for block in whole) <= DIRECT_BYTES:  # in the frames
+            others = leaders.others
+            sent, received = dict.fromkeys(others, whole[self.host]), {host: whole[host] for host in others}
+            self.between(lambda: leaders.exchange(sent, received))
+            for host in others:
+                self.broadcast(whole[host])
+            return
+        self.agree()
+        theirs = [(host, whole[host].split(PIECE_BYTES)) for host in leaders.others]
+        pieces = [piece for _, split in theirs for piece in split]
+        receives: list[Transfer] = []
+        sends: list[Transfer] = []
+        if self.is_leader:
+            # Receives first: gloo has the other side send by a word on the same connection, behind what goes there.
+            receives = [leaders.recv(piece, leaders.leaders[host]) for host, split in theirs for piece in split]
+            sends = self._sends(whole[self.host].split(PIECE_BYTES), leaders.others)
+        self._pass_on(pieces, receives)
+        leaders.wait_for(sends)
+
+    def _sends(self, pieces: Sequence[Tensor], hosts: Sequence[int]) -> list[Transfer]:
+        return [self.leaders.send(piece, self.leaders.leaders[host]) for piece in pieces for host in hosts]
+
+    def _pass_on(
+        self, pieces: Sequence[Tensor], receives: Sequence[Transfer], children: Sequence[int] = ()
+    ) -> list[Transfer]:
+        """The leader gives each piece to its host once it is there, and on to `children`; returns these transfers."""
+        sends: list[Transfer] = []
+        for number, piece in enumerate(pieces):
+            self.between(lambda number=number: self.leaders.wait_for([receives[number]]))  # type: ignore[misc]
+            if self.is_leader:
+                sends += self._sends([piece], children)
+            self.broadcast(piece)
+        return sends
+
+    def barrier(self) -> None:
+        """Ranks come to their host's barrier, leaders to each other; that the leader is back lets its host go."""
+        if self._local is not None:
+            self._local.call("barrier")
+        self.agree()
+
+    def _disagreement(self) -> tuple[str, list[int]]:
+        """What the leader found the hosts' calls to be, on every rank of its host."""
+        words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
+        if self.is_leader:
+            mine = json.dumps(self.leaders.disagreement).encode()[:_WORDS_BYTES]
+            words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self.broadcast(words)
+        what, suspects = json.loads(words.numpy().tobytes().rstrip(b"\0"))
+        return what, suspects
+
+    def _told_failure(self, kind: int, suspect: int) -> CommunicationError:
+        context = self.context
+        leader = context.ranks[self.ranks[self.host][0]]
+        where = f", with global rank {suspect}" if suspect >= 0 else ""
+        return _KINDS[kind - 1 if 0 < kind <= len(_KINDS) else 0](
+            f"{self._operation} of {context} failed between hosts{where}, as global rank {leader} tells, which "
+            "speaks for this host and knows more. The group can't be used further",
+            group=context.name,
+            operation=self._operation,
+            rank=context.rank,
+            suspect_ranks=(suspect,) if suspect >= 0 else (),
+            timeout_s=context.timeout_s,
+        )
+
+
+def _told(failure: Exception | None) -> tuple[int, int]:
+    """A failure in two numbers: its kind, and the global rank that it is about."""
+    if failure is None:
+        return 0, -1
+    kind = next((number for number, kind in enumerate(_KINDS, 1) if type(failure) is kind), 1)
+    suspects = getattr(failure, "suspect_ranks", ())
+    return kind, suspects[0] if suspects else -1

@@ -1,0 +1,243 @@
+"""Limits of the process, the user and the machine: which one an error ran into, how much there was, what to change.
+
+The system says "Too many open files" and leaves the rest to guessing; torch and gloo pass that on as text. Here it
+becomes one sentence. Who raises, and what it falls back to, is decided where it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+from collections.abc import Iterator
+
+from device_communicators.errors import ParallelStateError, ResourceLimitError
+
+logger = logging.getLogger("parallel_state")
+
+_MOST_DESCRIPTORS = 65_536
+"""Enough for 13,000 groups. Some containers allow 10⁹, and programs that close all there may be take minutes then."""
+_TEXTS = {
+    "Too many open files": errno.EMFILE,
+    "can't start new thread": errno.EAGAIN,
+    "Resource temporarily unavailable": errno.EAGAIN,
+    "Cannot allocate memory": errno.ENOMEM,
+    "std::bad_alloc": errno.ENOMEM,
+    "No space left on device": errno.ENOSPC,
+    "Disk quota exceeded": errno.EDQUOT,
+    "File too large": errno.EFBIG,
+}
+"""By which errors that bring no number, as those of torch, gloo and threads, are known."""
+_FOLDERS = "/dev/shm", "/tmp"
+
+
+def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
+    """Returns what ran out, by an error or what caused it; None where nothing did.
+
+    `folder`: where files were written, for errors that don't name one.
+    """
+    for each in _chain(error):
+        number = _number(each)
+        if number is not None:
+            path = getattr(each, "filename", None) or folder
+            return _describe(number, path if isinstance(path, str | os.PathLike) else None)
+    return None
+
+
+def name_shortage(error: BaseException, doing: str) -> BaseException:
+    """Returns ResourceLimitError for an error of others that came of a shortage; each other one as it is.
+
+    Where one of the library's own was caused by a shortage, its text gets that added.
+    """
+    found = shortage(error)
+    if found is None or isinstance(error, ResourceLimitError):
+        return error
+    if isinstance(error, ParallelStateError):
+        if found.partition(":")[0] in str(error):
+            return error
+        error.args = (f"{error.args[0]}. {found}",)
+        return error
+    if not isinstance(error, Exception):
+        return error
+    made = ResourceLimitError(f"{doing} failed ({_first_line(error)}): {found}")
+    made.__cause__ = error
+    return made
+
+
+def with_shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str:
+    """Returns an error's text, with what ran out, if something did."""
+    found = shortage(error, folder)
+    return str(error) if found is None else f"{error}; {found}"
+
+
+@contextlib.contextmanager
+def naming_shortages(doing: str) -> Iterator[None]:
+    """Raises what `name_shortage` makes of an error in the block."""
+    try:
+        yield
+    except Exception as error:
+        named = name_shortage(error, doing)
+        if named is error:
+            raise
+        raise named from error
+
+
+def need_descriptors(count: int, doing: str) -> None:
+    """Raises ResourceLimitError where fewer are free.
+
+    gloo ends the process where it can't accept a connection, so this is asked before.
+    """
+    with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
+        first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        spare.callback(os.close, first)
+        for _ in range(count - 1):
+            spare.callback(os.close, os.dup(first))
+
+
+def in_force() -> str:
+    """Returns this process's limits, for errors of processes that it can't ask."""
+    return (
+        f"here a process may have {_limit(resource.RLIMIT_NOFILE)} descriptors (`ulimit -n`) and map "
+        f"{_limit(resource.RLIMIT_AS)} bytes (`ulimit -v`), and the user {_limit(resource.RLIMIT_NPROC)} processes "
+        "and threads (`ulimit -u`)"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).partition("\n")[0].encode("ascii", "ignore").decode().strip()
+    return f"{type(error).__name__}: {text}"
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, ParallelStateError) or not isinstance(error, (OSError, RuntimeError)):
+        return None  # the library's own ones have a cause, or have heard it from another rank
+    known = {*_TEXTS.values(), errno.ENFILE}
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in known else None
+    text = str(error)
+    return next((number for words, number in _TEXTS.items() if words in text), None)
+
+
+def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
+    if number == errno.EMFILE:
+        return (
+            f"files ran out: this process may have {_limit(resource.RLIMIT_NOFILE)} descriptors, and has {_open()} "
+            "open; raise the limit (`ulimit -n 4096`)"
+        )
+    if number == errno.ENFILE:
+        return "files ran out: the machine has no more; raise fs.file-max (sysctl), or look for who holds them"
+    if number == errno.EAGAIN:
+        return (
+            f"processes and threads ran out: this user may have {_limit(resource.RLIMIT_NPROC)} in all, and this "
+            f"process may map {_limit(resource.RLIMIT_AS)} bytes, their stacks included; raise the limit (`ulimit -u`, "
+            "`ulimit -v`), or a container's (`--pids-limit`)"
+        )
+    if number == errno.ENOMEM:
+        return (
+            f"memory ran out: this process may map {_limit(resource.RLIMIT_AS)} bytes, and the machine has "
+            f"{_available_bytes() >> 20} MiB available; raise the limit (`ulimit -v`) or free some"
+        )
+    if number == errno.EFBIG:
+        return (
+            f"a file grew too large: this process may write files of {_limit(resource.RLIMIT_FSIZE)} bytes; raise the "
+            "limit (`ulimit -f`)"
+        )
+    return f"space ran out: {_space(path)}; free some, choose another TMPDIR, or give a container more (`--shm-size`)"
+
+
+def _limit(which: int) -> str:
+    soft, _ = resource.getrlimit(which)
+    return "any number of" if soft == resource.RLIM_INFINITY else str(soft)
+
+
+def _open() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sum(_is_open(descriptor) for descriptor in range(min(soft, 65_536)))
+
+
+def _is_open(descriptor: int) -> bool:  # a look into /proc/self/fd would need a descriptor
+    try:
+        os.fstat(descriptor)
+        return True
+    except OSError:
+        return False
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _space(path: str | os.PathLike[str] | None) -> str:
+    told = []
+    for folder in _FOLDERS if path is None else (os.fspath(path),):
+        try:
+            state = os.statvfs(folder)
+        except OSError:
+            continue
+        free, size = state.f_bavail * state.f_frsize >> 10, state.f_blocks * state.f_frsize >> 10
+        told.append(f"{folder} has {free} of {size} KiB free")
+    return ", ".join(told) or str(path)
+
+
+# What a process may have, asked before it is needed.
+
+
+def raise_descriptor_limit() -> None:
+    """Raises the soft limit of open files to the hard one, at most 65,536: a group over gloo takes five or more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (ValueError, OSError) as error:  # macOS has another bound, which it doesn't tell
+        logger.debug("the limit of open files stays at %d: %s", soft, error)
+        return
+    logger.info("raised the soft limit of open files (ulimit -n) from %d to %d, for connections", soft, wanted)
+
+
+def descriptor_shortage(needed: int) -> str:
+    """Returns what is wrong if this process can't open `needed` more files; empty if it can, or can't tell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return ""
+    try:
+        count = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # no /proc
+            return ""
+        count = soft
+    if count + needed <= soft:
+        return ""
+    return (
+        f"it has {count} files open and needs up to {needed} more, and its limit is {soft} (ulimit -n; the hard one is "
+        f"{_bound(hard)}). Destroy groups that aren't needed, or start the ranks with a higher limit"
+    )
+
+
+def describe_address_space() -> str:
+    """Returns how much address space is taken, and how much may be."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            taken_mib = int(file.read().split()[0]) * resource.getpagesize() >> 20
+    except OSError:
+        return f"the limit of address space is {_bound(soft)} bytes (ulimit -v)"
+    allowed = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
+    return f"{taken_mib} MiB of address space are taken; the limit (ulimit -v) is {allowed}"
+
+
+def _bound(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)

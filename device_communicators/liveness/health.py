@@ -1,0 +1,255 @@
+"""Which ranks have ended: one thread per process that watches the others, and a table that waits look at.
+
+Ranks on this host are watched by pidfd, which tells of their end at once; hosts by the heartbeats of `heartbeat`.
+Nobody asks here on a fast path: who waits looks at `deaths_of` between two slices of its wait. A rank that left on
+purpose (`leave` in its own process) is no death: what it owed the others has been sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger("parallel_state")
+
+NEWS_S = 0.5
+"""How long after a transport's own error a death may come to be known: a kernel closes the connections of a process
+before it tells of its end, and on a busy machine some time lies between."""
+NOTICE_S = 0.2
+"""How long after a death an operation may still be completed by what the dead rank sent before."""
+
+_FAREWELL_S = 0.1
+_TOGETHER_S = 0.1
+"""Two that are killed together are told together: a machine with little time to spare ends them one after the other."""
+_HOST_TOGETHER_S = 0.25
+"""The same for ranks of another host, all of which may be ending."""
+
+
+HAS_PIDFDS = hasattr(os, "pidfd_open")
+"""False outside of Linux: there ranks of one host hear of each other's ends as those of several hosts do."""
+
+
+class WakeEvent:
+    """Wakes a thread that polls `fileno()`: an eventfd, or a pipe on systems that have none. Nobody reads it."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self._reader = self._writer = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        else:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def set(self) -> None:
+        os.write(self._writer, (1).to_bytes(8, sys.byteorder))  # what an eventfd takes
+
+    def close(self) -> None:
+        for descriptor in {self._reader, self._writer}:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a rank that nobody expected."""
+
+    rank: int
+    """Global."""
+    reason: str
+    """As in "global rank 3 {reason}"."""
+    certain: bool = True
+    """False for one that is only not heard of, or that gave up."""
+    unreachable: bool = False
+    """True for a rank whose host is not heard of."""
+    at_s: float = field(default_factory=time.monotonic, compare=False)
+    """On the monotonic clock of this host: since when it is known."""
+
+
+class FailureDomain:
+    """The global ranks whose death fails a group: those of its root, or of the replicas that it touches.
+
+    A rank may wait for a live one that has failed in another group and won't come: so the death of any rank with which
+    the group's ranks work together ends its waits.
+    """
+
+    def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
+        """`root`: the name of what the ranks belong to, the same on all of them; the world's is empty.
+
+        `is_root`: whether the group is what its root begins with, so that each part of it is a root of its own.
+        """
+        self.ranks = frozenset(ranks)
+        self.root = root
+        self.is_root = is_root
+
+
+class Farewells:
+    """Who said, through a connection of its own to the store, that it goes on purpose."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def say(self, rank: int) -> None:
+        self._ask(lambda: self._store.set(f"left/{rank}", "1"))
+
+    def said(self, rank: int) -> bool:
+        """False where the store doesn't answer at once: it may have died with the rank."""
+        return bool(self._ask(lambda: self._store.check([f"left/{rank}"])))
+
+    def _ask(self, request: Callable[[], Any]) -> Any:
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, AttributeError):  # no answer; no store
+                answers.append(request())
+
+        thread = threading.Thread(target=ask, daemon=True, name="parallel_state-farewell")
+        thread.start()
+        thread.join(_FAREWELL_S)
+        return answers[0] if answers else None
+
+
+class Watcher:
+    """The ranks of one world, as far as this process can tell that they are gone."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, Death] = {}
+        self._news = threading.Condition()
+        self._processes: dict[int, int] = {}  # pidfd -> global rank
+        self._linked: set[int] = set()
+        self.bound_s = NEWS_S
+        """How long after a connection broke a death may come to be known: over hosts, the heartbeats' limit."""
+        self._has_left: Callable[[int], bool] = lambda rank: False
+        self._thread: threading.Thread | None = None
+        self._wake: WakeEvent | None = None
+        self._pid = os.getpid()
+        self.open_store: Callable[[], Any] | None = None
+        """Gives a connection of its own to the world's store, for questions after a failure."""
+        self.on_death: list[Callable[[], None]] = []
+        """Told of each death, in the thread that noticed it: for waits that can't look here."""
+        self.stalls: Any = None
+        """What this process tells of its long waits."""
+        self.on_close: list[Callable[[], None]] = []
+        """What else feeds the table, and ends with it."""
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank of this host, global, went on purpose."""
+        return self._has_left(rank)
+
+    def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
+        """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
+        self._has_left = has_left
+        for rank, pid in pids.items():
+            try:
+                self._processes[os.pidfd_open(pid)] = rank
+            except ProcessLookupError:
+                self.report(rank, f"(pid {pid}) has ended")
+            except (OSError, AttributeError) as error:  # no pidfds here, or no descriptor: the deadline is left
+                logger.warning("rank %d can't be watched (%s): its end is noticed at deadlines only", rank, error)
+        if self._processes:
+            self._wake = WakeEvent()
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
+            self._thread.start()
+
+    def watches(self, ranks: Iterable[int]) -> bool:
+        """Returns True if the end of each of these ranks would be noticed at once: by its pidfd, or by a link."""
+        return set(ranks) <= set(self._processes.values()) | self._linked
+
+    def explain(self, ranks: Iterable[int]) -> str:
+        """Returns how the ends of these global ranks are noticed where the system has no pidfds; else nothing."""
+        if HAS_PIDFDS:
+            return ""
+        how = "by their connections" if self.watches(ranks) else "by heartbeats"
+        return f"ends of ranks are noticed {how}: {sys.platform} has no pidfds"
+
+    def is_neighbour(self, rank: int) -> bool:
+        """Returns True for a rank of this host whose process is watched: it is dead only if its pidfd says so."""
+        return rank in self._processes.values()
+
+    def link(self, rank: int, up: bool) -> None:
+        """Notes that a connection to a rank of another host tells of its end, or no longer does."""
+        with self._news:
+            self._linked = self._linked | {rank} if up else self._linked - {rank}
+
+    def report(self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False) -> None:
+        """Notes a death; the first reason stays, but a certain one replaces a guess."""
+        with self._news:
+            known = self._deaths.get(rank)
+            if known is not None and (known.certain or not certain):
+                return
+            self._deaths[rank] = Death(rank, reason, certain, unreachable)
+            self._news.notify_all()
+        for hear in list(self.on_death):
+            try:
+                hear()
+            except Exception:  # the others hear of it all the same, and so do all of the next death
+                logger.exception("what hears of the death of rank %d failed", rank)
+
+    def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
+        """Of these global ranks, in the order in which they came to be known. Cheap while nobody died."""
+        if not self._deaths:
+            return []
+        wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
+        return [death for death in list(self._deaths.values()) if death.rank in wanted]
+
+    def deaths(self) -> list[Death]:
+        """Of all ranks of the world that have ended for certain, by rank."""
+        return [death for _, death in sorted(self._deaths.items()) if death.certain]
+
+    def await_death_of(self, ranks: Iterable[int], timeout_s: float) -> list[Death]:
+        """As `deaths_of`, once there is one, or the time is up. More that follow at once are waited for."""
+        ranks = list(ranks)
+        with self._news:
+            self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
+        found = self.deaths_of(ranks)
+        if found:
+            together_s = _TOGETHER_S if all(self.is_neighbour(death.rank) for death in found) else _HOST_TOGETHER_S
+            time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
+        return self.deaths_of(ranks)
+
+    def close(self) -> None:
+        """Ends the thread. Twice is fine."""
+        self.open_store = None  # whose server, if it is this process, must be able to go
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done, the last one first
+            stack.callback(self._end)
+            closing, self.on_close = self.on_close, []
+            for call in closing:
+                stack.callback(call)
+
+    def _end(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None and self._wake is not None and self._pid == os.getpid():
+            self._wake.set()
+            thread.join(1.0)
+        for pidfd in self._processes:
+            with contextlib.suppress(OSError):
+                os.close(pidfd)
+        self._processes = {}
+        self._has_left = lambda rank: False
+        wake, self._wake = self._wake, None
+        if wake is not None:
+            wake.close()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        wake = self._wake.fileno() if self._wake is not None else None
+        processes = dict(self._processes)
+        for descriptor in (wake, *processes):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while processes:
+            for descriptor, _ in poll.poll():
+                if descriptor == wake:
+                    return
+                poll.unregister(descriptor)
+                rank = processes.pop(descriptor)
+                if not self._has_left(rank):
+                    self.report(rank, "has ended")

@@ -1,0 +1,163 @@
+"""A topology as text: the matrix that `nvidia-smi topo -m` draws, a line per GPU, and what is worth a remark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from device_communicators.machine.peer_probe import Pair, Probe
+from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology, spans
+from device_communicators.machine.visible_devices import Device, Visible
+
+_STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), strict=True))
+
+
+def topology_text(topology: Topology, visible: Visible, probes: Mapping[Pair, Probe] | None = None) -> str:
+    """All of it. `probes` by UUIDs; None where nothing was tried."""
+    if topology.problem is not None:
+        return "\n".join([f"GPUs: none. {topology.problem}", *_remarks(topology, visible)])
+    parts = [_heading(topology), _gpu_lines(topology, visible), _matrix(topology), _peers(topology, probes)]
+    remarks = list(_remarks(topology, visible))
+    return "\n\n".join("\n".join(part) for part in [*parts, remarks] if part)
+
+
+def _heading(topology: Topology) -> list[str]:
+    count = len(topology.gpus)
+    models = list(dict.fromkeys(gpu.name or "unknown model" for gpu in topology.gpus))
+    return [
+        f"GPUs: {count} × {models[0]}" if len(models) == 1 else f"GPUs: {count}, {', '.join(models)}",
+        f"driver {topology.driver_version or 'unknown'}, for CUDA {topology.cuda_version or 'unknown'}",
+    ]
+
+
+def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
+    places = {device.uuid: place for place, device in enumerate(visible.devices)}
+    alike = len({gpu.name for gpu in topology.gpus}) == 1  # the heading says which
+    lines = []
+    for gpu in topology.gpus:
+        facts = [gpu.uuid, gpu.pci_id or "PCI id unknown", *([] if alike else [gpu.name or "unknown model"])]
+        if gpu.memory_bytes is not None:
+            facts.append(f"{gpu.memory_bytes / 2**30:.0f} GiB")
+        facts += [_numa(gpu), _links(gpu), *_fabric(gpu)]
+        lines.append(f"GPU{gpu.index}  {', '.join(facts)}; {_cuda(Device(gpu), places)}")
+        lines += [
+            f"      {part.uuid}, {part.name}, instances {part.gpu_instance}/{part.compute_instance}; "
+            f"{_cuda(Device(gpu, part), places)}"
+            for part in gpu.slices
+        ]
+    return lines
+
+
+def _numa(gpu: Gpu) -> str:
+    node = f"NUMA node {'unknown' if gpu.numa_node is None else gpu.numa_node}"
+    return f"{node}, cores {spans(gpu.cores)}" if gpu.cores else node
+
+
+def _links(gpu: Gpu) -> str:
+    if gpu.links is None:
+        return "NVLinks unknown"
+    if not gpu.links:
+        return "no NVLink"
+    return f"{len(gpu.links)} NVLinks" + (" to switches" if gpu.switch_links == len(gpu.links) else "")
+
+
+def _fabric(gpu: Gpu) -> list[str]:
+    fabric = gpu.fabric
+    if fabric is None or fabric.state == "not supported":
+        return []
+    if fabric.problem is None:
+        return [f"NVLink domain {fabric.cluster} clique {fabric.clique}"]
+    return [] if fabric.state == "completed" else [f"fabric: {fabric.problem}"]
+
+
+def _cuda(device: Device, places: Mapping[str, int]) -> str:
+    if device.uuid in places:
+        return f"cuda:{places[device.uuid]}"
+    return "MIG mode" if device.slice is None and device.gpu.mig else "not visible to this process"
+
+
+def _matrix(topology: Topology) -> list[str]:
+    if len(topology.gpus) < 2:
+        return []
+    labels = [path.label for path in topology.paths.values()]
+    lines = list(_table(topology, lambda path, _: path.label))
+    lines.append("")
+    if any(label.startswith("NV") for label in labels):
+        switched = any(path.switched for path in topology.paths.values())
+        lines.append(f"  {'NV#':4}  # NVLinks" + (", through NVSwitch" if switched else ""))
+    lines += [f"  {word:4}  PCIe, {meaning}" for word, meaning in PCIE_PATHS.values() if word in labels]
+    if "?" in labels:
+        lines.append("  ?     unknown")
+    return lines
+
+
+def _peers(topology: Topology, probes: Mapping[Pair, Probe] | None) -> list[str]:
+    """Read and write as the driver reports them, and as tried; one word where all pairs are alike."""
+    if len(topology.gpus) < 2:
+        return []
+    states = {key: _peer_state(topology, key, path, probes) for key, path in topology.paths.items()}
+    kinds = set(states.values())
+    how = "as the driver reports it" + ("; not tried (--probe)" if probes is None else ", and as tried")
+    if len(kinds) == 1:
+        lines = [f"peer access, {how}: {kinds.pop()} between all"]
+    else:
+        lines = [f"peer access from row to column, {how}:", *_table(topology, lambda _, key: states[key]), ""]
+        used = {word for state in kinds for word in state.replace("/", " ").split()}
+        lines += [f"  {word:5}  {text}" for text, word in _STATUS.items() if word in used and word != "OK"]
+        lines += ["  FAILS  reported, but doesn't work"] * ("FAILS" in used) + ["  ?      couldn't be tried"] * (
+            "?" in used
+        )
+    for (one, two), probe in (probes or {}).items():
+        if not probe.works:
+            lines.append(f"  {_short(topology, one)} to {_short(topology, two)}: {probe.reason}")
+    return lines
+
+
+def _peer_state(topology: Topology, key: tuple[int, int], path: Path, probes: Mapping[Pair, Probe] | None) -> str:
+    """OK, the driver's reason as nvidia-smi abbreviates it, read/write where they differ, or what came of the trial."""
+    words = list(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
+    by_index = {gpu.index: gpu.uuid for gpu in topology.gpus}
+    probe = None if probes is None else probes.get((by_index[key[0]], by_index[key[1]]))
+    if probe is None or words != ["OK"]:
+        return "/".join(words)
+    return {True: "OK", False: "FAILS", None: "?"}[probe.works]
+
+
+def _short(topology: Topology, uuid: str) -> str:
+    found = topology.find(uuid)
+    return uuid if found is None else f"GPU{found[0].index}"
+
+
+def _table(topology: Topology, cell: Callable[[Path, tuple[int, int]], str]) -> Iterator[str]:
+    indices = [gpu.index for gpu in topology.gpus]
+    rows = [["", *(f"GPU{index}" for index in indices)]]
+    for row in indices:
+        cells = ["X" if row == column else cell(topology.paths[row, column], (row, column)) for column in indices]
+        rows.append([f"GPU{row}", *cells])
+    width = max(len(text) for row in rows for text in row)
+    for each in rows:
+        yield "  " + "  ".join(text.ljust(width) for text in each).rstrip()
+
+
+def _remarks(topology: Topology, visible: Visible) -> Iterator[str]:
+    yield from topology.remarks
+    yield from visible.remarks
+    yield from _unknown([(f"GPU{gpu.index}", gpu.unknown) for gpu in topology.gpus], "GPUs")
+    yield from _unknown([(f"GPU{a} to GPU{b}", path.unknown) for (a, b), path in topology.paths.items()], "pairs")
+
+
+def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> Iterator[str]:
+    """What isn't known, of those facts that this text shows, with the reason once."""
+    found: dict[str, list[str]] = {}
+    for name, unknown in holders:
+        for fact, reason in unknown.items():
+            if fact in _FACTS and not (fact in _OFTEN_ABSENT and reason in _ABSENT):
+                found.setdefault(f"{_FACTS[fact]} unknown: {reason}", []).append(name)
+    for text, names in found.items():
+        yield f"{'all ' + of_what if len(names) == len(holders) > 1 else ', '.join(names)}: {text}"
+
+
+_FACTS = {"pci_id": "PCI id", "name": "model", "memory_bytes": "memory", "numa_node": "NUMA node", "cores": "cores",
+          "links": "NVLinks", "link_ends": "what its NVLinks lead to is", "fabric": "fabric", "mig": "MIG mode",
+          "slices": "MIG slices", "pcie": "PCIe path", "p2p read": "P2P read", "p2p write": "P2P write"}  # fmt: skip
+_OFTEN_ABSENT = ("fabric", "mig")
+_ABSENT = ("Not Supported", "Function Not Found")

@@ -1,0 +1,281 @@
+"""One ncclComm_t: made with a deadline, split, used by one thread at a time, ended or aborted.
+
+NCCL makes a communicator in the background where it is *non-blocking*, which is the only way to have a deadline, to
+hear of a rank's end and to give up. But a non-blocking communicator starts a thread for every later call, too, and a
+capture doesn't like what another thread launches (nccl's src/group.cc, ncclGroupEndInternal). So ranks meet in a
+non-blocking one, and work in a blocking one that is split from it: a split goes by its parent's mode until it is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from device_communicators.cuda.nccl_library import (
+    IN_PROGRESS,
+    INVALID_USAGE,
+    NO_COLOR,
+    REMOTE_ERROR,
+    SUCCESS,
+    TIMEOUT,
+    UNHANDLED_CUDA_ERROR,
+    NcclLibrary,
+    UniqueId,
+)
+from device_communicators.cuda.streams import enter
+from device_communicators.cuda.watch import GOODBYE_S
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import attributed, died
+
+_KINDS: dict[int, type[CommunicationError]] = {REMOTE_ERROR: PeerDiedError, TIMEOUT: CollectiveTimeoutError}
+_ADVICE = {
+    UNHANDLED_CUDA_ERROR: "a kernel before it may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+    INVALID_USAGE: "do two ranks use one GPU? NCCL from 2.30.3 on takes them with NCCL_MULTI_RANK_GPU_ENABLE=1",
+}
+logger = logging.getLogger("parallel_state")
+
+_STEP_S = 0.002
+
+
+class Patience:
+    """A wait's deadline, and its ear for ranks that end meanwhile."""
+
+    def __init__(self, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
+        self.context = context
+        self.operation = operation
+        self.started = time.monotonic()
+        self._timeout_s = context.timeout_s if timeout_s is None else timeout_s
+
+    def step(self) -> None:
+        """Sleeps a little. Raises PeerDiedError or CollectiveTimeoutError where waiting on is no use."""
+        if self.context.deaths():
+            raise died(self.context, self.operation, self.started)
+        elapsed_s = time.monotonic() - self.started
+        if elapsed_s > self._timeout_s:
+            raise CollectiveTimeoutError(
+                f"{self.operation} of {self.context} was not done within {self._timeout_s:g} s. The group can't be "
+                "used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise the "
+                "timeout",
+                group=self.context.name,
+                operation=self.operation,
+                rank=self.context.rank,
+                elapsed_s=elapsed_s,
+                timeout_s=self._timeout_s,
+            )
+        time.sleep(min(_STEP_S, 0.1 * elapsed_s + 1e-5))
+
+
+class Handle:
+    """A communicator of NCCL, with this process' rank in it. `size` and `rank` may be less than the group's."""
+
+    def __init__(self, library: NcclLibrary, context: GroupContext, size: int, rank: int) -> None:
+        self.library = library
+        self.context = context
+        self.size = size
+        self.rank = rank
+        self.comm: int | None = None
+        """ncclComm_t; None once it is no more."""
+        self.lock = threading.RLock()
+        self._kept: list[object] = []  # what NCCL may read or write while it works in the background
+
+    @classmethod
+    def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
+        """A non-blocking communicator of the `size` ranks that call it with the same id; its device is the current one.
+
+        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError; then nothing of it is left.
+        """
+        made = cls(library, context, size, rank)
+        config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
+        patience = Patience(context, "ncclCommInitRankConfig")
+        made._make(
+            patience,
+            lambda place: library.ncclCommInitRankConfig(place, size, unique_id, rank, ctypes.byref(config)),
+            config,
+        )
+        return made
+
+    def split(
+        self, context: GroupContext, color: int, key: int, *, size: int, rank: int, blocking: bool = True
+    ) -> Handle:
+        """The ranks of one color, ordered by key, as a communicator of their own; every rank of this one calls it.
+
+        It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
+        """
+        made = Handle(self.library, context, size, rank)
+        name = context.name.encode()
+        config = self.library.config(blocking=int(blocking), splitShare=0, commName=name, **context.nccl_config)
+        self._divide(made, Patience(context, "ncclCommSplit"), color, key, config)
+        return made
+
+    def stand_aside(self) -> None:
+        """As `split`, on a rank that is in no part."""
+        made = Handle(self.library, self.context, 0, 0)
+        self._divide(made, Patience(self.context, "ncclCommSplit"), NO_COLOR, 0, self.library.config())
+
+    def _divide(self, made: Handle, patience: Patience, color: int, key: int, config: ctypes.Structure) -> None:
+        with self.lock:
+            parent = self._usable()
+            try:
+                made._make(
+                    patience,
+                    lambda place: self.library.ncclCommSplit(parent, color, key, place, ctypes.byref(config)),
+                    config,
+                    parent=parent,
+                )
+            except BaseException:
+                self.abort()  # which also ends what is left of the split
+                raise
+
+    def _make(
+        self, patience: Patience, begin: Callable[[Any], int], config: ctypes.Structure, parent: int | None = None
+    ) -> None:
+        place = ctypes.c_void_p()
+        self._kept += [place, config]
+        result = begin(ctypes.byref(place))
+        try:
+            if result not in (SUCCESS, IN_PROGRESS):
+                raise self.error(patience.operation, result, patience.started)
+            if parent is not None:  # a split's state is its parent's until the child is there
+                self._settle(parent, patience)
+                if self.size == 0:  # it stood aside
+                    return
+            while place.value is None:
+                patience.step()
+            self.comm = place.value
+            self._settle(self.comm, patience)
+        except BaseException:
+            if place.value is not None and parent is None:
+                self.comm = place.value
+                self.abort()
+            raise
+
+    def _settle(self, comm: int, patience: Patience) -> None:
+        """Waits while NCCL works in the background."""
+        while (state := self._state(comm)) == IN_PROGRESS:
+            patience.step()
+        if state != SUCCESS:
+            raise self.error(patience.operation, state, patience.started)
+
+    def _state(self, comm: int) -> int:
+        state = ctypes.c_int()
+        result = self.library.ncclCommGetAsyncError(comm, ctypes.byref(state))
+        return state.value if result == SUCCESS else result
+
+    def state(self) -> int:
+        """SUCCESS, IN_PROGRESS, or what went wrong in the background. From any thread, without waiting for others."""
+        if not self.lock.acquire(blocking=False):
+            return IN_PROGRESS
+        try:
+            return SUCCESS if self.comm is None else self._state(self.comm)
+        finally:
+            self.lock.release()
+
+    def _usable(self) -> int:
+        if self.comm is None:
+            raise CommunicationError(
+                f"NCCL's communicator of {self.context} was closed or aborted; look for the first failure",
+                group=self.context.name,
+                rank=self.context.rank,
+            )
+        return self.comm
+
+    def check(self, operation: str, result: int) -> None:
+        """Raises what a call's result says, once NCCL has done with it. The caller has the lock."""
+        if result == SUCCESS:
+            return
+        self.check_started(operation, result, self._usable())
+
+    def check_started(self, operation: str, result: int, comm: int) -> None:
+        """As `check`, for what works in the background: all of it where the user has set NCCL_COMM_BLOCKING=0."""
+        patience = Patience(self.context, operation)
+        if result not in (SUCCESS, IN_PROGRESS):
+            raise self.error(operation, result, patience.started)
+        self._settle(comm, patience)
+
+    @contextlib.contextmanager
+    def group(self, operation: str) -> Iterator[None]:
+        """What is called within it is one launch. The caller has the lock."""
+        self.check(operation, self.library.ncclGroupStart())
+        try:
+            yield
+        except BaseException:
+            self.library.ncclGroupEnd()  # NCCL counts them per thread
+            raise
+        self.check(operation, self.library.ncclGroupEnd())
+
+    def error(self, operation: str, result: int, started: float) -> CommunicationError:
+        """The error for a result of NCCL's."""
+        kind = _KINDS.get(result, CommunicationError)
+        text = self.library.text_of(result)
+        advice = _ADVICE.get(result, "look for the first rank that failed, and at what NCCL_DEBUG=WARN prints")
+        failure = kind(
+            f"{operation} of {self.context} failed in NCCL {self.library.version}: {text}. The group can't be used "
+            f"further; {advice}",
+            group=self.context.name,
+            operation=operation,
+            rank=self.context.rank,
+            elapsed_s=time.monotonic() - started,
+            timeout_s=self.context.timeout_s,
+        )
+        return attributed(self.context, operation, started, failure)
+
+    def abort(self) -> None:
+        """Ends it and whatever runs in it, on the device too, whose results are then worthless. Twice is fine."""
+        end_all([self], in_order=False)
+
+    def close(self) -> None:
+        """Ends it in order, once the device has done with it. Twice is fine."""
+        end_all([self], in_order=True)
+
+    def begin_end(self, in_order: bool, wait_s: float = 1.0) -> threading.Thread | None:
+        """A thread that ends it; None where there is nothing to end. From any thread.
+
+        A thread that is inside of a call after `wait_s` is aborted there: NCCL's calls then return.
+        """
+        if self.comm is None:
+            return None
+
+        def run() -> None:
+            has_lock = self.lock.acquire(timeout=wait_s)
+            comm, self.comm = self.comm, None
+            if has_lock:
+                self.lock.release()
+            if comm is None:
+                return
+            enter(self.context.device)
+            if in_order and has_lock:
+                self._finish(comm)
+            else:
+                self.library.ncclCommAbort(comm)
+
+        thread = threading.Thread(target=run, daemon=True, name="parallel_state-nccl-end")
+        thread.start()
+        return thread
+
+    def _finish(self, comm: int) -> None:
+        try:
+            self.check_started("ncclCommFinalize", self.library.ncclCommFinalize(comm), comm)
+        except CommunicationError:
+            self.library.ncclCommAbort(comm)
+        else:
+            self.library.ncclCommDestroy(comm)
+
+
+def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
+    """Ends communicators, all at once, with an end to the wait for them: NCCL doesn't let go of one that a CUDA graph
+    still uses, and the kernels of another one may be what everyone waits for."""
+    threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
+    deadline = time.monotonic() + GOODBYE_S
+    for handle, thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            logger.warning(
+                "NCCL didn't %s its communicator of %s within %g s and is left to it; CUDA graphs that use a group "
+                "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, GOODBYE_S,
+            )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Small tensors of GPUs within one host, over kernels in memory that all ranks map: all-reduces of a decode step.
+
+Sums are taken in float32, in rank order, and rounded once, by whichever kernel: all ranks have the same bits, and an
+element's sum doesn't depend on which kernel, which size or which place in the tensor it had. What is larger than the
+thresholds, and all that the kernels don't know, is refused: the next communicator carries it.
+
+Set-up, failures and launches are in `peer.group`, admission in `peer.admission`, thresholds in `peer.thresholds`.
+Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from device_communicators.peer.device import PeerDevice, start
+from device_communicators.peer.group import DTYPES, PeerGroup
+from device_communicators.peer.memory import NotSharedError, together
+from device_communicators.peer.norms import PeerNorms
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from device_communicators.routing.communicator import GroupContext, Request
+from device_communicators.routing.partial import PartialCommunicator
+from device_communicators.routing.reductions import REDUCING
+
+ALIGNMENT = 16
+"""Bytes at whose multiples the kernels' tensors begin."""
+
+_FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
+_SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
+
+
+class PeerMemoryCommunicator(PartialCommunicator):
+    """all_reduce, all_gather and reduce_scatter of up to 8 ranks, each on the current stream and in one launch.
+
+    So is all_reduce with an add and an RMS norm up to a size of its own, where a row fits on the device; else it goes
+    over the all_reduce, as in the base class.
+    """
+
+    name = "peer_memory"
+    picks_by_size = True
+
+    def __init__(
+        self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
+    ) -> None:
+        """`thresholds`: instead of the table's."""
+        super().__init__(context)
+        self._thresholds = thresholds
+        self._at = context.device
+        self._device = device
+        self._made: PeerGroup | None = None
+
+    def admit(self) -> str | None:
+        try:
+            device = start(self.context, self._device)
+            made = PeerGroup.set_up(self.context, device, self._thresholds)
+            self._norms = PeerNorms(made)
+            try:
+                together(self.context, "prove norms", self._norms.prove)
+            except BaseException:
+                made.close()
+                raise
+            self._made = made
+        except NotSharedError as error:
+            return str(error)
+        return None
+
+    @property
+    def group(self) -> PeerGroup:
+        """What `admit` has made."""
+        if self._made is None:
+            raise UnsupportedError(f"{self.context} has no peer memory: it was not admitted, or closed")
+        return self._made
+
+    def __str__(self) -> str:
+        return f"kernels in peer memory, small {self.context.device.type} tensors on the current stream: {self._made}"
+
+    def close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+    # What is carried.
+
+    def refusal(self, request: Request) -> str | None:
+        if request.device_type != self.context.device.type:
+            return f"a tensor on {request.device_type}"
+        if request.operation == "all_gather":
+            return self._too_large(request, self.group.admission.thresholds.all_gather)
+        if request.operation not in _SUMS:
+            return f"it has no {request.operation}"
+        if request.reduce_op not in (None, "sum"):
+            return f"its kernels sum, and know no {request.reduce_op}"
+        if request.dtype not in DTYPES:
+            return f"its kernels are for {', '.join(DTYPES.values())}, not {request.dtype}"
+        if self.group.admission.pinned is not None:
+            return None
+        thresholds = self.group.admission.thresholds
+        if request.operation == "reduce_scatter":
+            return self._too_large(request, thresholds.reduce_scatter * self.context.size)
+        return self._too_large(request, thresholds.most())
+
+    def _too_large(self, request: Request, limit: int) -> str | None:
+        size_bytes = request.numel * (1 if request.dtype is None else request.dtype.itemsize)
+        if size_bytes <= limit:
+            return None
+        return f"{size_bytes} bytes, and {request.operation} is preferred up to {limit} here"
+
+    def algorithm(self, size_bytes: int) -> str:
+        """The kernel that all-reduces a tensor of this size."""
+        admission = self.group.admission
+        return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
+        if x.device != self._at:
+            raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
+        if not x.is_contiguous():
+            return x.contiguous()
+        return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+    def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        x = self._placed(x)
+        out = torch.empty_like(x)
+        if x.numel():
+            self.group.all_reduce(out, x, self.algorithm(x.nbytes))
+        return out
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not self._fuses(x, residual, weight):
+            return super().all_reduce_add_rms_norm(x, residual, weight, eps)
+        return self._norms.plain(self._placed(x), self._placed(residual), self._placed(weight), eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not self._fuses(x, residual, weight) or scale.numel() != 1 or scale.dtype != torch.float32:
+            return super().all_reduce_add_rms_norm_static_fp8_quant(x, residual, weight, scale, eps)
+        placed = self._placed(x), self._placed(residual), self._placed(weight), self._placed(scale)
+        return self._norms.static_fp8(*placed, eps)
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._fuses(x, residual, weight):
+            return super().all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(x, residual, weight, eps)
+        return self._norms.token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
+
+    def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """A pinned algorithm has the one kernel for every size: the composed norm has other bits."""
+        admission = self.group.admission
+        is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
+        return is_small and self._norms.takes(x, residual, weight)
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        if x.numel():
+            placed = self._placed(x)
+            self.group.all_reduce(placed, placed, self.algorithm(x.nbytes))
+            if placed is not x:
+                x.copy_(placed)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        if x.numel():
+            limit = self.group.admission.thresholds.all_gather_push
+            self.group.all_gather(out, self._placed(x), "push" if x.nbytes <= limit else "pull")
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        if x.numel():
+            limit = self.group.admission.thresholds.reduce_scatter_push
+            self.group.reduce_scatter(out, self._placed(x), "push" if out.nbytes <= limit else "pull")

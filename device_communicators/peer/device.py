@@ -1,0 +1,74 @@
+"""One GPU as the peer-memory communicator needs it: its one seam to CUDA, beside the kernels.
+
+Tests without a GPU put a stand-in with the same methods in its place. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from device_communicators.cuda.driver import Launcher
+from device_communicators.cuda.streams import CudaStreams
+from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, uuid_of
+from device_communicators.machine.topology_reading import read_topology
+from device_communicators.peer import measured
+from device_communicators.peer.kernels import PeerKernels
+from device_communicators.peer.memory import IpcWay, SymmetricWay, Way, together
+from device_communicators.routing.communicator import GroupContext
+
+
+class HostWords:
+    """64-bit words in pinned memory, which the GPU reads and writes at the same address as the host."""
+
+    def __init__(self, count: int, *, pinned: bool = True) -> None:
+        self._memory = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
+        self.address = self._memory.data_ptr()
+        self._words = (ctypes.c_uint64 * count).from_address(self.address)
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+
+class PeerDevice:
+    """A CUDA device."""
+
+    ways: Sequence[Way] = (SymmetricWay(), IpcWay())
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.streams = CudaStreams(device)
+
+    def arch(self) -> str:
+        """The compute capability, as `9.0`."""
+        return measured.arch_of(self._device)
+
+    def versions(self) -> dict[str, str]:
+        """Of the driver, NCCL and torch."""
+        return measured.versions()
+
+    def topology(self, context: GroupContext) -> GroupTopology:
+        """What the ranks know together; every rank of the group calls it."""
+        read: list[Any] = []
+        together(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
+        return agree_on_topology(context, *read)
+
+    def words(self, count: int) -> HostWords:
+        return HostWords(count)
+
+    def kernels(self) -> Launcher:
+        """Compiled for this device and loaded. Raises KernelError."""
+        return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)
+
+
+def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
+    """This rank's device, or the given one; every rank of the group calls it. Raises NotSharedError on all alike."""
+    found: list[PeerDevice] = [] if device is None else [device]
+    together(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
+    return found[0]

@@ -1,0 +1,341 @@
+"""The kernels in peer memory for one group: made together, proven, launched, looked after, and ended.
+
+Set-up is a row of steps that all ranks take together; where one fails on any rank, all ranks undo what they have and
+the group goes on without (`NotSharedError`, whose text `explain()` shows). What is made then serves every later call,
+so that a call does nothing but launch, and may be captured.
+
+A kernel waits for its peers on the device, where no exception can be raised. It writes a *report* into host memory and
+ends when its deadline passes; it ends, too, when the host writes the *abort* word, which a rank's death does at once.
+The next call raises what happened. What was launched before has undefined results then. Where no call follows, or only
+replays of a captured one, a thread that looks at the report says in the log what happened: all that CUDA says then is
+that a launch failed.
+
+Two calls at once on one rank would mix. Calls on several streams wait for each other; calls and replays, or replays
+beside each other, are ordered by whoever replays. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from device_communicators import settings
+from device_communicators.cuda.driver import KERNELS, MAX_THREADS, REGION_BYTES, Call, Launcher, grid, read_report
+from device_communicators.cuda.streams import StreamOrder
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError
+from device_communicators.peer.admission import Admission, agree
+from device_communicators.peer.device import HostWords, PeerDevice
+from device_communicators.peer.memory import NotSharedError, PeerMemory, hold, release, share, together
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import died
+
+logger = logging.getLogger("parallel_state")
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""What the kernels reduce."""
+
+_PROOFS = (
+    *(("all_reduce", how) for how in ALGORITHMS),
+    *((name, how) for name in ("all_gather", "reduce_scatter") for how in ("push", "pull")),
+)
+_MOST_PREPARED = 4096
+"""Calls that are kept ready: sizes may come and go, as those of prompts."""
+
+_What = tuple[str, str, "torch.dtype | None", int]
+"""Operation, how, dtype (None: bytes), number of elements."""
+
+_REPORT, _ABORT, _WORDS = 0, 16, 32
+"""Places among the words, in cache lines of their own: the device writes the one and reads the other."""
+_PROOF_S = 30.0
+_GOODBYE_S = 10.0
+_STEP_S = 0.0005
+_LOOK_S = 0.2
+
+
+class PeerGroup:
+    """Made by `set_up`, on every rank of the group; `close` ends it.
+
+    A kernel with more operands than a tensor and its result is launched by `new_call`, `grid` and `start`.
+    """
+
+    def __init__(self, context: GroupContext, device: PeerDevice, admission: Admission, memory: PeerMemory) -> None:
+        self.context = context
+        self.admission = admission
+        self.memory = memory
+        self.streams = device.streams
+        self._kernels: Launcher | None = None
+        self._words: HostWords
+        self._deadline_ns = int(1e9 * context.timeout_s)
+        self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
+        self.max_blocks = 0
+        """How many blocks of any kernel are on the device at once, on every rank."""
+        self._order = StreamOrder(device.streams)
+        self._failure: CommunicationError | None = None
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        algorithm = self.admission.pinned
+        what = f"{algorithm} for every size" if algorithm else str(self.admission.thresholds)
+        return f"{self.memory}; {what}"
+
+    # Set-up and end.
+
+    @classmethod
+    def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
+        """Every rank of the group calls it. Raises NotSharedError on all ranks alike, or CommunicationError."""
+        started = time.monotonic()
+        is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
+        admission = agree(context, device, thresholds, is_auto=is_auto)
+        memory = share(context, REGION_BYTES, device.ways)
+        group = cls(context, device, admission, memory)
+        try:
+            group.max_blocks = min(together(context, "load kernels", lambda: group._load(device)))
+            together(context, "prove kernels", group.prove)
+        except BaseException:
+            group.close()
+            raise
+        logger.info("%s: peer memory, %s, ready after %.2f s", context, group, time.monotonic() - started)
+        return group
+
+    def _load(self, device: PeerDevice) -> int:
+        """How many blocks of a kernel this rank has room for."""
+        context = self.context
+        self._words = device.words(_WORDS)
+        hold(self._words)
+        if context.watcher is not None:
+            context.watcher.on_death.append(self._hear)
+        threading.Thread(target=self._look, daemon=True, name="parallel_state-peers").start()
+        self._kernels = kernels = device.kernels()
+        sharers = len(self.admission.topology.sharers(context.rank)) or 1  # under MPS they are on it at once
+        return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
+
+    def prove(self) -> None:
+        """Every kind of call once: nothing is first done within a capture, and what can't work shows here."""
+        with self.proving() as prove_one:
+            for number, (name, how) in enumerate(_PROOFS, 1):
+                prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[Callable[[str, Callable[[], tuple[Tensor, Tensor]]], None]]:
+        """Gives `prove_one(what, attempt)`; `attempt()` launches something, and gives the result and what it must be.
+
+        Raises NotSharedError: at once where a call doesn't end, behind the last one where a result is wrong, as the
+        other ranks go on. PeerDiedError where a rank has ended. The host gives up before the kernels' own deadline,
+        whose trap would cost the process its CUDA context; where a launch itself waits, the vote behind has time.
+        """
+        timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
+        self._deadline_ns = int(0.75e9 * self.context.timeout_s)
+        wrong = []
+
+        def prove_one(what: str, attempt: Callable[[], tuple[Tensor, Tensor]]) -> None:
+            try:
+                found, expected = attempt()
+                done = self._is_done(timeout_s)
+            except CommunicationError as error:
+                self._raise_death()
+                raise NotSharedError(f"the first {what} failed: {error}") from error
+            if not done:
+                self._raise_death()
+                raise NotSharedError(f"the first {what} was not done within {timeout_s:g} s")
+            if not torch.equal(found, expected):
+                wrong.append(what)
+
+        with self.streams.guard():
+            yield prove_one
+        if wrong:
+            self._raise_death()
+            raise NotSharedError(f"the first {wrong[0]} gave a wrong result: is peer access as it should be?")
+        self._deadline_ns = int(1e9 * self.context.timeout_s)
+
+    def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
+        """A small call, and what it must give; `number` keeps one call's figures apart from another's."""
+        size, rank = self.context.size, self.context.rank
+        counts = torch.arange(1000 * size, dtype=torch.float32, device=self.context.device)
+        x, total = counts + number * rank, counts * size + number * sum(range(size))
+        if name == "all_gather":
+            found = x.new_empty(size, x.numel())
+            self.all_gather(found, x, how)
+            return found, torch.stack([counts + number * each for each in range(size)])
+        if name == "reduce_scatter":
+            found = x.new_empty(1000)
+            self.reduce_scatter(found, x, how)
+            return found, total.view(size, 1000)[rank]
+        found = torch.empty_like(x)
+        self.all_reduce(found, x, how)
+        return found, total
+
+    def _raise_death(self) -> None:
+        if self.context.deaths():
+            raise self._failed("the first call in peer memory")
+
+    def close(self) -> None:
+        """Lets go of the regions once this rank's calls are over, or leaves them. Twice is fine.
+
+        Replays of captured calls aren't seen: they must have ended, and their graphs mustn't be replayed again.
+        """
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self.context.watcher is not None:
+            with contextlib.suppress(ValueError):
+                self.context.watcher.on_death.remove(self._hear)
+        if self._is_done(_GOODBYE_S):
+            self.memory.close()
+            if self._kernels is not None:
+                release(self._words)
+            return
+        logger.warning(
+            "%s: what was put on the device was not done within %g s, or failed: its memory stays mapped",
+            self.context, _GOODBYE_S,
+        )  # fmt: skip
+        self.memory.leave()
+
+    def _is_done(self, timeout_s: float) -> bool:
+        """Whether the calls so far have run; after `timeout_s` they are told to end."""
+        if self._order.last is None:
+            return True
+        try:
+            marker = self.streams.marker()
+            marker.record(self._order.last)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline:
+                if marker.is_reached():
+                    return True
+                time.sleep(_STEP_S)
+            self._words[_ABORT] = 1
+        except RuntimeError:  # the CUDA context is gone, by a trap most likely
+            return False
+        return False
+
+    # Failures.
+
+    def _hear(self) -> None:
+        """A rank of the world has ended; in the thread that noticed it."""
+        if self.context.deaths() and not self._words[_ABORT]:
+            self._words[_ABORT] = 1
+            logger.error(
+                "%s: a rank has ended, so its kernels in peer memory end; their results are void", self.context
+            )
+
+    def _look(self) -> None:
+        """In a thread of its own, until the end: the words are the host's memory, so CUDA isn't asked."""
+        while not self._closed.wait(_LOOK_S):
+            if self._words[_REPORT] and not self._words[_ABORT]:
+                logger.error("%s", self._failed("peer memory"))
+                return
+
+    def check_usable(self) -> None:
+        """Raises what has happened on the device, or to a rank."""
+        if self._words[_REPORT] or self._words[_ABORT]:
+            raise self._failed("peer memory")
+
+    def _failed(self, operation: str) -> CommunicationError:
+        if self._failure is None:
+            self._failure = self._find_failure(operation)
+        return self._failure
+
+    def _find_failure(self, operation: str) -> CommunicationError:
+        context, report, started = self.context, read_report(self._words[_REPORT]), time.monotonic()
+        self._words[_ABORT] = 1  # what is still in the stream waits for nobody
+        if context.deaths():
+            return died(context, operation, started)
+        if report is None or report.reason != "deadline":
+            return CommunicationError(
+                f"{operation} of {context} was given up on the device. The group can't be used further; look for the "
+                "first rank that failed",
+                group=context.name, operation=operation, rank=context.rank, timeout_s=context.timeout_s,
+            )  # fmt: skip
+        late = tuple(context.ranks[report.peer : report.peer + 1])
+        who = f"global rank {late[0]}" if late else "a rank that isn't known"
+        return CollectiveTimeoutError(
+            f"{report.kernel} of {context} waited on the device for {who}, which did "
+            f"not come within {context.timeout_s:g} s (block {report.block}, epoch {report.epoch}). The group can't be "
+            "used further, nor CUDA in this process; look at what that rank does instead (its log, `py-spy dump`), or "
+            "raise the timeout",
+            group=context.name,
+            operation=report.kernel,
+            rank=context.rank,
+            suspect_ranks=late,
+            elapsed_s=context.timeout_s,
+            timeout_s=context.timeout_s,
+        )
+
+    # Calls; tensors are contiguous, on the group's device, and begin at 16 bytes.
+
+    def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
+        """`how`: one of ALGORITHMS. `out` may be `x`."""
+        self._launch(("all_reduce", how, x.dtype, x.numel()), x, out)
+
+    def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
+        """`how`: push or pull. Of any dtype: bytes."""
+        self._launch(("all_gather", how, None, x.nbytes), x, out)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
+        """`how`: push or pull."""
+        self._launch(("reduce_scatter", how, out.dtype, out.numel()), x, out)
+
+    def _launch(self, what: _What, x: Tensor, out: Tensor) -> None:
+        if self._words[_REPORT] or self._words[_ABORT]:
+            raise self._failed(what[0])
+        with self._lock:  # a prepared call is filled in and launched by one thread at a time
+            kernel, blocks, threads, call = self._prepared.get(what) or self._prepare(what)
+            call.input, call.output = x.data_ptr(), out.data_ptr()
+            self._start(kernel, blocks, threads, call)
+
+    def _prepare(self, what: _What) -> tuple[str, int, int, Call]:
+        if len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+        operation, how, dtype, numel = what
+        kernel = f"{operation}_{how}" if dtype is None else f"{operation}_{how}_{DTYPES[dtype]}"
+        size_bytes = numel if dtype is None else numel * dtype.itemsize
+        made = (kernel, *grid(how, size_bytes, self.context.size, self.max_blocks), self.new_call(numel))
+        self._prepared[what] = made
+        return made
+
+    def start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
+        """Puts a kernel on the current stream, behind this group's last one. `call` is one of `new_call`, filled in."""
+        if self._words[_REPORT] or self._words[_ABORT]:
+            raise self._failed(kernel)
+        with self._lock:
+            self._start(kernel, blocks, threads, call)
+
+    def _start(self, kernel: str, blocks: int, threads: int, call: Call) -> None:
+        call.deadline_ns = self._deadline_ns
+        stream = self._order.next()  # two calls at once on one rank would share an epoch
+        try:
+            if self.streams.is_here():
+                self._loaded().launch(kernel, blocks, threads, call, stream)
+            else:
+                with self.streams.guard():
+                    self._loaded().launch(kernel, blocks, threads, call, stream)
+        except Exception as error:
+            if self._words[_REPORT] or self._words[_ABORT]:
+                raise self._failed(kernel) from error
+            raise CommunicationError(
+                f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for it; look at what "
+                "ran on this device before (CUDA_LAUNCH_BLOCKING=1)",
+                group=self.context.name, operation=kernel, rank=self.context.rank,
+            ) from error  # fmt: skip
+
+    def new_call(self, numel: int) -> Call:
+        """What every launch is told alike; the rest is for the caller to fill in."""
+        call = Call()
+        for rank, address in enumerate(self.memory.addresses):
+            call.regions[rank] = address
+        call.rank, call.size, call.numel = self.context.rank, self.context.size, numel
+        call.report, call.abort = self._words.address + 8 * _REPORT, self._words.address + 8 * _ABORT
+        return call
+
+    def _loaded(self) -> Launcher:
+        if self._kernels is None:
+            raise CommunicationError(f"{self.context} has no kernels in peer memory")
+        return self._kernels

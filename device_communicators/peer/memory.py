@@ -1,0 +1,321 @@
+"""Memory of each rank's GPU that all ranks of a group have mapped: the *regions* in which peer-memory kernels meet.
+
+A group has one region per rank, all of one size, made once when the group is made, zeroed once, and never grown: what
+doesn't fit is another communicator's business. There are several ways to share memory; each is tried by all ranks
+together, in one order, and one rank for which it fails has all ranks go on to the next. What lies in a region is the
+kernels' business (`csrc`), who may use them `peer.admission`'s.
+
+Either way keeps a region's memory until its owner *and* all who have mapped it have let go, so ranks may close in any
+order: a peer that is behind reads memory that still is there. Over CUDA IPC that holds while the owner's process lives;
+what a mapping of a dead process's memory is, CUDA doesn't say. What must be over is only this rank's own work with the
+mappings, which is the caller's to see to. Not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any, Protocol
+
+import torch
+
+from device_communicators.cuda.streams import enter
+from device_communicators.errors import CommunicationError, SettingError, UnsupportedError
+from device_communicators.machine.group_topology import exchange_facts, uuid_of
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import ByThread, until
+
+_RENDEZVOUS_S = 60.0
+"""How long torch's rendezvous may take: where one rank has failed in it, the others notice in no other way."""
+
+
+ALIGNMENT = 256
+"""Of a region's address."""
+
+
+class NotSharedError(Exception):
+    """Memory that can't be shared among the ranks of a group; raised on all of them alike, and never to a user."""
+
+
+class Sharing(Protocol):
+    """This rank's memory of one way, on its way to be shared."""
+
+    def offer(self) -> Any:
+        """What the other ranks must be told, as JSON has it. Raises any error where it can't be shared."""
+
+    def map(self, offers: Sequence[Any]) -> Sequence[int]:
+        """Every rank's offer in; the addresses of every rank's region, as this process sees them, out."""
+
+    def close(self) -> None:
+        """Lets go of the mappings and of the memory. Twice is fine."""
+
+
+class Way(Protocol):
+    """A way to share memory. `allocate` gives zeroed memory of this rank's device, and may raise anything."""
+
+    name: str
+
+    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing: ...
+
+
+class SymmetricWay:
+    """torch's symmetric memory: CUDA's virtual memory, exchanged as file descriptors or fabric handles."""
+
+    name = "torch symmetric memory"
+
+    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing:
+        return SymmetricSharing(context, size_bytes)
+
+
+class SymmetricSharing:
+    """torch's rendezvous exchanges by itself, over the CPU group's store; what is offered is compared only."""
+
+    def __init__(self, context: GroupContext, size_bytes: int) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self._context = context
+        # Not `empty` of the module: newer versions take that from a pool that keeps what is freed.
+        self.tensor: Any = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, context.device)
+        self.handle: Any = None
+        _zero(self.tensor)
+
+    def offer(self) -> Any:
+        return [_index(self._context.device), uuid_of(self._context.device)]
+
+    def map(self, offers: Sequence[Any]) -> Sequence[int]:
+        for (one, (number, uuid)), (other, (number_there, uuid_there)) in combinations(enumerate(offers), 2):
+            if number == number_there and uuid != uuid_there:
+                raise NotSharedError(
+                    f"the GPUs of ranks {one} and {other} are both cuda:{number} to their processes, which torch takes "
+                    "for one GPU; let every rank see all GPUs, and choose by torch.cuda.set_device"
+                )
+        rendezvous = _Rendezvous(self._context, self.tensor)
+        rendezvous.wait()
+        self.handle = rendezvous.handle
+        return [int(address) for address in self.handle.buffer_ptrs]
+
+    def close(self) -> None:
+        self.handle = self.tensor = None
+
+
+class _Rendezvous(ByThread):
+    """torch's rendezvous, in a thread, which is left behind at a deadline.
+
+    torch waits for a rank that failed in it, or that has made another number of them before, as long as its store does.
+    """
+
+    def __init__(self, context: GroupContext, tensor: torch.Tensor) -> None:
+        super().__init__(context, "the rendezvous of symmetric memory")
+        self._tensor = tensor
+        self.handle: Any = None
+
+    def _run(self) -> None:
+        from torch.distributed import _symmetric_memory
+
+        enter(self._tensor.device)
+        self.handle = _symmetric_memory.rendezvous(self._tensor, self._context.cpu_group)
+
+    def wait(self) -> None:
+        self.begin()
+        deadline = time.monotonic() + min(_RENDEZVOUS_S, self._context.timeout_s / 2)
+        until(lambda seconds: self._ended(seconds) or time.monotonic() > deadline, self._context, self._operation)
+        if not self.is_completed():
+            raise TimeoutError(f"{self._operation} was not done in time")
+        super().wait()
+
+
+class IpcWay:
+    """CUDA IPC: handles of ordinary device memory, by torch, which keeps the memory until its receivers let go."""
+
+    name = "CUDA IPC"
+
+    def allocate(self, context: GroupContext, size_bytes: int) -> Sharing:
+        return _Ipc(context, size_bytes)
+
+
+class _Ipc:
+    def __init__(self, context: GroupContext, size_bytes: int) -> None:
+        self._context = context
+        self._tensor: torch.Tensor | None = torch.empty(size_bytes, dtype=torch.uint8, device=context.device)
+        self._mapped: list[Any] = []
+        _zero(self._tensor)
+
+    def offer(self) -> list[list[Any] | None]:
+        """For each rank a handle of its own: torch counts one receiver for each, and frees when that has let go."""
+        storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
+        return [
+            None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
+            for peer in range(self._context.size)
+        ]
+
+    def map(self, offers: Sequence[Any]) -> Sequence[int]:
+        if self._tensor is None:
+            raise NotSharedError("it is closed")
+        addresses = []
+        # A rank need not see its peers' devices: what is mapped is reached from its own.
+        own = _index(self._context.device)
+        new_shared: Any = torch.UntypedStorage._new_shared_cuda
+        for peer, offer in enumerate(offers):
+            if peer == self._context.rank:
+                addresses.append(self._tensor.data_ptr())
+                continue
+            _, *handle = [_from_json(each) for each in offer[self._context.rank]]
+            self._mapped.append(new_shared(own, *handle))
+            addresses.append(int(self._mapped[-1].data_ptr()))
+        return addresses
+
+    def close(self) -> None:
+        self._mapped.clear()
+        self._tensor = None
+
+
+def _as_json(value: Any) -> Any:
+    return {"bytes": value.hex()} if isinstance(value, bytes) else value
+
+
+def _from_json(value: Any) -> Any:
+    return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _zero(tensor: torch.Tensor) -> None:
+    """Done before anybody else has the memory."""
+    tensor.zero_()
+    torch.cuda.synchronize(tensor.device)
+
+
+class PeerMemory:
+    """The regions of a group: `addresses[r]` is where this process sees rank r's, of `size_bytes` each."""
+
+    def __init__(
+        self, context: GroupContext, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str
+    ) -> None:
+        self.addresses = tuple(addresses)
+        self.size_bytes = size_bytes
+        self.how = how
+        self._context = context
+        self._sharing: Sharing | None = sharing
+        hold(sharing)
+
+    def __str__(self) -> str:
+        return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
+
+    def require(self, size_bytes: int, what: str, setting: str) -> None:
+        """Raises UnsupportedError where `what` needs a larger region: regions don't grow while a group is in use."""
+        if size_bytes > self.size_bytes:
+            raise UnsupportedError(
+                f"{what} on {self._context} needs a region of {size_bytes} bytes, but it was made with "
+                f"{self.size_bytes} and doesn't grow; set {setting}={size_bytes} or more on "
+                "all ranks before the group is made"
+            )
+
+    def close(self) -> None:
+        """Lets go of all regions; this rank's work with them must be over. Twice is fine."""
+        sharing, self._sharing = self._sharing, None
+        if sharing is not None:
+            sharing.close()
+            release(sharing)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """This rank's part, as the way that was taken has it; None once closed."""
+        return self._sharing
+
+    def leave(self) -> None:
+        """Instead of `close`, where work with the regions may not be over: they stay mapped until the process ends."""
+        self._sharing = None
+
+
+def hold(what: object) -> None:
+    """Keeps an object that the device uses until `release`, or until the process ends.
+
+    Without it the interpreter frees it at its end, which waits for the device, or ends the process if CUDA has failed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
+def release(what: object) -> None:
+    """The end of `hold`."""
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
+
+
+def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMemory:
+    """Every rank of the group calls it, with the same ways and size; the first way that works for all is taken.
+
+    Raises NotSharedError on all ranks where none does, with every way's reason; PeerDiedError, CollectiveTimeoutError
+    and CommunicationError where the ranks can't tell each other.
+    """
+    reasons = []
+    for way in ways:
+        try:
+            return _share(context, size_bytes, way)
+        except NotSharedError as error:
+            reasons.append(f"{way.name}: {error}")
+    raise NotSharedError("; ".join(reasons) or "there is no way to share memory")
+
+
+def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
+    sharing: Sharing | None = None
+
+    def offer() -> Any:
+        nonlocal sharing
+        sharing = way.allocate(context, size_bytes)
+        return sharing.offer()
+
+    def map_all() -> list[int]:
+        if sharing is None:
+            raise NotSharedError("nothing was allocated")
+        addresses = list(sharing.map(offers))
+        if len(addresses) != context.size or not all(addresses) or any(address % ALIGNMENT for address in addresses):
+            raise NotSharedError(
+                f"the addresses are {addresses}: one for each rank, a multiple of {ALIGNMENT}, was expected"
+            )
+        mapped.extend(addresses)
+        return addresses
+
+    mapped: list[int] = []
+    try:
+        offers = together(context, "offer memory", offer)
+        together(context, "map memory", map_all)
+    except BaseException:
+        if sharing is not None:
+            sharing.close()
+        raise
+    if sharing is None:
+        raise NotSharedError("nothing was allocated")
+    return PeerMemory(context, sharing, mapped, size_bytes, way.name)
+
+
+def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
+    """What `step()` gave on each rank, as JSON has it. Every rank of the group calls it.
+
+    Raises NotSharedError on all ranks where it raised on one of them, so that none goes on alone; SettingError where
+    a variable can't be read.
+    """
+    told: dict[str, Any] = {}
+    try:
+        told["value"] = step()
+    except CommunicationError:
+        raise  # a rank has ended: the others find out for themselves
+    except Exception as error:
+        told = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
+    everyone = exchange_facts(context, told, what)
+    for rank, each in enumerate(everyone):
+        if "problem" in each:
+            raise (SettingError if each["is_setting"] else NotSharedError)(f"rank {rank}: {each['problem']}")
+    return [each["value"] for each in everyone]
+
+
+def _one_line(error: Exception) -> str:
+    """The first line that says something, of bounded length."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    with contextlib.suppress(AttributeError):
+        text = text or type(error).__qualname__
+    known = isinstance(error, (NotSharedError, RuntimeError, SettingError))
+    return (text if known else f"{type(error).__name__}: {text}")[:300]

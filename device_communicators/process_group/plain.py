@@ -1,0 +1,187 @@
+"""torch.distributed process groups (gloo, NCCL, any backend), called as they are.
+
+Tensors of the group's device go over its device group, CPU tensors over its gloo group, so that a CPU tensor never
+meets NCCL. What only moves (gather, broadcast, send, …) moves as bytes, so every dtype travels; what is reduced is
+widened where no backend knows the dtype. Whether all ranks are in the same call is not asked here.
+
+`asyncOp` is set as torch's own functions set it: its default, true, has NCCL run even a call that is waited for at once
+on a stream of torch's, with events to and from the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from device_communicators.errors import GroupNotInitializedError
+from device_communicators.routing.communicator import DONE, Communicator, Request, Then, Work
+from device_communicators.routing.reductions import REDUCING, as_bytes, reducible, reduction_refusal
+from device_communicators.routing.user_call import begin_sending
+from device_communicators.routing.waiting import Watched, WatchedByThread
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.SUM,  # divided afterwards: not every backend has AVG
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "product": ReduceOp.PRODUCT,
+}
+
+T = TypeVar("T")
+
+
+class PlainProcessGroup(Communicator):
+    """The group's pair of torch process groups."""
+
+    def refusal(self, request: Request) -> str | None:
+        if request.operation in REDUCING and request.dtype is not None:
+            return reduction_refusal(request.dtype, request.reduce_op)
+        return None
+
+    def _group(self, x: Tensor) -> Any:
+        return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
+
+    def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
+        """A device's work is waited for by its stream, not by the host; there is none where it was synchronous."""
+        if work is None:
+            return DONE
+        return kind(work, self.context, operation) if x.device.type == "cpu" else work
+
+    def check_pair_group(self, x: Tensor, operation: str) -> None:
+        """Two ranks alone can't make the gloo group of more: the others would never come."""
+        if x.device.type == "cpu" and self.context.size > 2 and not self.context.cpu_group_is_made:
+            raise GroupNotInitializedError(
+                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
+                "group make together at its first use; call barrier() on every rank once before"
+            )
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions)).wait()
+
+    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
+        return self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions, is_async=True))
+
+    def _start_all_reduce_(self, x: Tensor, reduce_op: str, options: AllreduceOptions) -> Work:
+        if x.numel() == 0:
+            return DONE
+        wide, wide_op, narrow = reducible(x, reduce_op)
+        options.reduceOp = _REDUCE_OPS[wide_op]
+        work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
+        return Then(work, lambda: self._finish(wide, wide_op, narrow))
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions)).wait()
+
+    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
+        return self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions, is_async=True))
+
+    def _start_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str, options: ReduceScatterOptions) -> Work:
+        if x.numel() == 0:
+            return DONE
+        wide_out, wide_op, narrow = reducible(out, reduce_op)
+        wide_x, _, _ = reducible(x, reduce_op)
+        options.reduceOp = _REDUCE_OPS[wide_op]
+        work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
+        watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
+        return Then(watched, lambda: self._finish(wide_out, wide_op, narrow))
+
+    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
+        if wide_op == "avg":
+            wide.div_(self.context.size)
+        if narrow is not None:
+            narrow.copy_(wide)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._start_all_gather(out, x, _options(AllgatherOptions)).wait()
+
+    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
+        return self._start_all_gather(out, x, _options(AllgatherOptions, is_async=True))
+
+    def _start_all_gather(self, out: Tensor, x: Tensor, options: AllgatherOptions) -> Work:
+        if x.numel() == 0:
+            return DONE
+        return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x), options), x, "all_gather")
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
+        outs[self.context.rank].copy_(x)
+        works = [self._start_broadcast_(out, src, _options(BroadcastOptions)) for src, out in enumerate(outs)]
+        for work in works:
+            work.wait()
+
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        if x.numel() == 0:
+            return
+        options = _options(GatherOptions)
+        options.rootRank = dst
+        outs = [] if out is None else [[as_bytes(block) for block in out.unbind(0)]]
+        self._watched(self._group(x).gather(outs, [as_bytes(x)], options), x, "gather").wait()
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        options = _options(ScatterOptions)
+        options.rootRank = src
+        blocks = [] if x is None else [[as_bytes(block) for block in x.unbind(0)]]
+        self._watched(self._group(out).scatter([as_bytes(out)], blocks, options), out, "scatter").wait()
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        row_bytes = x.dtype.itemsize * x[0:1].numel() if x.shape[0] else x.dtype.itemsize * out[0:1].numel()
+        work = self._group(x).alltoall_base(
+            as_bytes(out),
+            as_bytes(x),
+            [rows * row_bytes for rows in output_splits],
+            [rows * row_bytes for rows in input_splits],
+            _options(AllToAllOptions),
+        )
+        self._watched(work, x, "all_to_all").wait()
+
+    def flat_broadcast_(self, x: Tensor, src: int) -> None:
+        self._start_broadcast_(x, src, _options(BroadcastOptions)).wait()
+
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        return self._start_broadcast_(x, src, _options(BroadcastOptions, is_async=True))
+
+    def _start_broadcast_(self, x: Tensor, src: int, options: BroadcastOptions) -> Work:
+        if x.numel() == 0:
+            return DONE
+        options.rootRank = src
+        return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        if x.numel() == 0:
+            return DONE
+        self.check_pair_group(x, "send")
+        data = as_bytes(x)
+        begin_sending()
+        work = self._group(x).send([data], dst, tag)
+        return WatchedByThread(work, self.context, "send", dst) if x.is_cpu else work
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        if out.numel() == 0:
+            return DONE
+        self.check_pair_group(out, "recv")
+        data = as_bytes(out)
+        begin_sending()
+        work = self._group(out).recv([data], src, tag)
+        return WatchedByThread(work, self.context, "recv", src) if out.is_cpu else work
+
+    def barrier(self) -> None:
+        Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
+
+
+def _options(kind: Callable[[], T], *, is_async: bool = False) -> T:
+    """Returns torch's options of a collective; `is_async`: its work is handed out, to be waited for later."""
+    options: Any = kind()
+    options.asyncOp = is_async
+    return options

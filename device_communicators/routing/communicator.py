@@ -1,0 +1,414 @@
+"""What a communicator is: one way to move the bytes of one group.
+
+A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
+and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
+do better (a gather along any dim without a second pass, say). Routing, counting and error translation are not its
+business: `routing.Route` does them for all.
+
+Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import format_ranks
+from device_communicators.liveness.health import Death, FailureDomain, Watcher
+from device_communicators.routing.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.work import DONE, Then, Work
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.host_memory import HostMemory
+
+__all__ = [
+    "DONE",
+    "REDUCE_OPS",
+    "Communicator",
+    "GroupContext",
+    "Request",
+    "Then",
+    "Work",
+    "merge_blocks",
+    "reduce_in_rank_order",
+]
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Request(NamedTuple):
+    """The facts by which a communicator is chosen. All of them are equal on every rank of the group."""
+
+    operation: str
+    dtype: torch.dtype | None
+    device_type: str
+    numel: int
+    reduce_op: str | None = None
+
+    def __str__(self) -> str:
+        op = f"({self.reduce_op})" if self.reduce_op else ""
+        what = f" of {self.numel} × {self.dtype} on {self.device_type}" if self.dtype else ""
+        return f"{self.operation}{op}{what}"
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What a communicator may know of its group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+    rank: int
+    """This process' position in `ranks`."""
+    device: torch.device
+    timeout_s: float
+    device_group: Any = None
+    """torch ProcessGroup for tensors of `device`; None in a simulated group."""
+    make_cpu_group: Callable[[], Any] | None = None
+    """Gives the gloo group, always the same; what makes it at its first use must be called by every rank then."""
+    host_memory: HostMemory | None = None
+    """What the group's ranks on this host share; None where the gloo group isn't made together with the group."""
+    watcher: Watcher | None = None
+    """Knows which ranks of the world have ended; None where nobody watches."""
+    domain: FailureDomain | None = None
+    """The ranks whose death fails the group; None: its own."""
+    channel: int = 0
+    """Tells the users of one process group apart: their transfers have other tags."""
+    simulated: bool = False
+    """True where all ranks but this one are imagined."""
+    fake: bool = False
+    """True where torch's `fake` backend imagines them."""
+    custom_all_reduce: bool = True
+    """Whether communicators with kernels of our own may be used."""
+    high_priority_stream: bool = False
+    """Whether streams that communicators make go before the others of the device."""
+    nccl_config: Mapping[str, int] = field(default_factory=dict)
+    """Fields of ncclConfig_t that the caller has chosen."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def cpu_group(self) -> Any:
+        """torch ProcessGroup (gloo) for CPU tensors and messages; the device group itself where `device` is the CPU."""
+        return None if self.make_cpu_group is None else self.make_cpu_group()
+
+    @property
+    def cpu_group_is_made(self) -> bool:
+        return getattr(self.make_cpu_group, "made", True)
+
+    @property
+    def key(self) -> str:
+        """What the ops are called with: the name, and the rank and size that the compiler's cached code depends on.
+
+        Caches of compiled code outlive processes and are shared by ranks; what isn't in an op's arguments isn't in
+        their keys.
+        """
+        return f"{self.name}@{self.rank}/{self.size}"
+
+    @property
+    def failure_ranks(self) -> Collection[int]:
+        """The global ranks whose death fails the group."""
+        return self.ranks if self.domain is None else self.domain.ranks
+
+    def deaths(self) -> list[Death]:
+        """Returns the deaths that fail the group, in the order in which they came to be known."""
+        return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
+
+    def tag(self, kind: int) -> int:
+        """The tag of transfers of a kind (0 … 3), apart from those of other groups over the same process groups."""
+        return 4 * self.channel + kind
+
+    def __str__(self) -> str:
+        return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
+
+
+class Communicator(ABC):
+    """One way to move the bytes of one group; see the module's text for what to implement."""
+
+    name: ClassVar[str]
+    picks_by_size: ClassVar[bool] = False
+    """Whether `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
+    carries_the_device: ClassVar[bool] = False
+    """Whether no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
+
+    tells_sending: ClassVar[bool] = False
+    """Whether it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+
+    def admit(self) -> str | None:
+        """Why the group can't have this communicator after all, or None; every rank calls it, and all get the same.
+
+        Called once, when the group's route is built: what the ranks have to make together and may fail to is made here.
+        One that gives a reason has made nothing that it keeps.
+        """
+        return None
+
+    @abstractmethod
+    def refusal(self, request: Request) -> str | None:
+        """Why this communicator doesn't carry `request`, or None if it does.
+
+        Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
+        """
+
+    def beside(self, communicators: Sequence[Communicator]) -> None:
+        """Told which communicators the route has: those before it may carry what must be compared with its calls."""
+
+    def set_up(self, *, divisible: bool = False) -> None:
+        """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
+
+    def divide(self, part: Communicator | None, color: int) -> None:
+        """Makes what `part` would make at its first call, by dividing what this one has, where it can do that.
+
+        Every rank of this group calls it after `set_up(divisible=True)`: the ranks of one part with its number,
+        `color`, and their communicator of the part; who is in none with None.
+        """
+
+    def connect(self, peer: int) -> None:
+        """Makes what the first transfer between this rank and `peer` would make; that rank calls it as well."""
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Entered around the capture of a CUDA graph."""
+        yield
+
+    def turn(self, method: str) -> AbstractContextManager[object]:
+        """Entered around each collective that is waited for; raises UsageError where another thread is in the way."""
+        return nullcontext()
+
+    @property
+    def has_native_ops(self) -> bool:
+        """True if the registered ops reach it without Python."""
+        return False
+
+    def serve_ops(self, key: str) -> None:
+        """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.
+
+        Told to the first communicator of a route.
+        """
+
+    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
+        """They go through the route again. Returns what `served_traffic` did."""
+        return {}
+
+    def served_traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        """Calls and bytes, by operation, of what came straight here."""
+        return {}
+
+    def next_served(self, key: str) -> int:
+        """The number of the next operation where those that come straight here are numbered; else 0."""
+        return 0
+
+    def served_operations(self, key: str) -> list[Operation]:
+        """The last operations that came straight here."""
+        return []
+
+    def close(self) -> None:
+        """Frees what the communicator made itself; process groups belong to `parallel_state.process_groups.pool`."""
+
+    # Public operations. Each is called by every rank of the group, but send and recv.
+
+    def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.flat_all_reduce_(out, reduce_op)
+        return out
+
+    def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        with _contiguous(x) as flat:
+            self.flat_all_reduce_(flat, reduce_op)
+
+    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+        return add_rms_norm(self.all_reduce(x, "sum"), residual, weight, eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`(quantised, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return static_fp8_quant(normed, scale), y
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(quantised, scales, y)`, see the coordinator's."""
+        normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
+        return (*dynamic_per_token_fp8_quant(normed), y)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
+        out = x.new_empty((self.context.size, *x.shape))
+        self.flat_all_gather(out, x.contiguous())
+        return merge_blocks(out, dim, x.dim())
+
+    def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        rows = x.movedim(dim, 0).contiguous()
+        out = x.new_empty((sum(sizes), *rows.shape[1:]))
+        self.flat_all_gatherv(list(out.split(list(sizes))), rows)
+        return out.movedim(0, dim).contiguous()
+
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
+        """`[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
+        rows = x.movedim(dim, 0).contiguous()
+        out = x.new_empty((rows.shape[0] // self.context.size, *rows.shape[1:]))
+        self.flat_reduce_scatter(out, rows, reduce_op)
+        return out.movedim(0, dim).contiguous()
+
+    def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
+        """All to all of the slices, then a reduction in rank order: the same bytes as a reduce-scatter."""
+        rows = x.movedim(dim, 0).contiguous()
+        size, mine = self.context.size, sizes[self.context.rank]
+        slices = x.new_empty((size * mine, *rows.shape[1:]))
+        self.flat_all_to_all(slices, rows, [mine] * size, list(sizes))
+        out = reduce_in_rank_order(slices.view(size, mine, *rows.shape[1:]), reduce_op)
+        return out.movedim(0, dim).contiguous()
+
+    def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
+        """As all_gather on `dst`; an empty `[0]` tensor on the others."""
+        is_dst = self.context.rank == dst
+        out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
+        self.flat_gather(out, x.contiguous(), dst)
+        return x.new_empty(0) if out is None else merge_blocks(out, dim, x.dim())
+
+    def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
+        """Slice r of `src`'s `[…, size · d, …]` into rank r's contiguous `out`."""
+        blocks = None
+        if x is not None:
+            slices = (self.context.size, x.shape[dim] // self.context.size)
+            blocks = x.unflatten(dim, slices).movedim(dim, 0).contiguous()
+        self.flat_scatter(out, blocks, src)
+
+    def all_to_all(self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> Tensor:
+        """Sends rows of dim 0: `input_splits[r]` to rank r; receives `output_splits[r]` from rank r, in rank order."""
+        out = x.new_empty((sum(output_splits), *x.shape[1:]))
+        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
+        return out
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.flat_broadcast_(out, src)
+        return out
+
+    def broadcast_(self, x: Tensor, src: int) -> None:
+        with _contiguous(x) as flat:
+            self.flat_broadcast_(flat, src)
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
+
+    def recv(self, out: Tensor, src: int) -> None:
+        self.irecv_(out, src, self.context.tag(0)).wait()
+
+    # Flat operations: every tensor is contiguous, the group's dim is 0.
+
+    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
+        """Starts flat_all_reduce_; the caller keeps the tensors of a started operation alive until it is done.
+
+        This and the next two are for communicators that can go on by themselves; the others return when it is done.
+        """
+        self.flat_all_reduce_(x, reduce_op)
+        return DONE
+
+    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
+        self.flat_all_gather(out, x)
+        return DONE
+
+    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
+        self.flat_reduce_scatter(out, x, reduce_op)
+        return DONE
+
+    @abstractmethod
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        """In place."""
+
+    @abstractmethod
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        """`out` is `[size, *x.shape]`."""
+
+    @abstractmethod
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        """`outs[r]` is contiguous and takes rank r's tensor."""
+
+    @abstractmethod
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        """`x` is `[size · out.shape[0], *out.shape[1:]]`."""
+
+    @abstractmethod
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        """`out` is `[size, *x.shape]` on `dst`, None elsewhere."""
+
+    @abstractmethod
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        """`x` is `[size, *out.shape]` on `src`, None elsewhere."""
+
+    @abstractmethod
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
+
+    @abstractmethod
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        """Starts a broadcast of `src`'s tensor into the others'; the caller keeps `x` alive until it is done."""
+
+    def flat_broadcast_(self, x: Tensor, src: int) -> None:
+        """`src`'s tensor into the others'."""
+        self.ibroadcast_(x, src).wait()
+
+    @abstractmethod
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        """Starts a send; the caller keeps `x` alive and unchanged until it is done.
+
+        Transfers of different tags don't match each other where the transport knows tags (gloo does, NCCL doesn't).
+        """
+
+    @abstractmethod
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        """Starts a receive into `out`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+
+
+def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
+    """Reduces dim 0 of `[size, …]`; 16-bit and 8-bit floats are accumulated in float32 and rounded once."""
+    dtype = blocks.dtype
+    wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
+    if reduce_op == "sum":
+        out = wide.sum(0, dtype=wide.dtype)
+    elif reduce_op == "avg":
+        out = wide.sum(0, dtype=wide.dtype) / wide.shape[0]
+    elif reduce_op == "product":
+        out = wide.prod(0, dtype=wide.dtype)
+    else:
+        out = wide.amax(0) if reduce_op == "max" else wide.amin(0)
+    return out.to(dtype)
+
+
+def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
+    """`[size, *shape]` to shape with `dim` size times as long."""
+    if x_dim == 0:
+        return blocks
+    if dim == 0:
+        return blocks.flatten(0, 1)
+    # Where the dims are 1 long, flatten gives a view of other strides.
+    return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+@contextmanager
+def _contiguous(x: Tensor) -> Iterator[Tensor]:
+    """`x` itself, or a contiguous copy that is written back."""
+    if x.is_contiguous():
+        yield x
+        return
+    flat = x.contiguous()
+    yield flat
+    x.copy_(flat)

@@ -1,0 +1,122 @@
+"""What a group did last: a ring of its operations, to look at when something hangs or has failed.
+
+Recording costs the calls that Python carries three microseconds, those that C++ carries by itself some tens of
+nanoseconds (they keep a ring of their own). Nothing is written anywhere before somebody asks, or an operation fails
+while PARALLEL_STATE_DEBUG_DIR names a folder; `python -m parallel_state debug` reads what all ranks wrote there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RECORDS = 64
+NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
+"""Operations in which ranks may hold tensors of different shapes, or only one of them holds any."""
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        _HERE,
+        os.path.join(os.path.dirname(_HERE), "parallel_state"),
+        os.path.dirname(os.path.abspath(torch.__file__)),
+    )
+)
+"""The folders of this library's two packages, which lie side by side, and of torch."""
+
+
+PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
+"""Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
+
+
+@dataclass
+class Operation:
+    """One operation of a group."""
+
+    sequence: int
+    """The group's how-many-th."""
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    started_s: float
+    """On the monotonic clock of the rank's host; ops that C++ carries have some milliseconds of uncertainty."""
+    ended_s: float | None = None
+    """None: under way, or failed."""
+    site: str = ""
+    """`file:line` of the caller, in debug mode."""
+    told: str = ""
+    """What must be equal on all ranks, in words."""
+    peer: int = -1
+    """The other rank in the group, of a transfer."""
+
+    @property
+    def call(self) -> str:
+        """What all ranks that are in this operation say of it."""
+        if self.told or not self.dtype:
+            return self.told or self.name
+        alike = self.name not in NOT_ALIKE_SHAPES
+        return f"{self.name} of {f'{list(self.shape)} ' if alike else ''}{self.dtype}"
+
+    def __str__(self) -> str:
+        what = f" of {list(self.shape)} {self.dtype}" if self.dtype else ""
+        return f"{self.name} number {self.sequence}{what}{f' at {self.site}' if self.site else ''}"
+
+
+class Recorder:
+    """The ring of what Python carried."""
+
+    def __init__(self) -> None:
+        self._operations: deque[Operation] = deque(maxlen=RECORDS)
+
+    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str, told: str = "") -> Operation:
+        operation = Operation(
+            sequence,
+            name,
+            "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+            () if tensor is None else tuple(tensor.shape),
+            time.monotonic(),
+            site=site,
+            told=told,
+        )
+        self._operations.append(operation)
+        return operation
+
+    def last(self, others: Iterable[Operation] = ()) -> list[Operation]:
+        """Together with those that were recorded elsewhere, in the order of their numbers."""
+        return sorted([*self._operations, *others], key=lambda each: each.sequence)[-RECORDS:]
+
+
+def call_site() -> str:
+    """Who called into this library: the first frame outside of it and of torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_OWN) and not path.startswith("<"):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
+
+
+def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:
+    """One file for this process; the last one stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank-{rank}-{os.getpid()}.json"
+    content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}
+    made = path.with_suffix(".part")
+    made.write_text(json.dumps(content, indent=1))
+    made.rename(path)
+    return path
+
+
+def as_dict(operation: Operation) -> dict[str, Any]:
+    return asdict(operation)

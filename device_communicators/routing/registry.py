@@ -1,0 +1,98 @@
+"""The routes of this process by their groups' names: where an op finds its group; what they all did last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from pathlib import Path
+
+from device_communicators import forks, settings
+from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
+from device_communicators.host_calls import OUTSIDE, host_call
+from device_communicators.routing import recorder, stalls
+from device_communicators.routing.route import Route, on_failure
+
+logger = logging.getLogger("parallel_state")
+
+_ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
+_KNOWN_NAMES: set[str] = set()
+_NEXT_INDEX: dict[str, int] = {}
+
+
+@host_call(OUTSIDE)
+def write_record(folder: str | os.PathLike[str]) -> Path | None:
+    """Writes the last operations of all groups of this process into a file of `folder`; None without groups.
+
+    `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. From any thread: a watchdog may
+    call it while another one hangs. An `OSError` of the folder is logged only.
+    """
+    routes = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
+    routes = [route for route in routes if route.context.size > 1 and not route.context.simulated and not route.closed]
+    if not routes:
+        return None
+    groups = [
+        {
+            "group": route.context.name,
+            "ranks": list(route.context.ranks),
+            "failure": None if route.first_failure is None else str(route.first_failure),
+            "operations": [recorder.as_dict(each) for each in route.operations()],
+        }
+        for route in routes
+    ]
+    first = routes[0].context
+    try:
+        return recorder.write(Path(folder), first.ranks[first.rank], groups)
+    except OSError as error:
+        logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
+        return None
+
+
+def _record_failure() -> None:
+    folder = settings.DEBUG_DIR.get()
+    if folder:
+        write_record(folder)
+
+
+on_failure.append(_record_failure)
+
+
+def _leave_to_parent() -> bool:
+    """In a forked child: the routes are its parent's. Whether there are any."""
+    inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
+    for route in inherited:
+        route.closed = route.is_parents = True
+    return bool(inherited)
+
+
+def register_route(route: Route) -> None:
+    """Makes `route` known by its group's name and by its key, for the ops too; the caller keeps it alive."""
+    forks.watch(_leave_to_parent)
+    former = _ROUTES.get(route.context.key)
+    if former is not None:
+        former.serve_ops(False)
+    route.serve_ops(True)
+    stalls.watch(route)
+    _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
+    _KNOWN_NAMES.add(route.context.name)
+
+
+def unique_name(stem: str) -> str:
+    """`tp:0`, then `tp:1`, …: a name that no group of this process had, so that a stale one is told from a new one."""
+    index = _NEXT_INDEX.get(stem, 0)
+    _NEXT_INDEX[stem] = index + 1
+    return f"{stem}:{index}"
+
+
+def find_route(key: str) -> Route:
+    """The route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
+    route = _ROUTES.get(key)
+    if route is not None:
+        return route
+    name = key.partition("@")[0]
+    if name in _KNOWN_NAMES:
+        raise GroupDestroyedError(f"group {name!r} was destroyed; take the group anew from its getter")
+    known = sorted({route.context.name for route in _ROUTES.values()})
+    raise GroupNotInitializedError(
+        f"there is no group {name!r}; this process has {known}. Call initialize_model_parallel first"
+    )

@@ -1,0 +1,192 @@
+"""Who else is where, asked when an operation has failed and nobody is known to have died.
+
+gloo says neither who is missing nor that ranks are in different calls. When its wait has timed out on one rank it
+closes the connections, so all others that wait fail as well. Each rank that fails then writes to the store in which
+operation it was, and reads what the others wrote: who writes nothing isn't in a call of this group. It costs nothing
+before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerDiedError,
+)
+from device_communicators.liveness.health import NEWS_S
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.waiting import died, gave_up
+
+_PATIENCE_S = 0.6
+"""How long a rank waits for the others' reports: they come within the 0.2 s in which a death might come to be known."""
+_LIMIT_S = 1.0
+"""A store beyond reach answers after minutes."""
+_STEP_S = 0.02
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank was when the group failed there."""
+
+    sequence: int
+    call: str
+    timed_out: bool = field(default=False, compare=False)
+    """Whether it failed at its deadline: then who is missing may be slow, and need not have ended."""
+
+
+def explained(context: GroupContext, operation: Operation, failure: CommunicationError) -> CommunicationError:
+    """`failure` of the group's `operation`, or the error that says who is missing or in another call."""
+    open_store = None if context.watcher is None else context.watcher.open_store
+    if open_store is None:
+        return failure
+    own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError))
+    reports: dict[int, Report] = {context.rank: own}
+    asked = threading.Event()
+    thread = threading.Thread(
+        target=_exchange, args=(context, open_store, own, reports, asked), daemon=True, name="parallel_state-reports"
+    )
+    thread.start()
+    thread.join(_LIMIT_S)
+    if asked.is_set():
+        return _verdict(context, own, dict(reports), failure)
+    return _by_the_watcher(context, failure, [rank for rank in context.ranks if rank != context.ranks[context.rank]])
+
+
+def publish(context: GroupContext, operation: Operation) -> None:
+    """Tells who asks later in which operation this rank found another call; a thread does it, and nobody waits."""
+    open_store = None if context.watcher is None else context.watcher.open_store
+    if open_store is None:
+        return
+
+    def write() -> None:
+        with contextlib.suppress(RuntimeError):
+            store = open_store()
+            if store is not None:
+                _write(store, context, Report(operation.sequence, operation.call))
+
+    threading.Thread(target=write, daemon=True, name="parallel_state-reports").start()
+
+
+def _prefix(context: GroupContext) -> str:
+    return f"report/{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
+
+
+def _write(store: Any, context: GroupContext, own: Report) -> None:
+    store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out]))
+
+
+def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
+    """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead.
+
+    A broken connection overtakes what tells of a host's end: where one of the `missing` can't be watched at once, that
+    may take as long as the heartbeats do.
+    """
+    watcher = context.watcher
+    if watcher is None or isinstance(failure, CollectiveTimeoutError):
+        return failure
+    started = time.monotonic() - (failure.elapsed_s or 0)
+    patience_s = NEWS_S if watcher.watches(missing) else watcher.bound_s
+    if watcher.await_death_of(context.failure_ranks, patience_s):
+        return died(context, failure.operation or "an operation", started)
+    return failure
+
+
+def _exchange(
+    context: GroupContext,
+    open_store: Callable[[], Any],
+    own: Report,
+    reports: dict[int, Report],
+    asked: threading.Event,
+) -> None:
+    """Sets `asked` once the store has answered until the patience was at an end, or all have reported."""
+    prefix = _prefix(context)
+    until = time.monotonic() + _PATIENCE_S
+    try:
+        store = open_store()
+        if store is None:
+            return
+        _write(store, context, own)
+        while len(reports) < context.size and time.monotonic() < until:
+            for rank in range(context.size):
+                if rank not in reports and store.check([f"{prefix}/{rank}"]):
+                    reports[rank] = Report(*json.loads(store.get(f"{prefix}/{rank}")))
+            time.sleep(_STEP_S)
+        asked.set()
+    except RuntimeError:  # the store is gone, and with it what could be known
+        return
+
+
+def _verdict(
+    context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
+) -> CommunicationError:
+    facts: dict[str, Any] = {
+        "group": context.name,
+        "operation": failure.operation,
+        "sequence": own.sequence,
+        "rank": context.rank,
+        "elapsed_s": failure.elapsed_s,
+        "timeout_s": failure.timeout_s,
+    }
+    missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
+    if missing:  # the watcher's word goes before the reports: who hears of a death writes none
+        found = _by_the_watcher(context, failure, missing)
+        if found is not failure:
+            return found
+    others = {report for rank, report in reports.items() if rank != context.rank}
+    if not missing and len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
+        # They may have got through this operation with this rank's help, and given it up in the next one.
+        ours = f"{own.call} number {own.sequence}"
+        theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
+        found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+        found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
+        return found
+    # Where a rank is missing, some may have got through an operation of which others still lack the end.
+    different = [
+        rank
+        for rank, report in sorted(reports.items())
+        if report != own and (report.sequence == own.sequence or not missing)
+    ]
+    if different:
+        suspects = [context.ranks[rank] for rank in different]
+        there = reports[different[0]]
+        return CollectiveMismatchError(
+            f"{failure.operation} of {context} met another call: this rank is in {own.call} number {own.sequence}, "
+            f"global rank {suspects[0]} in {there.call} number {there.sequence}. The group can't be used further; make "
+            "the same calls in the same order on every rank",
+            **facts,
+            suspect_ranks=suspects,
+        )
+    if not missing:
+        return gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+    if isinstance(failure, PeerDiedError) and context.watcher is not None:
+        # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
+        missing = [rank for rank in missing if not context.watcher.watches([rank])]
+        if not missing:
+            return gave_up(context, failure)
+    who = ", ".join(f"global rank {rank}" for rank in missing)
+    has = "has" if len(missing) == 1 else "have"
+    began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"
+    advice = "The group can't be used further; look at that rank (its log, `py-spy dump`)"
+    if isinstance(failure, PeerDiedError) and not any(report.timed_out for report in reports.values()):
+        return PeerDiedError(
+            f"{began}: a connection broke, and {who} {has} not been heard of since. {advice}",
+            **facts,
+            suspect_ranks=missing,
+        )
+    return CollectiveTimeoutError(
+        f"{began}: {who} {has} not come to {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the "
+        "timeout",
+        **facts,
+        suspect_ranks=missing,
+    )

@@ -1,0 +1,561 @@
+"""Who carries what for one group: an ordered list of communicators.
+
+`Route.run` is the one place through which an operation goes on its way: it picks, counts, and turns what a
+communicator raises into this library's errors. It holds no membership logic and moves no byte itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators import forks
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupDestroyedError,
+    GroupFailedError,
+    ParallelStateError,
+    PeerDiedError,
+    UnsupportedError,
+    UsageError,
+    plain,
+)
+from device_communicators.routing.call_check import check_alike
+from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.failures import ADVICE, is_communication_error, is_of_transport, kind_of_failure
+from device_communicators.routing.paths import Paths, check_recordable, table
+from device_communicators.routing.recorder import PAIRS, Operation, Recorder, call_site
+from device_communicators.routing.reports import explained, publish
+from device_communicators.routing.stalls import WAITS, add_calls, end_wait
+from device_communicators.routing.started import Handle
+from device_communicators.routing.user_call import (
+    METHODS,
+    UserCall,
+    begin_locally,
+    begin_sending,
+    called_as,
+    has_sent,
+    of_arguments,
+    overlap_error,
+    swap,
+    transfer_method,
+)
+from device_communicators.routing.waiting import TransferError, all_died, attributed, died
+
+_RECENT = 8
+_MOST_CHOSEN = 4096
+
+_Kind = tuple[str, torch.dtype | None, str, str | None]
+"""A request without its size."""
+
+
+on_failure: list[Callable[[], object]] = []
+"""Called when a group fails for the first time."""
+
+
+@dataclass
+class Traffic:
+    """What went through one operation of a route: `bytes` are those of the calling rank's tensors."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Route:
+    """The communicators of one group in order of preference, and the table of those that were turned down."""
+
+    def __init__(
+        self,
+        context: GroupContext,
+        communicators: Sequence[Communicator],
+        refusals: Mapping[str, str],
+        paths: Mapping[str, Paths] | None = None,
+    ) -> None:
+        self.context = context
+        self.refusals = refusals
+        """Name of each communicator that the group doesn't have -> the reason."""
+        self.paths = paths or {}
+        """Name of each communicator that it has -> its row of the table of paths."""
+        self._on_cuda = context.device.type == "cuda"
+        self._traffic: dict[str, Traffic] = {}
+        self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
+        self._picks_by_size = False
+        self._communicators: tuple[Communicator, ...] = ()
+        self._serves_ops = False
+        self._turn = threading.Lock()  # of the collective that is under way; never waited for
+        self._holder = 0
+        self.communicators = communicators
+        self.sequence = 0
+        """The number of the last operation that came through here; what went past it counts as well."""
+        self._recorder = Recorder()
+        self._kept: list[Operation] = []
+        self.first_failure: CommunicationError | None = None
+        self._messenger: Callable[[], Any] = lambda: None
+        self.closed = False
+        self.is_parents = False
+        """Whether this process was forked from the one that made it; then it is `closed` too."""
+
+    def attach_messenger(self, messenger: object) -> None:
+        """Sets what carries the group's messages; it is not kept alive."""
+        self._messenger = weakref.ref(messenger)
+
+    @property
+    def messenger(self) -> Any:
+        """Returns what carries the group's messages, for the ops on lists of tensors."""
+        messenger = self._messenger()
+        if messenger is None:
+            raise GroupDestroyedError(f"{self.context} was destroyed; take the group anew from its getter")
+        return messenger
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """In order of preference. Assigned anew, they carry what comes from then on."""
+        return self._communicators
+
+    @communicators.setter
+    def communicators(self, communicators: Sequence[Communicator]) -> None:
+        served = self._serves_ops
+        self.serve_ops(False)
+        self._communicators = tuple(communicators)
+        self._chosen = {}
+        self._picks_by_size = any(each.picks_by_size for each in self._communicators)
+        self.serve_ops(served)
+
+    def serve_ops(self, on: bool) -> None:
+        """Whether the registered ops may go straight to the first communicator, past this route."""
+        on = on and not self.in_debug_mode  # where each call is compared, and its caller noted
+        for first in self._communicators[:1]:
+            if on and not self._serves_ops:
+                first.serve_ops(self.context.key)
+            elif self._serves_ops and not on:
+                self._kept = first.served_operations(self.context.key)
+                self.sequence = max([self.sequence, *(each.sequence for each in self._kept)])
+                for name, told in first.stop_serving_ops(self.context.key).items():
+                    self.count(name, *told)
+        self._serves_ops = on
+
+    @property
+    def in_debug_mode(self) -> bool:
+        """Whether all ranks compare their calls: PARALLEL_STATE_DEBUG on one of them."""
+        memory = self.context.host_memory
+        return memory is not None and memory.debug
+
+    def run(
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        *args: Any,
+        reduce_op: str | None = None,
+        part_of: str | None = None,
+        method: str = "",
+    ) -> Any:
+        """Calls `operation` of the first communicator that carries it; `args` are that method's.
+
+        `method`: what the caller called, where that isn't `operation`.
+        Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
+        is under way, or the CommunicationError that happened.
+        """
+        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, -1)
+        with self._turn_of(call):
+            started = time.monotonic()
+            begin_sending()
+            try:
+                # A communicator may need its peers to tell whether it can: that, too, fails as the operation would.
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                if call is None:
+                    record.peer = args[-1]
+                thread = threading.get_ident()
+                before, WAITS[thread] = WAITS.get(thread), (self, record)
+                try:
+                    with nullcontext() if call is None else communicator.turn(call.method):
+                        result = getattr(communicator, operation)(*args)
+                    record.ended_s = time.monotonic()
+                finally:
+                    end_wait(thread, before)
+                return result
+            except Exception as error:
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
+                if failure is error:
+                    raise
+                raise failure from error
+
+    def start(
+        self,
+        operation: str,
+        tensor: Tensor,
+        *args: Any,
+        reduce_op: str | None = None,
+        part_of: str | None = None,
+        method: str = "",
+        dim: int = -1,
+    ) -> Handle:
+        """As `run` for the operations with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`: doesn't wait.
+
+        Its bytes are counted as those of `part_of`, whose calls the caller counts. `dim`: along which ranks' tensors
+        meet, where the arguments don't tell it.
+        """
+        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, dim)
+        with self._turn_of(call):
+            started = time.monotonic()
+            begin_sending()
+            try:
+                communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
+                if call is None:
+                    record.peer = args[-2]
+                work = getattr(communicator, operation)(tensor, *args)
+            except Exception as error:
+                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
+                if failure is error:
+                    raise
+                raise failure from error
+        return Handle(self, record, work, tensor)
+
+    def served_operations(self) -> list[Operation]:
+        """The last ones that came past this route."""
+        return self._communicators[0].served_operations(self.context.key) if self._serves_ops else []
+
+    @contextmanager
+    def _turn_of(self, call: UserCall | None) -> Iterator[None]:
+        """Makes `call` this thread's, and the group's only one: ranks can't agree in which order threads come.
+
+        Transfers between two ranks, None, have tags or queues of their own.
+        """
+        if call is None:
+            yield
+            return
+        mine = self._turn.acquire(blocking=False)
+        if not mine and self._holder != threading.get_ident():
+            raise overlap_error(call.method, str(self.context))
+        before = swap(call)
+        try:
+            yield
+        finally:
+            swap(before)
+            if mine:
+                self._turn.release()
+
+    @contextmanager
+    def alone(self, call: UserCall) -> Iterator[None]:
+        """Keeps other threads from beginning a collective of the group: around one that takes several steps."""
+        memory = self.context.host_memory
+        collectives = None if memory is None else memory.collectives
+        with self._turn_of(call):
+            before, self._holder = self._holder, threading.get_ident()
+            try:
+                if collectives is not None and not before:
+                    collectives.enter(call.method)
+                try:
+                    yield
+                finally:
+                    if collectives is not None and not before:
+                        collectives.exit()
+            finally:
+                self._holder = before
+
+    @contextmanager
+    def called_as(self, method: str) -> Iterator[None]:
+        """Errors of this and other ranks name this thread's calls `method`, where that is of their class."""
+        memory = self.context.host_memory
+        library = None if memory is None or memory.collectives is None else memory.collectives.library
+        with called_as(method):
+            if library is not None:
+                library.ps_call_as(METHODS[method])
+            try:
+                yield
+            finally:
+                if library is not None:
+                    library.ps_call_as(0)
+
+    def _begin(
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        reduce_op: str | None,
+        part_of: str | None,
+        call: UserCall | None,
+    ) -> tuple[Communicator, Operation]:
+        self.check_usable(operation)
+        kind: _Kind = (operation, None, "cpu", None)
+        numel = 0
+        if tensor is not None:
+            kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
+        if kind[2] == "cpu":
+            self.check_recordable(operation)
+        key = (kind, numel) if self._picks_by_size else kind
+        communicator = self._chosen.get(key)
+        if communicator is None:
+            communicator = self.pick(Request(*kind[:3], numel, kind[3]))
+            if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
+                self._chosen.clear()
+            self._chosen[key] = communicator
+        if call is not None and self._serves_ops and communicator is not self._communicators[0]:
+            self._check_not_served(call)
+        record = self.note(operation, tensor, call)
+        if record.site and call is not None and part_of is None:
+            check_alike(self.context, self.sequence, call, record.site)
+        self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
+        if communicator.tells_sending:
+            begin_locally()
+        return communicator, record
+
+    def check_recordable(self, operation: str) -> None:
+        """`operation` is done by the host: UnsupportedError while a CUDA graph is recorded."""
+        if self._on_cuda:
+            check_recordable(self.context, operation)
+
+    def _check_not_served(self, call: UserCall) -> None:
+        """Another thread may be in a call that came past this route."""
+        memory = self.context.host_memory
+        busy = memory is not None and memory.collectives is not None and memory.collectives.is_busy
+        if busy and self._holder != threading.get_ident():
+            raise overlap_error(call.method, str(self.context))
+
+    def note(self, operation: str, tensor: Tensor | None, call: UserCall | None = None) -> Operation:
+        """Numbers and records an operation that begins."""
+        if operation not in PAIRS:
+            served = self._communicators[0].next_served(self.context.key) if self._serves_ops else 0
+            self.sequence = served or self.sequence + 1
+        site, told = call_site() if self.in_debug_mode else "", transfer_method() if call is None else str(call)
+        return self._recorder.begin(self.sequence, operation, tensor, site, told)
+
+    def operations(self) -> list[Operation]:
+        """The last ones, in order; one that has no end is under way, or has failed."""
+        served = self._communicators[0].served_operations(self.context.key) if self._serves_ops else self._kept
+        return self._recorder.last(served)
+
+    def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
+        """Adds to the traffic of `name`."""
+        traffic = self._traffic.get(name)
+        if traffic is None:
+            traffic = self._traffic[name] = Traffic()
+        traffic.calls += calls
+        traffic.bytes += size_bytes
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Calls and bytes so far, by operation."""
+        found = {name: Traffic(traffic.calls, traffic.bytes) for name, traffic in self._traffic.items()}
+        if self._serves_ops and self._communicators:
+            for name, (calls, size_bytes) in self._communicators[0].served_traffic(self.context.key).items():
+                total = found.setdefault(name, Traffic())
+                total.calls += calls
+                total.bytes += size_bytes
+        return found
+
+    def pick(self, request: Request) -> Communicator:
+        """The first communicator that carries `request`; UnsupportedError with every reason if none does."""
+        for communicator in self.communicators:
+            if communicator.refusal(request) is None:
+                return communicator
+        reasons = "; ".join(f"{c.name}: {c.refusal(request)}" for c in self.communicators)
+        raise UnsupportedError(f"no communicator of {self.context} carries {request}: {reasons}")
+
+    def check_usable(self, operation: str = "a call") -> None:
+        """Raises GroupDestroyedError, ForkedError, GroupFailedError, or the PeerDiedError that nobody has met yet."""
+        if self.closed:
+            if self.is_parents:
+                raise forks.error(str(self.context))
+            raise GroupDestroyedError(
+                f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
+            )
+        if self.first_failure is not None:
+            memory = self.context.host_memory
+            if memory is not None and memory.collectives is not None:
+                # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
+                memory.collectives.library.raise_interruption()
+            raise GroupFailedError(
+                f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
+                group=self.context.name,
+                operation=self.first_failure.operation,
+                sequence=self.first_failure.sequence,
+                rank=self.context.rank,
+                suspect_ranks=self.first_failure.suspect_ranks,
+                elapsed_s=self.first_failure.elapsed_s,
+                timeout_s=self.first_failure.timeout_s,
+            ) from self.first_failure
+        if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
+            if self.context.watcher is not None:
+                self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # others may be ending with it
+            self._poison(died(self.context, operation, time.monotonic()))
+            if self.first_failure is not None:
+                raise self.first_failure
+
+    def failure_of(
+        self,
+        error: Exception,
+        operation: str,
+        started: float,
+        record: Operation | None = None,
+        *,
+        sent: bool = True,
+    ) -> Exception:
+        """The error to raise for `error`; a communication error poisons the group.
+
+        `record`: of the operation that failed, where it isn't the last that began. `sent`: whether others may know of
+        it; else it is this rank's affair, and the group goes on.
+        """
+        if error is self.first_failure:
+            return error
+        record = record or next(reversed(self._recorder.last()), None)
+        sequence = self.sequence if record is None else record.sequence
+        if isinstance(error, ParallelStateError) or not is_communication_error(error):
+            if isinstance(error, PeerDiedError):
+                error = all_died(self.context, operation, started, error)
+            elif isinstance(error, CollectiveTimeoutError) and self._spans_hosts:
+                error = self._explained(error, record)
+            elif isinstance(error, CollectiveMismatchError) and self._spans_hosts and record is not None:
+                publish(self.context, record)  # those who wait for this rank in another way ask the store
+            if isinstance(error, CommunicationError):
+                self._add_calls(error)
+                self._poison(error)
+            return error
+        text = str(error)
+        if not sent:
+            return UsageError(
+                f"{operation} of {self.context} failed on this rank before anything was sent, by "
+                f"{type(error).__name__}: {text.splitlines()[0] if text else ''}. The group can be used further; mend "
+                "the cause, and make the call again where the other ranks wait for it"
+            )
+        kind = kind_of_failure(text)
+        elapsed = time.monotonic() - started
+        failure: CommunicationError = kind(
+            f"{operation} number {sequence} of {self.context} failed after {elapsed:.3f} s "
+            f"(timeout {self.context.timeout_s:g} s): {plain(error)}. "
+            f"The group can't be used further; {ADVICE[kind]}",
+            group=self.context.name,
+            operation=operation,
+            sequence=sequence,
+            rank=self.context.rank,
+            suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
+            elapsed_s=elapsed,
+            timeout_s=self.context.timeout_s,
+        )
+        if not is_of_transport(error):  # nobody else is to blame
+            self._poison(failure)
+            return failure
+        if kind is not CollectiveTimeoutError:
+            failure = attributed(self.context, operation, started, failure)
+        if not failure.suspect_ranks:
+            failure = self._explained(failure, record)
+        self._add_calls(failure)
+        self._poison(failure)
+        return failure
+
+    def _add_calls(self, failure: CommunicationError) -> None:
+        """Has an error that doesn't know all calls name those in which the ranks wait."""
+        knows = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
+        if not knows and not isinstance(failure, PeerDiedError) and self.first_failure is None:
+            add_calls(self.context, failure)
+
+    @property
+    def has_failed(self) -> bool:
+        """Returns True if the group is beyond use: an operation failed, or a rank of its failure domain has ended."""
+        return bool(self.context.deaths()) or self.first_failure is not None
+
+    @property
+    def _spans_hosts(self) -> bool:
+        memory = self.context.host_memory
+        return memory is not None and len(memory.hosts) > 1
+
+    def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
+        """`failure` of an operation, with what the other ranks say of where they are."""
+        if last is None or last.name in PAIRS or self.first_failure is not None:
+            return failure
+        if self.context.deaths():
+            return failure
+        return explained(self.context, last, failure)
+
+    def _poison(self, failure: CommunicationError) -> None:
+        if self.first_failure is None and not self.closed:
+            self.first_failure = failure
+            self.serve_ops(False)
+            if failure.sequence is None:
+                failure.sequence = self.sequence
+            failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
+            memory = self.context.host_memory
+            if memory is not None and memory.collectives is not None and not isinstance(failure, PeerDiedError):
+                memory.collectives.give_up(failure)
+            for listener in on_failure:
+                listener()
+
+    def set_up(self, *, divisible: bool = False) -> None:
+        """The communicators make now what their first calls would make. Every rank of the group calls it."""
+        self.check_usable()
+        for communicator in self._carriers_of_the_device():
+            communicator.set_up(divisible=divisible)
+
+    def divide(self, part: Route | None, color: int) -> None:
+        """See Communicator.divide: each communicator of this route, with the one of its kind in the part's."""
+        parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
+        for communicator in self.communicators:
+            communicator.divide(parts.get(communicator.name), color)
+
+    def capture(self, peers: Sequence[int] = ()) -> ExitStack:
+        """A context in which a CUDA graph may record the group's operations, with transfers to and from `peers`.
+
+        Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
+        """
+        self.check_usable()
+        # In one order of all pairs, so that no rank waits for one that waits for another.
+        prepared = self._carriers_of_the_device()
+        for peer in sorted(set(peers) - {self.context.rank}, key=lambda peer: sorted((peer, self.context.rank))):
+            for communicator in prepared:
+                communicator.connect(peer)
+        stack = ExitStack()
+        for communicator in prepared:
+            stack.enter_context(communicator.capture())
+        return stack
+
+    def _carriers_of_the_device(self) -> Sequence[Communicator]:
+        """All, or those up to the first one that lets nothing past."""
+        last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
+        return self.communicators if last is None else self.communicators[: last + 1]
+
+    def explain(self) -> str:
+        """Which communicators carry the group's operations, in order, and why the others don't."""
+        lines = [str(self.context)]
+        lines += [f"  {i}. {c.name}: {c}" for i, c in enumerate(self.communicators, 1)]
+        if not self.communicators:
+            lines.append("  (one rank: nothing to carry)")
+        lines += [f"  -  {name}: not used, {reason}" for name, reason in self.refusals.items()]
+        if self.paths:
+            lines += [f"     {line}" for line in table(self.paths)]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Closes the communicators and lets go of the process groups, which are the coordinator's. Twice is fine."""
+        if not self.closed:
+            self.closed = True
+            with ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
+                stack.callback(self._let_go)
+                for communicator in reversed(self.communicators):
+                    stack.callback(communicator.close)
+                stack.callback(setattr, self, "communicators", ())
+                self.serve_ops(False)
+
+    def _let_go(self) -> None:
+        self.context = dataclasses.replace(self.context, device_group=None, make_cpu_group=None, host_memory=None)
+        # Nor does who keeps a destroyed group keep its failure: a thread that is still on its way out of a call with it
+        # has frames that can't be cleared yet.
+        failure, self.first_failure = self.first_failure, None
+        _let_go(failure)
+
+
+def _let_go(failure: BaseException | None) -> None:
+    """Whoever keeps an error keeps the variables of all calls that it went through: process groups, and the store."""
+    seen: set[int] = set()  # an error that is raised from itself is its own cause
+    while failure is not None and id(failure) not in seen:
+        seen.add(id(failure))
+        traceback.clear_frames(failure.__traceback__)
+        failure = failure.__cause__ or failure.__context__

@@ -1,0 +1,95 @@
+"""A group of any size in one process: this rank is real, the others are imagined to hold the same tensor.
+
+So a sum multiplies by the size, a product is a power, max, min and avg change nothing, gathers copy, and what only a
+real peer could provide (another rank's broadcast, a receive) is refused. For building and shape-checking model code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import UnsupportedError
+from device_communicators.routing.communicator import DONE, Communicator, Request, Work
+from device_communicators.routing.reductions import reduction_refusal
+
+
+class SimulatedCommunicator(Communicator):
+    """Answers as a group would whose ranks all hold this rank's tensor."""
+
+    name = "simulated"
+
+    def refusal(self, request: Request) -> str | None:
+        if request.dtype is not None and request.reduce_op is not None:
+            return reduction_refusal(request.dtype, request.reduce_op)
+        return None
+
+    def __str__(self) -> str:
+        return "one process stands for all ranks"
+
+    def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        size = self.context.size
+        if x.dtype == torch.bool:
+            return
+        wide = x.float() if x.is_floating_point() and x.itemsize == 1 else x  # float8 has no arithmetic
+        if reduce_op == "sum":
+            x.copy_(wide * size)
+        elif reduce_op == "product":
+            x.copy_(wide**size)
+
+    def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
+        out.copy_(x.expand_as(out))
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        for out in outs:
+            if out.shape != x.shape:
+                raise UnsupportedError(
+                    f"{self.context} is simulated: its other ranks hold this rank's {list(x.shape)}, "
+                    f"so they can't give {list(out.shape)}; use equal sizes"
+                )
+            out.copy_(x)
+
+    def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
+        out.copy_(x.view(self.context.size, *out.shape)[self.context.rank])
+        self.flat_all_reduce_(out, reduce_op)
+
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        if out is not None:
+            self.flat_all_gather(out, x)
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        if x is None:
+            raise self._needs_peer("scatter", src)
+        out.copy_(x[self.context.rank])
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        mine = x.split(input_splits)[self.context.rank]
+        for block, rows in zip(out.split(output_splits), output_splits, strict=True):
+            if rows != mine.shape[0]:
+                raise UnsupportedError(
+                    f"{self.context} is simulated: every other rank sends it {mine.shape[0]} rows, "
+                    f"as it would itself, not {rows}; use equal output_split_sizes"
+                )
+            block.copy_(mine)
+
+    def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        if src != self.context.rank:
+            raise self._needs_peer("broadcast", src)
+        return DONE
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        return DONE  # nobody takes it
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        raise self._needs_peer("recv", src)
+
+    def barrier(self) -> None:
+        return None
+
+    def _needs_peer(self, operation: str, peer: int) -> UnsupportedError:
+        return UnsupportedError(
+            f"{operation} from rank {peer} needs that rank, but {self.context} is simulated: "
+            f"only rank {self.context.rank} exists"
+        )

@@ -1,0 +1,147 @@
+"""An operation that was started and is waited for later, as a caller holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from device_communicators.host_calls import host_call
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.stalls import WAITS, Waiting, end_wait
+from device_communicators.routing.work import Work
+
+WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
+
+
+class Starter(Waiting, Protocol):
+    """The route that started an operation, as its handle needs it."""
+
+    is_parents: bool
+
+    def check_usable(self, operation: str = "a call") -> None: ...
+
+    def failure_of(self, error: Exception, operation: str, started: float, record: Operation) -> Exception: ...
+
+
+class Handle:
+    """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
+
+    def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
+        self._route = route
+        self._record = record
+        self._work: Work | None = work
+        self._tensor: Tensor | None = tensor  # the transport reads or writes it until the work is done
+        self._on_cpu = tensor.device.type == "cpu"
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+
+    @host_call(WAITED_FOR)
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return at once.
+
+        gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
+        short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
+        A device's works can be polled, and must be waited for by the caller: it is his stream that has to wait.
+        """
+        work = self._work
+        if work is None or self._error is not None:
+            return True
+        if self._waiter is None:
+            if work.is_completed():
+                return True
+            if not self._on_cpu:
+                return False
+            self._waiter = threading.Thread(target=self._wait_quietly, daemon=True, name="parallel_state-wait")
+            self._waiter.start()
+        return False
+
+    @property
+    @host_call(WAITED_FOR)
+    def has_ended(self) -> bool:
+        """Whether the transfer is known to have ended, without a look at it that costs anything."""
+        work = self._work
+        return work is None or self._error is not None or work.is_completed()
+
+    @property
+    @host_call(WAITED_FOR)
+    def needs_a_thread(self) -> bool:
+        """Whether the transfer's end shows to a thread only that waits for it: see `run_to_end`."""
+        return not self.has_ended and hasattr(self._work, "run_here")
+
+    @host_call(WAITED_FOR)
+    def run_to_end(self) -> None:
+        """Waits without a deadline for a transfer that nobody waits for, and lets go of its tensor.
+
+        What went wrong is kept for `wait()`. Transfers of other kinds return at once.
+        """
+        run = getattr(self._work, "run_here", None)
+        if run is not None:
+            run()
+            self._wait_quietly()
+
+    def _wait_quietly(self) -> None:
+        with contextlib.suppress(Exception):  # kept in self._error for wait()
+            self.wait()
+
+    @host_call(WAITED_FOR)
+    def wait(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._work is None:
+                return
+            if self._route.is_parents:
+                self._route.check_usable()  # raises; the work is another process'
+            started = time.monotonic()
+            thread = threading.get_ident()
+            before, WAITS[thread] = WAITS.get(thread), (self._route, self._record)
+            try:
+                self._work.wait()
+                self._record.ended_s = time.monotonic()
+            except Exception as error:
+                self._error = self._route.failure_of(error, self._record.name, started, self._record)
+                self._tensor = None
+                if self._error is error:
+                    raise
+                raise self._error from error
+            finally:
+                end_wait(thread, before)
+            self._work = self._tensor = None
+
+
+class TensorHandle:
+    """A tensor to come."""
+
+    def __init__(
+        self,
+        handle: Handle | None,
+        tensor: Tensor,
+        finish: Callable[[], Tensor] | None = None,
+        *,
+        keep: Tensor | None = None,
+    ) -> None:
+        self._handle = handle  # None: it is here
+        self._tensor = tensor
+        self._finish = finish
+        self._keep = keep  # the transport reads it until the handle is done
+
+    @host_call(WAITED_FOR)
+    def is_completed(self) -> bool:
+        return self._handle is None or self._handle.is_completed()
+
+    @host_call(WAITED_FOR)
+    def wait(self) -> Tensor:
+        """The tensor, once it is here; raises what went wrong on the way. May be repeated."""
+        if self._handle is not None:
+            self._handle.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._tensor = finish()
+        self._keep = None
+        return self._tensor

@@ -1,0 +1,298 @@
+"""The collective that a caller is in, as far as all ranks of the group must agree on it, and as errors show it.
+
+A route sets it around each collective; a communicator compares it with the other ranks' before it touches a tensor,
+in whatever steps it carries the collective: so an error names what was called, and not the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+from device_communicators.errors import UsageError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_CLASSES: tuple[tuple[str, ...], ...] = (
+    (),
+    ("all_reduce", "all_reduce_", "all_reduce_async"),
+    ("all_gather", "all_gather_to_list", "all_gather_async"),
+    ("reduce_scatter", "reduce_scatter_async"),
+    ("broadcast", "broadcast_", "broadcast_async", "broadcast_flag"),
+    ("all_gatherv",),
+    ("reduce_scatterv",),
+    ("all_to_all",),
+    ("barrier",),
+    ("all_reduce_add_rms_norm",),
+    ("all_reduce_add_rms_norm_static_fp8_quant",),
+    ("all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",),
+    ("gather",),
+    ("scatter",),
+    ("broadcast_object",),
+    ("broadcast_object_list",),
+    ("broadcast_tensor_dict",),
+    ("all_gather_object", "all_sum"),
+    ("broadcast_tensor_dict with a spec",),
+)
+"""Methods by class, in the order of `Method` in csrc/call.h: those of one class match each other."""
+_VARIANTS = 8
+METHODS = {
+    name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
+}
+_NAMES = {number: name for name, number in METHODS.items()}
+_UNKNOWN = 254
+_DTYPES = {
+    torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
+    torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
+    torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
+    torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
+}  # fmt: skip
+"""c10::ScalarType."""
+_DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in _DTYPES.items()}
+_SHAPE_BITS = 60
+_NO_SHAPE = 15
+"""In the four bits above them, in place of the number of dims."""
+REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
+"""Numbers of `ReduceOp` in csrc/reduce.h."""
+_OF_ROWS = ("all_to_all", "all_gatherv")
+"""Ranks may pass tensors of different lengths, whose rows are alike."""
+
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("dim",),
+    "all_gatherv": ("dim", "sizes"),
+    "reduce_scatter": ("dim",),
+    "reduce_scatterv": ("dim", "sizes"),
+    "gather": ("dim", "root"),
+    "scatter": ("", "dim", "root"),
+    "broadcast": ("root",),
+    "broadcast_": ("root",),
+    "ibroadcast_": ("root",),
+}
+"""What a communicator's arguments after its first tensor are."""
+_STARTED = {
+    "iall_reduce_": "all_reduce_async",
+    "iall_gather": "all_gather_async",
+    "ireduce_scatter": "reduce_scatter_async",
+    "ibroadcast_": "broadcast_async",
+}
+
+
+class UserCall(NamedTuple):
+    """A collective by the name of the method that was called. All of it is compared."""
+
+    method: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    """Of the tensor, or of a row of it where ranks may pass different lengths."""
+    reduce_op: str | None = None
+    dim: int = -1
+    root: int = -1
+    """`src` or `dst`."""
+    sizes: tuple[int, ...] = ()
+    """Of the ranks' parts."""
+
+    @property
+    def kind(self) -> str:
+        """The first method of its class."""
+        number = METHODS.get(self.method, 0)
+        return _CLASSES[number // _VARIANTS][0] if number else self.method
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes, self.shape
+
+    @property
+    def digest(self) -> int:
+        """24 bits of shape and sizes, as `digest_of_shape` in csrc/call.h has them."""
+        digest = 0
+        for size in (*self.shape, *self.sizes):
+            digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
+        return digest >> 8
+
+    @property
+    def packed_shape(self) -> int:
+        """As `packed_shape` in csrc/call.h."""
+        dims = len(self.shape)
+        bits = _SHAPE_BITS // max(dims, 1)
+        if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
+            return _NO_SHAPE << _SHAPE_BITS | math.prod(self.shape) & ((1 << _SHAPE_BITS) - 1)
+        packed = 0
+        for size in self.shape:
+            packed = packed << bits | size
+        return dims << _SHAPE_BITS | packed
+
+    @property
+    def word(self) -> int:
+        """See `Told` in csrc/call.h."""
+        dtype = 0 if self.dtype is None else _DTYPES.get(self.dtype, _UNKNOWN)
+        reduction = -1 if self.reduce_op is None else REDUCE_OPS[self.reduce_op]
+        return (
+            METHODS.get(self.method, 0)
+            | dtype << 8
+            | (reduction + 1) << 16
+            | (self.dim + 1 & 255) << 24
+            | (self.root + 1 & 255) << 32
+            | self.digest << 40
+        )
+
+    def __str__(self) -> str:
+        sizes = f"sizes {list(self.sizes)}" if self.sizes else ""
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return _in_words(self.method, self.reduce_op or "", self.dim, self.root, sizes, dtype, self.shape)
+
+
+def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
+    """The call behind the two words of `Told` in csrc/call.h, whose parts have so many bytes."""
+    method = _NAMES.get(word & 255, "?")
+    reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
+    ops = list(REDUCE_OPS)
+    op = ops[reduction] if 0 <= reduction < len(ops) else ""
+    dtype = "" if method in ("barrier", *_MESSAGES) else _DTYPE_NAMES.get(word >> 8 & 255, "?")
+    sizes = f"parts of {list(parts)} bytes" if parts else ""
+    return _in_words(method, op, dim, root, sizes, dtype, _unpacked(packed_shape))
+
+
+def _unpacked(packed: int) -> tuple[int, ...] | int:
+    """The shape, or the number of elements of one that has no room in a word."""
+    dims, packed = packed >> _SHAPE_BITS & 15, packed & ((1 << _SHAPE_BITS) - 1)
+    if dims == _NO_SHAPE:
+        return packed
+    bits = _SHAPE_BITS // max(dims, 1)
+    return tuple(packed >> bits * (dims - 1 - dim) & ((1 << bits) - 1) for dim in range(dims))
+
+
+_MESSAGES = (
+    "broadcast_object", "broadcast_object_list", "broadcast_tensor_dict", "broadcast_tensor_dict with a spec",
+    "all_gather_object", "all_sum",
+)  # fmt: skip
+
+
+def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str, shape: tuple[int, ...] | int) -> str:
+    if method in _MESSAGES:  # in whatever steps it travels
+        return f"{method}(rank {root})" if root >= 0 else method
+    of_rows = method in _OF_ROWS
+    rows = f"rows of {shape if isinstance(shape, int) else list(shape)}" if of_rows and shape else ""
+    facts = [op, f"dim {dim}" if dim >= 0 else "", f"rank {root}" if root >= 0 else "", rows, sizes]
+    arguments = ", ".join(fact for fact in facts if fact)
+    count = shape if isinstance(shape, int) else shape[0] if len(shape) == 1 else list(shape)
+    what = f" of {'' if of_rows else f'{count} × '}{dtype}" if dtype else ""
+    return f"{method}{f'({arguments})' if arguments else ''}{what}"
+
+
+def of_arguments(
+    operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
+) -> UserCall:
+    """The call of a communicator's `operation` with `args`; `method` and `dim` where the arguments don't tell them."""
+    facts: dict[str, object] = {}
+    if operation in ("iall_gather", "ireduce_scatter"):
+        tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor
+    elif operation in _ARGUMENTS:
+        given = args if operation == "ibroadcast_" else args[1:]
+        facts = {name: value for name, value in zip(_ARGUMENTS[operation], given, strict=False) if name}
+    root, sizes = facts.get("root", -1), facts.get("sizes", ())
+    dim = facts.get("dim", dim)  # type: ignore[assignment]
+    name = method or _called_as(_STARTED.get(operation, operation))
+    if tensor is None or name in _MESSAGES or (name == "scatter" != operation):  # a step of a message
+        return UserCall(name, dim=dim, root=root, sizes=tuple(sizes))  # type: ignore[arg-type]
+    shape = _shape_compared(operation, tuple(tensor.shape), dim)
+    return UserCall(name, tensor.dtype, shape, reduce_op, dim, root, tuple(sizes))  # type: ignore[arg-type]
+
+
+def _shape_compared(operation: str, shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """What must be equal on all ranks of the shape of the tensor that a communicator is given."""
+    if operation == "all_to_all":
+        return shape[1:]
+    if operation == "all_gatherv":
+        return (*shape[:dim], *shape[dim + 1 :])
+    if operation == "ireduce_scatter":  # which is given `dim` in front
+        return (*shape[1 : dim + 1], shape[0], *shape[dim + 1 :])
+    return shape
+
+
+def overlap_error(operation: str, group: str, where: str = "of the group") -> UsageError:
+    """The error for a collective that begins inside of another one."""
+    return UsageError(
+        f"{operation} of {group} must not begin while another collective {where} is under way in this process: in "
+        "which order two threads come, or a signal handler, is not the same on every rank. Nothing was sent; give each "
+        "thread a group of its own (make_sub_group, whose process groups are not shared, or create_parallel_groups and "
+        "use()), or make the calls one after the other"
+    )
+
+
+class _Thread(threading.local):
+    call: UserCall | None = None
+    called_as = ""
+    transfer = ""
+    has_sent = True
+
+
+_THREAD = _Thread()
+
+
+def current(operation: str) -> UserCall:
+    """The call that this thread is in; of a communicator that is used without a route, just `operation`."""
+    return _THREAD.call or UserCall(operation)
+
+
+def swap(call: UserCall | None) -> UserCall | None:
+    """Makes `call` the one that this thread is in; returns the one before."""
+    before, _THREAD.call = _THREAD.call, call
+    return before
+
+
+def _called_as(method: str) -> str:
+    named = _THREAD.called_as
+    return named if named and METHODS.get(named, 0) // _VARIANTS == METHODS.get(method, 0) // _VARIANTS else method
+
+
+@contextmanager
+def called_as(method: str) -> Iterator[None]:
+    """What this thread calls meanwhile, of the class of `method`, is told to be `method`."""
+    before, _THREAD.called_as = _THREAD.called_as, method
+    try:
+        yield
+    finally:
+        _THREAD.called_as = before
+
+
+def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Has what a method sends or receives known as `method`, not as the steps that it takes."""
+
+    def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
+        @functools.wraps(call)
+        def under_name(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            before, _THREAD.transfer = _THREAD.transfer, method
+            try:
+                return call(*args, **kwargs)
+            finally:
+                _THREAD.transfer = before
+
+        return under_name
+
+    return named
+
+
+def transfer_method() -> str:
+    """Returns the method by which this thread sends or receives; empty where nobody has named it."""
+    return _THREAD.transfer
+
+
+def begin_sending() -> None:
+    """Notes that the other ranks may get to know of this thread's operation: a failure from here on is theirs, too."""
+    _THREAD.has_sent = True
+
+
+def has_sent() -> bool:
+    return _THREAD.has_sent
+
+
+def begin_locally() -> None:
+    """Notes that an operation of this thread begins, of which nobody else knows yet."""
+    _THREAD.has_sent = False

@@ -1,0 +1,227 @@
+"""Whether a call is right: arguments against a group. All raise `InvalidArgumentError` before a byte moves.
+
+Written so that torch.compile traces it: comparisons, and text only on the way to a `raise`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
+
+
+def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
+    """A dense tensor with values; where nothing moves, as among imagined ranks, a meta tensor will do."""
+    if not isinstance(x, Tensor):
+        raise InvalidArgumentError(
+            f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
+        )
+    # torch.compile refuses to look at the layout in the backward of an autograd.Function (regions).
+    if torch.compiler.is_compiling():
+        return
+    if x.layout != torch.strided or x.is_nested or x.is_quantized:
+        found = "a nested one" if x.is_nested else f"layout {x.layout}"
+        found = f"a quantized one, {x.dtype}; send its int_repr()" if x.is_quantized else found
+        raise InvalidArgumentError(f"{operation} on {context} takes a dense tensor, but got {found}")
+    if x.is_meta and needs_values and not (context.simulated or context.fake):
+        raise InvalidArgumentError(
+            f"{operation} on {context} takes a tensor with values, but got one on meta, which has none; materialise it "
+            "first (to_empty, or the device that it is made on), or use parallel_state.simulate for shapes alone"
+        )
+
+
+def check_no_transform(context: GroupContext, operation: str) -> None:
+    """For calls that hand memory on as it is: inside of torch.func (grad, vmap, …) no tensor has any of its own."""
+    if torch._C._are_functorch_transforms_active():
+        raise InvalidArgumentError(
+            f"{operation} on {context} can't be called inside of a function that torch.func transforms (grad, vmap, "
+            "…), where no tensor has memory of its own; call it outside, or use a tensor collective that waits"
+        )
+
+
+def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
+    """In place needs one place in memory per element, which holds the element's value."""
+    if torch.compiler.is_compiling():
+        return
+    if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
+        raise InvalidArgumentError(
+            f"{operation} on {context} writes to its tensor, whose elements must not share memory, but shape "
+            f"{list(x.shape)} has strides {list(x.stride())}; clone the expanded tensor first"
+        )
+    if x.is_conj() or x.is_neg():
+        raise InvalidArgumentError(
+            f"{operation} on {context} writes to its tensor, which must hold its values, but is a lazily conjugated or "
+            "negated view; call resolve_conj() or resolve_neg() first"
+        )
+
+
+def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim: int) -> None:
+    """`out` can hold the ranks' `x`, joined along `dim`."""
+    check_tensor(context, f"out of {operation}", out)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if not torch.compiler.is_compiling() and wrapped(x) and not wrapped(out):
+        raise InvalidArgumentError(
+            f"out of {operation} on {context} must be made inside of the function that torch.func transforms, as x "
+            "was, but comes from outside; leave it out"
+        )
+    check_writable(context, operation, out)
+    if not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and any(y is not None and y.is_leaf and y.requires_grad for y in (out, out._base)):
+            raise InvalidArgumentError(
+                f"out of {operation} on {context} is written to, but is a leaf that requires a gradient, or a view of "
+                "one; detach it, or call it under torch.no_grad()"
+            )
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise InvalidArgumentError(
+                f"out of {operation} on {context} is an inference tensor, which torch writes to in inference mode only"
+            )
+    shape = [n * context.size if at == dim else n for at, n in enumerate(x.shape)] or [context.size]
+    if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+        raise InvalidArgumentError(
+            f"out of {operation} on {context} must have shape {shape}, {x.dtype} and device {x.device}, "
+            f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
+        )
+
+
+def check_no_gradient(context: GroupContext, operation: str, x: Tensor, advice: str) -> None:
+    """As the op without a formula does, for what is sent before the op is called."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise InvalidArgumentError(
+            f"{operation} on {context} has no gradient, but its input requires one; {advice}, or call it under "
+            "torch.no_grad()"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise InvalidArgumentError(
+            f"{operation} on {context} has no forward-mode gradient, but its input has a tangent; pass the primal alone"
+        )
+
+
+ReduceOp: TypeAlias = "str | dist.ReduceOp.RedOpType | dist.ReduceOp"
+"""`"sum"`, or torch's `ReduceOp.SUM`."""
+_TORCH_NAMES = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
+
+
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> str:
+    """Returns the name of a reduce operation: itself, or that of torch's."""
+    if isinstance(reduce_op, str):
+        if reduce_op in REDUCE_OPS:
+            return reduce_op
+    elif isinstance(reduce_op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):  # a number would be equal to one, too
+        for torchs, name in _TORCH_NAMES.items():
+            if reduce_op == getattr(dist.ReduceOp, torchs, None):
+                return name
+    raise InvalidArgumentError(
+        f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of "
+        f"that name, but is {reduce_op!r}"
+    )
+
+
+def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
+    """`rank` is a rank *in the group*."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
+        hint = ""
+        if isinstance(rank, int) and rank in context.ranks:
+            hint = f"; global rank {rank} is rank {context.ranks.index(rank)} of this group"
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must be a rank in the group, 0 … {context.size - 1}, "
+            f"but is {rank!r}{hint}"
+        )
+
+
+def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
+    """As check_rank, and not this rank itself."""
+    check_rank(context, operation, name, rank)
+    if rank == context.rank:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} is this rank itself; a rank can't send to itself"
+        )
+
+
+def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
+    """`dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
+    return normal_dim_of(context, operation, x.dim(), dim)
+
+
+def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
+    """As normal_dim, for a tensor of so many dims that isn't there yet."""
+    dims = dims if dims > 0 else 1
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
+        raise InvalidArgumentError(
+            f"dim of {operation} on {context} must be in {-dims} … {dims - 1}, as the tensor has {dims} dims, "
+            f"but is {dim!r}"
+        )
+    return dim + dims if dim < 0 else dim
+
+
+def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) -> None:
+    if x.dim() == 0 or x.shape[dim] % context.size != 0:
+        raise InvalidArgumentError(
+            f"dim {dim} of a tensor for {operation} on {context} must be divisible by {context.size}, "
+            f"but the shape is {list(x.shape)}; pad it, or use the form that takes sizes"
+        )
+
+
+def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
+    """One size per rank, none negative."""
+    check_lengths(context, operation, name, sizes)
+    if len(sizes) != context.size:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must have one size per rank, {context.size}, but has {len(sizes)}"
+        )
+
+
+def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
+    """A shape, or one length per rank: a list or tuple of ints, none negative."""
+    if not isinstance(lengths, (list, tuple)):
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
+        )
+    for length in lengths:
+        if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or length < 0:
+            raise InvalidArgumentError(
+                f"{name} of {operation} on {context} must hold ints that are not negative, but is {list(lengths)}"
+            )
+
+
+def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgumentError(f"dtype of {operation} on {context} must be a torch.dtype, but is {dtype!r}")
+
+
+def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
+    if x.dim() == 0 or x.shape[dim] != total:
+        raise InvalidArgumentError(
+            f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but {total} "
+            f"is not that of shape {list(x.shape)}"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__}"
+
+
+def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object) -> None:
+    """`residual` is like `x`, `weight` like one of its rows."""
+    for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
+            found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidArgumentError(
+                f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} beside x of {list(x.shape)} "
+                f"{x.dtype}, but is {found}"
+            )
+
+
+def check_scale(context: GroupContext, operation: str, scale: object) -> None:
+    """One element, float32. Its value is on the device, and nobody looks at it."""
+    if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
+        found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
+        raise InvalidArgumentError(
+            f"scale of {operation} on {context} must be a tensor of one element, torch.float32, but is {found}"
+        )

@@ -1,0 +1,128 @@
+"""The ops under torch.func: `grad`, `vjp`, `jacrev` through their autograd kernels, `vmap` by a rule for each op.
+
+Under `vmap` a collective of samples is one collective of the batch, which is laid out alike on every rank: all ranks
+map over as many samples. Dims of the call are a sample's. What has no rule, and forward mode (`jvp`, `jacfwd`), raises
+InvalidArgumentError on every rank alike, before anything is sent. torch's part of it is imported at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.registry import find_route
+from parallel_state import torch_internals
+
+Rule = Callable[..., tuple[Any, Any]]
+"""From an op, the batch dim of each argument and the arguments to `(result, its batch dim)`."""
+
+
+class OpFunction(torch.autograd.Function):
+    """Base of the functions that run in an op's autograd kernel, one level of torch.func's at a time."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if not torch_internals.in_transform():
+            return super().apply(*args)
+        return torch_internals.apply_in_level(super(torch.autograd.Function, cls).apply, args)  # type: ignore[misc]
+
+    @staticmethod
+    def below(op: Callable[..., Any], *args: Any) -> Any:
+        """Calls the op without this level's gradient, in `forward`, which torch calls with the gradients off."""
+        with torch._C._AutoDispatchBelowAutograd():
+            if torch_internals.in_transform():
+                return torch_internals.with_gradients(op, args)
+            result = op(*args)
+        # Where a transport gives a view of memory that nobody else has, torch would forbid to change it in place.
+        return result.data if type(result) is Tensor and result._is_view() else result
+
+
+# Rules.
+
+
+def _elementwise(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
+    return op(x.movedim(dims[0], 0), *args), 0
+
+
+def _in_place(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
+    op(x.movedim(dims[0], 0), *args)  # a view
+    return None, None
+
+
+def _along_dim(op: Any, dims: Sequence[Any], x: Tensor, token: Tensor, dim: int, *args: Any) -> tuple[Any, Any]:
+    batch = x.movedim(dims[0], 0)
+    return op(batch if batch.dim() > 1 else batch.unsqueeze(1), token, dim + 1, *args), 0
+
+
+def _rows(op: Any, dims: Sequence[Any], x: Tensor, *args: Any) -> tuple[Any, Any]:
+    return op(x.movedim(dims[0], 1), *args), 1
+
+
+def _with_norm(
+    op: Any, dims: Sequence[Any], x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, *args: Any
+) -> tuple[Any, Any]:
+    if any(dim is not None for dim in dims[3:]):
+        raise InvalidArgumentError(
+            f"{_name(op)} on {find_route(args[-1]).context} can't be mapped over its weight or scale by torch.vmap; "
+            "call all_reduce, and the norm of its result"
+        )
+    size = next(
+        tensor.shape[dim] for tensor, dim in zip((x, residual), (dims[0], dims[2]), strict=True) if dim is not None
+    )
+    batches = [
+        tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in ((x, dims[0]), (residual, dims[2]))
+    ]
+    results = op(batches[0], token, batches[1], weight, *args)
+    return results, (0,) * len(results)
+
+
+_RULES: dict[str, Rule] = {
+    "all_reduce": _elementwise,
+    "broadcast": _elementwise,
+    "all_reduce_": _in_place,
+    "broadcast_": _in_place,
+    "all_gather": _along_dim,
+    "all_gatherv": _along_dim,
+    "reduce_scatter": _along_dim,
+    "reduce_scatterv": _along_dim,
+    "all_to_all": _rows,
+    "copy_region": _elementwise,
+    "reduce_region": _elementwise,
+    "scatter_region": _along_dim,
+    "gather_region": _along_dim,
+    "reduce_scatter_region": _along_dim,
+    "all_reduce_add_rms_norm": _with_norm,
+    "all_reduce_add_rms_norm_static_fp8_quant": _with_norm,
+    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _with_norm,
+}
+_UNMAPPED = ("barrier", "empty")
+"""Ops that take no tensor of a sample's."""
+
+
+def _name(op: Any) -> str:
+    return str(op._schema.name).partition("::")[2]
+
+
+def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
+    """Returns the dispatch key of an op's kernel under `torch.vmap`, and the kernel; None if it needs none."""
+    name = _name(op)
+    if name in _UNMAPPED:
+        return None
+    rule = _RULES.get(name)
+    if rule is not None:
+        return "FuncTorchBatched", lambda *args: torch_internals.map_op(op, partial(rule, op), args)
+
+    def refuse(*args: Any) -> Any:
+        raise InvalidArgumentError(
+            f"{name} on {find_route(args[-1]).context} can't be called inside of torch.vmap, or of what is built on it "
+            "(jacrev, hessian), since not all of its ranks have a batch; call it outside, on the whole batch, or use "
+            "all_gather, broadcast or all_to_all inside"
+        )
+
+    return "FuncTorchVmapMode", refuse  # the key of all calls inside, also of the rank that has no tensor to map over

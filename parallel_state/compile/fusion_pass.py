@@ -1,0 +1,177 @@
+"""A pass for torch.compile that makes one op of an all-reduce, the add after it and the RMS norm after that.
+
+Off unless asked. With inductor:
+
+    fusion = AllReduceFusionPass()
+    model = torch.compile(model, options={"post_grad_custom_pre_pass": fusion})
+    model(x)                                                # the first call compiles
+    print(fusion.report)
+
+A pass manager of one's own calls `fusion(graph)`, or `fuse_all_reduce_rms_norm(graph)`, with what AOTAutograd made;
+`torch.compile(model, backend=fusion.aot_eager)` applies it without inductor.
+
+**What it finds** is in `compile.match`: `group.all_reduce` by sum, plus a residual on either side, then `F.rms_norm`
+over the last dim, or the norm written out in float32 as in transformers' LlamaRMSNorm, then perhaps a division by a
+float32 scale for all, a clamp to ±448 and a conversion to float8_e4m3fn. The sum may be used further. Everything else
+stays as it is, and the report says why.
+
+**What changes.** Results are those of the fused op (see `collectives.fused_calls`): the norm may differ in its last
+bit, or by two steps of the dtype where the weight came after a rounding; a float8 by one step where that decides. The
+op takes the residual and the weight to be equal on all ranks, as in a tensor-parallel layer; the pass can't see it. All
+ranks must compile the same graph with the pass, or none: else their calls differ.
+
+**Order.** The fused op stands where the all-reduce stood, and the ordering token goes through it: no collective moves.
+What its other inputs are made of is moved before it; where that depends on the all-reduce, nothing is fused. In
+training the backward wants what is inside the norm: nothing is fused there either.
+
+With `dynamic=True` torch makes an input of every float, eps too, which then is no constant: nothing is fused unless
+torch._dynamo.config.specialize_float is set. torch's default, which finds out what is dynamic, needs nothing.
+Code that inductor takes from its cache doesn't come by here again: the report doesn't count it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from parallel_state.collectives import fused_ops
+from parallel_state.compile import match as fuse_match
+from parallel_state.compile.match import Found, NoMatch
+
+_OPS = torch.ops.parallel_state
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class FusionReport:
+    """What became of the all-reduces of one graph, or of several."""
+
+    fused: list[str] = field(default_factory=list)
+    """The op and the shape of each place that was replaced."""
+    kept: list[str] = field(default_factory=list)
+    """Each all-reduce that stays, and why."""
+
+    @property
+    def count(self) -> int:
+        """How many places were replaced."""
+        return len(self.fused)
+
+    def __str__(self) -> str:
+        lines = [f"{self.count} of {self.count + len(self.kept)} all-reduces fused"]
+        lines += [f"  fused: {each}" for each in self.fused]
+        return "\n".join(lines + [f"  kept: {each}" for each in self.kept])
+
+
+def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
+    """Fuses what it finds in `graph`, a functional graph of AOTAutograd's, in place. Twice is fine.
+
+    The caller recompiles the graph's module.
+    """
+    report = FusionReport()
+    for node in fuse_match.all_reduces(graph):
+        try:
+            found = fuse_match.find(node)
+            _make_room(graph, found)
+        except NoMatch as no:
+            report.kept.append(f"{node.name}: {no}")
+            continue
+        report.fused.append(_replace(graph, found))
+    if report.fused or report.kept:
+        _LOG.info("%s", report)
+    return report
+
+
+class AllReduceFusionPass:
+    """`fuse_all_reduce_rms_norm` as inductor's config takes it; it keeps the reports of all graphs that it has seen."""
+
+    def __init__(self) -> None:
+        # Here, because importing inductor takes seconds, and who compiles has it anyway.
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        CustomGraphPass.register(type(self))
+        self.report = FusionReport()
+
+    def __call__(self, graph: Graph) -> None:
+        report = fuse_all_reduce_rms_norm(graph)
+        self.report.fused += report.fused
+        self.report.kept += report.kept
+
+    def uuid(self) -> str:
+        """What inductor's cache knows this code by."""
+        sources = (Path(__file__), Path(fuse_match.__file__), Path(fused_ops.__file__))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+    def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A backend of torch.compile: AOTAutograd's graph, this pass, and torch runs what is left node by node."""
+        from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+
+        def compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            self(module.graph)
+            module.recompile()
+            return boxed_nop(module, list(inputs))
+
+        return aot_eager(module, list(inputs), fw_compiler=compiled)
+
+
+def _make_room(graph: Graph, found: Found) -> None:
+    """Moves what the fused op needs before the all-reduce; raises NoMatch, and has moved nothing, where it can't."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    needed = fuse_match.needed_before(found, order)
+    last = max(order[node] for node in (found.normed, found.add, *needed))
+    between = list(graph.nodes)[order[found.all_reduce] : last]
+    for node in fuse_match.writers(between):
+        raise NoMatch(f"{node.name} changes a tensor in place before the norm")
+    for node in needed:
+        found.all_reduce.prepend(node)
+
+
+def _replace(graph: Graph, found: Found) -> str:
+    """Puts the fused op in the place of the all-reduce, of which nothing is left."""
+    old = found.all_reduce
+    token = {name: old.kwargs[name] for name in ("_token_base_index", "_all_bases")}
+    arguments: dict[str, Any] = {"x": old.kwargs["x"], "residual": found.residual, "weight": found.weight}
+    op = _OPS.all_reduce_add_rms_norm.default
+    if found.scale is not None:
+        op, arguments["scale"] = _OPS.all_reduce_add_rms_norm_static_fp8_quant.default, found.scale
+    arguments |= {"eps": found.eps, "group": old.kwargs["group"], **token}
+    results = [found.normed.meta["val"], found.add.meta["val"], *old.meta["val"][1:]]
+    with graph.inserting_before(old):
+        fused = graph.call_function(fuse_match.FUNCTIONALIZED, (op,), arguments)
+        fused.meta = {**old.meta, "val": tuple(results)}
+        if "eager_input_vals" in old.meta:  # by which inductor keeps the strides that an op would see without it
+            _, eager = old.meta["eager_input_vals"]
+            now = {name: map_arg(value, lambda node: node.meta["val"]) for name, value in arguments.items()}
+            kept = {name: eager[name] for name in now.keys() & eager.keys()}
+            fused.meta["eager_input_vals"] = ((op,), {**now, **kept})
+        normed, y = (_result(graph, fused, i) for i in (0, 1))
+    for wanted, given in ((found.normed, normed), (found.add, y)):
+        given.meta = {**wanted.meta, "val": given.meta["val"]}
+        wanted.replace_all_uses_with(given)
+    for node in list(old.users):
+        if node is not found.reduced:  # the token, after it
+            node.args = (fused, cast(int, node.args[1]) + 1)
+    _erase(graph, {found.normed, *found.inside, found.add, found.reduced, old})
+    name = op._schema.name.removeprefix("parallel_state::")
+    return f"{name} of {list(results[1].shape)} {results[1].dtype} on {old.kwargs['group']}"
+
+
+def _result(graph: Graph, fused: Node, index: int) -> Node:
+    node = graph.call_function(getitem, (fused, index))
+    node.meta["val"] = fused.meta["val"][index]
+    return node
+
+
+def _erase(graph: Graph, nodes: set[Node]) -> None:
+    """Those that nobody uses any more."""
+    for node in reversed(list(graph.nodes)):
+        if node in nodes and not node.users:
+            graph.erase_node(node)

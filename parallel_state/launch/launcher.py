@@ -1,0 +1,237 @@
+"""Start N local ranks of a function and return what each of them returned.
+
+Belongs here: what a launch is given, and what it returns or raises. What does not: the processes (`launch.processes`,
+on torch.distributed.elastic), a worker's life (`launch.worker`), the store where the ranks meet (`launch.store`);
+process groups (`state`), restarts and membership (torchrun's agent), who started *us* (`environment`).
+
+elastic starts the processes and waits for them, but when they are done, and how they are stopped, is ours: its own
+`wait` hangs after a worker's `os._exit(0)`, outlasts its timeout, gives a failed launch a fixed 30 s, and can't tell
+which failure was the first (`launch.processes` has the list).
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from device_communicators import limits
+from device_communicators.errors import InvalidArgumentError, LaunchError, ParallelStateError
+from device_communicators.host_calls import OUTSIDE, host_call
+from parallel_state.layout.axes import DEFAULT_ORDER
+
+if TYPE_CHECKING:
+    from parallel_state.launch.processes import Rank
+    from parallel_state.launch.worker import Report
+
+    _Failure = tuple[float, Rank, Report | None]  # when, who, and what it said
+
+R = TypeVar("R")
+
+_CRASH_S = 1.0  # a crash is seen this much later than it was, at most
+_CRASHES = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MOST_FORKED = 125  # a fork server passes less than 256 descriptors, of which a rank needs two
+_OWN_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+}
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What `launch` starts; it raises `InvalidArgumentError` for values that can't work."""
+
+    nproc: int | None = None  # ranks to start here, whatever the world; None: one per visible accelerator, else 1
+    world_size: int | None = None  # None: nproc
+    rank_offset: int = 0  # global rank of the first one here
+    master_addr: str = "127.0.0.1"  # the node of rank_offset 0 listens here
+    master_port: int = 0  # 0: any free one
+    preferred_port: int | None = None  # used if it is free, else any
+    secret_file: str | None = None  # by which several nodes trust each other; on one node launch makes a secret up
+    init_method: str | None = None  # None: env://, with a store that launch hosts
+    tensor_model_parallel_size: int | None = None  # with both sizes None no groups are made: fn does its own init
+    pipeline_model_parallel_size: int | None = None
+    sizes: Mapping[str, int | None] = field(default_factory=dict)  # of other axes: {"cp": 2}
+    order: str = DEFAULT_ORDER  # of the axes, fastest first
+    backend: str | None = None  # of all axes
+    axis_backends: Mapping[str, str] = field(default_factory=dict)  # of single ones
+    start_method: Literal["forkserver", "spawn"] = "forkserver"
+    timeout: float | None = None  # seconds for the whole launch; None: no limit
+    grace: float = 5.0  # seconds between SIGTERM and SIGKILL
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
+    setup: Callable[[], object] | None = None  # called in each worker, before the groups are made
+    name: str = "rank"  # processes are called `name-rank`
+    log_level: str | None = None  # None: PARALLEL_STATE_LOG_LEVEL
+
+    @property
+    def makes_groups(self) -> bool:
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size)
+        return sizes != (None, None) or bool(self.sizes)
+
+    @property
+    def hosts_store(self) -> bool:
+        return self.init_method in (None, "env://")
+
+
+@host_call(OUTSIDE)
+def launch(
+    fn: Callable[..., R],
+    nproc: int | None = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    config: LaunchConfig | None = None,
+    **options: Any,
+) -> list[R]:
+    """Call `fn(*args, **kwargs)` in `nproc` processes and return their results in rank order.
+
+    `options` are fields of `LaunchConfig`; they go before those of `config`, which stays as it is. Each worker finds
+    the environment that torchrun would give it (RANK, …, and OMP_NUM_THREADS=1 beside others), so a plain
+    `init_process_group()` works. The order in a worker: logging, `setup`, the groups if sizes are given, `fn`, and
+    the groups' end.
+
+    `fn`, arguments and results are pickled: `fn` must be importable, and tensors are copied. One worker that is the
+    whole world is called in this process, with the environment restored afterwards; with a `timeout` it is a
+    process too, as nothing else can be stopped. The fork server imports torch once (1-2 s) and stays for later
+    launches; for variables that are read while libraries are imported take `start_method="spawn"`.
+
+    Raises `LaunchError` with the first failure in time, its rank, exit code or signal, and traceback; or, when
+    `timeout` passed, with the place where each rank was. All workers are gone by then. KeyboardInterrupt, here or in
+    a worker, is raised as itself. Raises `InvalidArgumentError`, and `RendezvousError` for a port that is taken.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidArgumentError(
+            "launch was called while a worker imports the main module: put it under `if __name__ == '__main__':`"
+        )
+    given = options if nproc is None else {**options, "nproc": nproc}
+    config = _resolved(replace(config or LaunchConfig(), **given))
+    deadline = time.monotonic() + (config.timeout or math.inf)
+    inline = config.world_size == 1 and config.timeout is None
+    try:
+        # Here, because most programs import this and launch nothing; an import needs a descriptor, too.
+        from parallel_state.launch.store import meeting_point
+        from parallel_state.launch.worker import Call, run_inline
+
+        call = Call(fn, tuple(args), dict(kwargs or {}), config)
+        content = b"" if inline else call.pickled()
+        with meeting_point(config, deadline) as (address, secret):
+            environs = [_variables(config, local_rank) | address for local_rank in range(config.nproc or 1)]
+            if inline:
+                return [run_inline(call, environs[0], secret)]
+            return _run_ranks(content, secret, config, environs, deadline)
+    except ParallelStateError:
+        raise
+    except (OSError, RuntimeError, MemoryError) as error:
+        first = config.rank_offset
+        why = limits.shortage(error) or "nothing was started, or all of it was ended again"
+        raise LaunchError(f"the launch from rank {first} on failed ({error!r}): {why}", rank=first) from error
+
+
+def _resolved(config: LaunchConfig) -> LaunchConfig:
+    """A copy with `nproc` and `world_size` filled in. Raises for what can't work."""
+    nproc = config.nproc if config.nproc is not None else torch.accelerator.device_count() or 1
+    world = config.world_size if config.world_size is not None else nproc
+    last = world - nproc
+    ports = (config.master_port, config.preferred_port or 0)
+    taken = sorted(_OWN_VARIABLES & set(config.env))
+    group_options = config.init_method or config.backend or config.axis_backends or config.order != DEFAULT_ORDER
+    for fits, must in (
+        (nproc >= 1, f"nproc must be at least 1, but is {nproc}"),
+        (last >= 0, f"world_size must be at least nproc ({nproc}), but is {world}"),
+        (0 <= config.rank_offset <= last, f"rank_offset must be from 0 to {last}, but is {config.rank_offset}"),
+        (all(0 <= port < 65_536 for port in ports), f"a port must be from 0 to 65535, but is {max(ports, key=abs)}"),
+        (not all(ports), "master_port and preferred_port exclude each other, but both are given"),
+        (nproc == world or config.master_port or not config.hosts_store, "several nodes must all name the master_port"),
+        (not group_options or config.makes_groups, "init_method, order and backends must come with sizes"),
+        (config.secret_file is None or config.hosts_store, "secret_file must come without an init_method"),
+        (config.start_method in ("forkserver", "spawn"),
+         f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
+        (nproc <= _MOST_FORKED or config.start_method == "spawn",
+         f"nproc must be at most {_MOST_FORKED} with start_method 'forkserver', but is {nproc}; 'spawn' has no limit"),
+        (config.timeout is None or config.timeout > 0, f"timeout must be positive, but is {config.timeout}"),
+        (config.grace >= 0, f"grace must not be negative, but is {config.grace}"),
+        (config.log_level in (None, *_LEVELS), f"log_level must be one of {_LEVELS}, but is {config.log_level!r}"),
+        (not taken, f"env must not hold what launch itself sets, but has {', '.join(taken)}"),
+    ):  # fmt: skip
+        if not fits:
+            raise InvalidArgumentError(must)
+    return replace(config, nproc=nproc, world_size=world)
+
+
+def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
+    values = {
+        "RANK": config.rank_offset + local_rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": config.world_size,
+        "LOCAL_WORLD_SIZE": config.nproc,
+    }
+    return {**config.env, **{name: str(value) for name, value in values.items()}}
+
+
+def _run_ranks(
+    content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
+) -> list[Any]:
+    from parallel_state.launch.processes import Ranks, signals_raise  # brings elastic, which most programs don't need
+
+    inherited = dict(os.environ)
+    if len(environs) > 1:
+        inherited.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks with all cores each slow all down
+    environs = [{**inherited, **environ} for environ in environs]
+    with signals_raise(), Ranks(content, secret, config, environs, deadline) as processes:
+        processes.start()
+        processes.wait(period=0)  # it polls, and a poll takes its time
+        running, stopped_at = processes.running(), time.monotonic()
+        processes.close()
+        _raise_failure(processes.ranks, running, stopped_at, config)
+        return [rank.result() for rank in processes.ranks]
+
+
+def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, config: LaunchConfig) -> None:
+    """Raise for the first failure in time; for the deadline where nobody failed; return where all is well."""
+    failures: list[_Failure] = []
+    for rank in ranks:
+        report = rank.report()
+        if report is not None and report.kind in ("error", "interrupted") and report.time < stopped_at:
+            failures.append((report.time, rank, report))
+        elif rank.ended is not None and rank.failed:
+            # Others can have reported what a crash did to them before we saw it; the reverse does not happen.
+            early_s = _CRASH_S if rank.exit_code in _CRASHES else 0.0
+            failures.append((rank.ended - early_s, rank, None))
+    if not failures and not running:
+        return
+    if not failures:
+        names = ", ".join(str(rank.rank) for rank in running)
+        places = "".join(f"\nwhere rank {rank.rank} was:\n{rank.stacks()}" for rank in running[:8])
+        raise LaunchError(
+            f"launch must end within {config.timeout} s, but of {config.world_size} ranks {names} were still running "
+            f"and have been stopped{places}",
+            rank=running[0].rank,
+        )
+    failures.sort(key=lambda failure: failure[0])
+    _blamed_first(failures)
+    (_, first, told), *later = failures
+    if told is not None and told.kind == "interrupted":
+        raise KeyboardInterrupt
+    text = f"{first.explain()} (world size {config.world_size})"
+    if later:
+        text += "\nlater failures: " + "; ".join(rank.explain()[:200] for _, rank, _ in later)
+    where = told.text if told is not None else first.stacks()
+    exit_code = told.exit_code if told is not None else first.exit_code
+    raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
+
+
+def _blamed_first(failures: list[_Failure]) -> None:
+    """Puts a rank that ended without a word before those whose errors name it: they saw its end before we did."""
+    blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
+    for index, (_, rank, report) in enumerate(failures):
+        if report is None and rank.rank in blamed:
+            failures.insert(0, failures.pop(index))
+            return

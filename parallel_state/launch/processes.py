@@ -1,0 +1,329 @@
+"""The processes of a launch: started by torch.distributed.elastic, watched and stopped by the rules of `launch`.
+
+Belongs here: `Ranks`, which is elastic's `MultiprocessContext` with a `_poll` and a `_close` of its own, what the
+launcher knows of each process, signals to the launcher, and the fork server. What does not: what a worker does
+(`launch.worker`), and which failure is raised (`launch`).
+
+Why elastic's own `wait` is not used as it is (measured with torch 2.13; the code of 2.15 is the same):
+- it never returns after a worker's `os._exit(0)`, and outlasts its timeout while a worker is exiting;
+- its grace after SIGTERM is fixed at 30 s;
+- a failure's time is in whole seconds, so that the first failure can't be told from what it did to the others;
+- its signal handlers stay installed in the caller, also over an ignored SIGHUP (nohup), and its directory in /tmp.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.elastic.multiprocessing.api import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    PContext,
+    RunProcsResult,
+    SignalException,
+)
+
+from device_communicators import limits
+from device_communicators.errors import LaunchError
+from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
+
+if TYPE_CHECKING:
+    from parallel_state.launch.launcher import LaunchConfig
+
+_POLL_S = 0.5  # children of a spawned worker can hold its sentinel open, so exit codes are looked at now and then
+_SETTLE_S = 0.3  # after the first failure, for the others to report theirs
+_INTERRUPT_S = 0.8  # after Ctrl-C, for what the function does about a KeyboardInterrupt
+_START_DESCRIPTORS = 8  # for the fork server, the resource tracker and what starts them
+_CUT_S = 1.0  # for processes to die by the leash
+_AT_INIT = ("parallel_state.world", "parallel_state.messages.transports", "device_communicators.cpu.host_memory")
+"""Of ours, what `import parallel_state` leaves out and every rank imports when it meets the others."""
+_HINT = (
+    "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
+    "`if __name__ == '__main__':`"
+)
+
+
+def _nameless_file() -> Any:
+    """A file of memory where there are such, as /tmp may be full, with room for a report as yet."""
+    file: Any = None
+    if hasattr(os, "memfd_create"):
+        with suppress(PermissionError, NotImplementedError):  # in a sandbox
+            file = os.fdopen(os.memfd_create("parallel_state"), "w+b", 0)
+    file = file or tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+    file.write(bytes(REPORT_BYTES))
+    file.seek(0)
+    file.truncate()
+    return file
+
+
+class Rank:
+    """One process, as the launcher sees it."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank = rank
+        self.name = name
+        self.process: Any = None
+        self.ended: float | None = None  # when that was seen, by the monotonic clock; None: it runs, or was stopped
+        self.records = _nameless_file()
+        self.stacks_file = _nameless_file()
+
+    def report(self) -> Report | None:
+        return read_report(self.records.fileno())
+
+    def result(self) -> Any:
+        return read_result(self.records.fileno(), self.rank)
+
+    def stacks(self) -> str:
+        self.stacks_file.seek(0)
+        text: bytes = self.stacks_file.read(4096)
+        return text.decode(errors="replace")
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.is_alive()
+
+    @property
+    def exit_code(self) -> int | None:
+        code: int | None = self.process.exitcode
+        return code
+
+    @property
+    def failed(self) -> bool:
+        report = self.report()
+        return self.exit_code != 0 or report is None or report.kind != "result"
+
+    def explain(self) -> str:
+        """What went wrong, in one line."""
+        report, code = self.report(), self.exit_code or 0
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
+        who = f"rank {self.rank} ({self.name}, pid {self.process.pid})"
+        if report is None:
+            return f"{who} ended with {how} before it could call the function; {_HINT}"
+        if report.kind == "error":
+            return f"{who} raised {report.summary}"
+        if report.kind == "result":
+            return f"{who} returned, but its process ended with {how}"
+        hint = "; if nobody sent it, the kernel was out of memory (see dmesg)" if code == -signal.SIGKILL else ""
+        return f"{who} ended with {how} before the function returned{hint}"
+
+
+class Ranks(MultiprocessContext):
+    """elastic's context for a function, with reports instead of its queues.
+
+    All that is private to elastic and used here, the same in torch 2.13 and 2.15:
+    - `_start`, `_poll` and `_close`, the methods that each context of elastic gives to `start`, `wait` and `close`;
+    - `_pc.processes`, as `pids()` has no exit codes, and nothing to wait for;
+    - what its constructor sets, which isn't called: its queues and its event take two descriptors a rank, their
+      semaphores a place in /dev/shm, which may be full, where they stay when all is killed at once, and setting the
+      event after a worker died deadlocks. Workers get and use both after the function, so something stands for them.
+    """
+
+    def __init__(
+        self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
+    ) -> None:
+        self.ranks = [Rank(rank, f"{config.name}-{rank}") for rank in (int(environ["RANK"]) for environ in environs)]
+        self._deadline = deadline
+        self._grace = config.grace
+        self._failed = False
+        end, leash = os.pipe()
+        self._leash_end, self._leash = os.fdopen(end, "rb", 0), os.fdopen(leash, "wb", 0)
+        start = Start(
+            content,
+            [rank.name for rank in self.ranks],
+            environs,
+            secret,
+            Inherited(self._leash_end.fileno()),
+            [Inherited(rank.records.fileno()) for rank in self.ranks],
+            [Inherited(rank.stacks_file.fileno()) for rank in self.ranks],
+        )
+        PContext.__init__(
+            self,
+            name=config.name,
+            entrypoint=work,
+            args={index: (start, index) for index in range(len(environs))},
+            envs=dict(enumerate(environs)),
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no directory, and no error files
+        )
+        nothing: Any = _Nothing()
+        self.start_method = config.start_method
+        self._ret_vals = dict.fromkeys(range(self.nprocs), nothing)
+        self._worker_finished_event = nothing
+        self._return_values: dict[int, Any] = {}
+        self._pc = None
+        self._numa_options = None
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """None of the processes outlives the block, whatever ended it."""
+        received = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+        try:
+            self.close(error.sigval if isinstance(error, SignalException) else received)
+        finally:
+            self.release()
+
+    def start(self) -> None:
+        """As elastic's, but signal handlers are left to `signals_raise`."""
+        self._start()
+
+    def _start(self) -> None:
+        try:
+            self._check_descriptors()
+            if self.start_method == "forkserver":
+                start_fork_server()
+            super()._start()
+        except (OSError, EOFError, ValueError) as error:
+            first, last = self.ranks[0].rank, self.ranks[-1].rank
+            why = limits.shortage(error) or f"{_HINT}; or it met a limit: {limits.in_force()}"
+            raise LaunchError(
+                f"one of the ranks {first} to {last} could not be started ({error!r}); {why}", rank=first
+            ) from error
+        finally:
+            self._leash_end.close()
+        for rank, process in zip(self.ranks, self._processes(), strict=True):
+            rank.process = process
+
+    def _check_descriptors(self) -> None:
+        """Raises OSError where a start would run out of them: amid it the fork server would end with a traceback."""
+        each = 2 if self.start_method == "forkserver" else 5
+        with ExitStack() as spare:
+            for _ in range(_START_DESCRIPTORS + each * self.nprocs):
+                spare.callback(os.close, os.dup(self._leash.fileno()))
+
+    def _processes(self) -> list[Any]:
+        return list(self._pc.processes) if self._pc is not None else []
+
+    def _poll(self) -> RunProcsResult | None:
+        """Wait for an end, for a moment; not None where all have ended, one has failed, or the deadline has passed."""
+        running = self.running()
+        left = self._deadline - time.monotonic()
+        if not running or left <= 0:
+            return RunProcsResult()  # `ranks` have the rest
+        connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
+        now = time.monotonic()
+        ended = [rank for rank in running if rank.exit_code is not None]
+        for rank in ended:
+            rank.ended = now
+        if not self._failed and (failed := [rank for rank in ended if rank.failed]):
+            report = failed[0].report()
+            interrupted = report is not None and report.kind == "interrupted"
+            self._failed = True
+            self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
+        return None
+
+    def running(self) -> list[Rank]:
+        """Those whose end `wait` has not seen."""
+        return [rank for rank in self.ranks if rank.ended is None]
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """Stop those that run: the signal, the launch's grace instead of elastic's `timeout`, and SIGKILL."""
+        try:
+            if death_sig == signal.SIGINT:
+                self._all_end_within(_INTERRUPT_S)  # a terminal's Ctrl-C went to all: a second one breaks into cleanup
+                self._send(signal.SIGINT)
+                self._all_end_within(_INTERRUPT_S)  # native code does not heed it
+                death_sig = signal.SIGTERM
+            self._send(death_sig)
+            self._all_end_within(self._grace)
+        finally:  # at once when a signal comes again
+            self._send(signal.SIGKILL)
+            self._all_end_within(EXIT_S)
+
+    def _send(self, number: signal.Signals) -> None:
+        for rank in self.ranks:
+            if rank.alive:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
+
+    def _all_end_within(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while (alive := [rank for rank in self.ranks if rank.alive]) and (left := until - time.monotonic()) > 0:
+            connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
+
+    def release(self) -> None:
+        """Cut the leash, and close all files: whatever became of the processes, they end now."""
+        if self._pc is None:  # the start was broken off: who holds the other end is known to the kernel alone
+            self._leash_end.close()
+            with suppress(BrokenPipeError):  # nobody
+                self._leash.write(b"\0")
+            other_end = select.poll()
+            other_end.register(self._leash, 0)  # an error, which needs no asking, is: nobody holds it
+            other_end.poll(_CUT_S * 1000)
+        self._leash.close()
+        for process in self._processes():
+            with suppress(ValueError):  # the kernel can't end it
+                process.close()
+        for rank in self.ranks:
+            rank.records.close()
+            rank.stacks_file.close()
+
+
+class _Nothing:
+    """Stands for elastic's queues and event in a worker, which has reported before it comes to them."""
+
+    def put(self, value: object) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Let a signal that would end the launcher stop the ranks first; then it ends the launcher.
+
+    Raises elastic's `SignalException` inside of the block. A handler of the program, an ignored signal (nohup), and
+    SIGINT, which is Python's KeyboardInterrupt already, stay as they are.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    if threading.current_thread() is not threading.main_thread():  # which may not have handlers
+        yield
+        return
+    ours = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    received = None
+    try:
+        for number in ours:
+            signal.signal(number, _raise_signal)
+        yield
+    except SignalException as caught:
+        received = caught.sigval
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+    if received is not None:
+        signal.raise_signal(received)
+        raise SystemExit(128 + received)  # the first process of a container survives it
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> None:
+    received = signal.Signals(number)
+    raise SignalException(f"the launcher got {received.name}", received)
+
+
+def start_fork_server() -> None:
+    """Let a fork server import torch and us once, instead of each worker, unless the program has its own list."""
+    ours = ["__main__", "torch.distributed.elastic.multiprocessing.api", *_AT_INIT, "parallel_state.launch.preload"]
+    present = getattr(forkserver._forkserver, "_preload_modules", None)
+    here, nearer = os.path.dirname(os.path.dirname(__file__)), os.path.join(os.getcwd(), "parallel_state")
+    found = not os.path.exists(nearer) or os.path.samefile(here, nearer)  # it looks into the working directory first
+    if present == ["__main__"]:
+        multiprocessing.set_forkserver_preload(ours if found else ours[:2])
+    elif present != ours:
+        return
+    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if found else ())
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,159 @@
+"""Where the ranks meet: the store that `launch` hosts on the node of rank offset 0, and what leads to it.
+
+Belongs here: its address, port and secret, and who may leave when. What does not: the processes (`launch.processes`),
+how a rank finds the store (`rendezvous`), and what it is (`store.server`). Several nodes without a common secret meet
+at torch's own store, which takes whoever comes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import InvalidArgumentError, RendezvousError
+from parallel_state.startup.rendezvous import listen_on
+from parallel_state.store.client import ControlStore
+from parallel_state.store.protocol import SECRET_BYTES
+from parallel_state.store.server import ControlServer
+
+if TYPE_CHECKING:
+    from parallel_state.launch.launcher import LaunchConfig
+
+logger = logging.getLogger(__name__)
+
+_MOST_SECRET_BYTES = 4096
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0 need not host the store
+
+
+@contextmanager
+def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[str, str], bytes]]:
+    """Yield the variables that lead to a store, which the node of rank_offset 0 hosts, and its secret.
+
+    It binds the port itself: nobody can take it between a probe and its use, nothing but the given address listens
+    (a TCPStore that binds listens on all of them), and the store outlives rank 0. Without a secret it is torch's.
+    """
+    if not config.hosts_store:
+        yield {AGENT_STORE: "False"}, b""
+        return
+    several = config.nproc != config.world_size
+    secret = b""
+    if config.secret_file is not None:
+        secret = read_secret(config.secret_file)
+    elif not several:
+        secret = secrets.token_bytes(SECRET_BYTES)
+    start_s = min(settings.START_TIMEOUT_S.get(), max(1.0, deadline - time.monotonic()))
+    server = None
+    try:
+        if not secret:
+            logger.warning("several nodes without a secret_file: whoever reaches the store of this job may change it")
+            store, port = _torch_store(config, timedelta(seconds=start_s))
+        elif config.rank_offset == 0:
+            server = ControlServer(_listen(config), secret, config.world_size or 1)
+            port = server.port
+            store = ControlStore((config.master_addr, port), secret, start_s)
+        else:
+            store, port = _reached(config, secret, start_s), config.master_port
+        yield {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port), AGENT_STORE: "True"}, secret
+        if several:
+            _leave_together(store, config, min(deadline, time.monotonic() + start_s))
+    finally:
+        store = None  # closes the port, also where an error's traceback keeps this frame
+        if server is not None:
+            server.close()
+
+
+def read_secret(path: str) -> bytes:
+    """Made of what the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            facts = os.fstat(file.fileno())
+            secret = file.read(_MOST_SECRET_BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
+    except OSError as error:
+        raise InvalidArgumentError(f"secret_file must be a file that can be read, but {path!r}: {error}") from error
+    for fits, must in (
+        (stat.S_ISREG(facts.st_mode), "a regular file"),
+        (facts.st_uid == os.geteuid(), f"this user's (uid {os.geteuid()}), but belongs to uid {facts.st_uid}"),
+        (not facts.st_mode & 0o077, f"closed to others (chmod 600), but has mode {facts.st_mode & 0o777:o}"),
+        (SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES,
+         f"of {SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes (head -c 32 /dev/urandom), but has {len(secret)}"),
+    ):  # fmt: skip
+        if not fits:
+            raise InvalidArgumentError(f"secret_file must be {must}: {path!r}")
+    return hashlib.sha256(secret).digest()  # HMAC takes keys that differ in zeros at the end for equal
+
+
+def _reached(config: LaunchConfig, secret: bytes, start_s: float) -> ControlStore:
+    store = ControlStore((config.master_addr, config.master_port), secret, start_s)
+    try:
+        store.reach(time.monotonic() + start_s)
+    except dist.DistNetworkError as error:
+        raise _not_reached(config, start_s, error) from error
+    return store
+
+
+def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> RendezvousError:
+    return RendezvousError(
+        f"the node of rank {config.rank_offset} must reach rank 0's store at {config.master_addr}:{config.master_port} "
+        f"within {start_s:.0f} s, but: {str(error).splitlines()[0]}"
+    )
+
+
+def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
+    hosts, listen_fd, port = config.rank_offset == 0, None, config.master_port
+    if hosts:
+        listener = _listen(config)
+        port = listener.getsockname()[1]
+        listen_fd = listener.detach()
+    try:
+        store = dist.TCPStore(
+            config.master_addr, port, None, hosts, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+        )
+    except RuntimeError as error:
+        raise _not_reached(config, timeout.total_seconds(), error) from error
+    return store, port
+
+
+def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
+    """The node that hosts the store stays until the ranks of all nodes are done with it."""
+    done, world = 0, config.world_size or 1
+    try:
+        done = store.add("parallel_state/launch/done", config.nproc)
+        while config.rank_offset == 0 and done < world and time.monotonic() < deadline:
+            time.sleep(0.02)
+            done = store.add("parallel_state/launch/done", 0)
+    except RuntimeError:  # the store's node failed, but the ranks here have their results
+        logger.warning("the node of rank 0 left before the ranks of this one were done")
+    if config.rank_offset == 0 and done < world:
+        logger.warning("this node leaves with the store, but only %d of %d ranks are done", done, world)
+
+
+def _listen(config: LaunchConfig) -> socket.socket:
+    address, port = config.master_addr, config.preferred_port or config.master_port
+    backlog = (config.world_size or 1) + 128
+    try:
+        try:
+            return listen_on(address, port, backlog)
+        except OSError as error:
+            if not config.preferred_port or error.errno != errno.EADDRINUSE:
+                raise
+            return listen_on(address, 0, backlog)
+    except OSError as error:
+        if isinstance(error, socket.gaierror):
+            raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
+        raise RendezvousError(
+            f"can't listen on {address} port {port}: {error.strerror}; rank 0's node needs an address of "
+            "its own and a free port: give another one, 0 for any, or preferred_port"
+        ) from error

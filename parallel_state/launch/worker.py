@@ -1,0 +1,301 @@
+"""What runs in a process that `launch` started, and what it tells the launcher.
+
+Belongs here: a worker's life from its first line to its report, and the file that holds the report. What does not:
+starting, watching and stopping it (`launch.processes`).
+
+How it is never left behind: the kernel kills it when its parent dies (PR_SET_PDEATHSIG), and, as that parent may be
+the fork server, also when the launcher's end of a pipe, the leash, closes. Reports and results travel in unlinked
+files: a worker never blocks on a reader, and whoever is killed, no file stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import fcntl
+import logging
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import connection, reduction
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from device_communicators import limits, settings
+from device_communicators.errors import InvalidArgumentError, LaunchError
+from parallel_state.store.client import HANDED, ControlStore
+from parallel_state.torch_internals import find_stores_by
+
+if TYPE_CHECKING:
+    from parallel_state.launch.launcher import LaunchConfig
+
+EXIT_S = 5.0  # for a failed worker to leave by itself, and for the kernel to end a killed one
+_TEXT_LIMIT = 32_768  # characters of a remote traceback
+REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
+
+
+class Inherited:
+    """A file descriptor that goes along to a worker."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inherit, (reduction.DupFd(self.fd),)
+
+
+def _inherit(handle: Any) -> Inherited:
+    return Inherited(handle.detach())
+
+
+@dataclass(frozen=True)
+class Start:
+    """What all workers of a launch are started with; elastic sends each of them the arguments of all."""
+
+    content: bytes  # a pickled Call, for the import of its modules to fail in `work`
+    names: list[str]
+    environs: list[dict[str, str]]
+    secret: bytes = field(repr=False)  # of the job's store; empty: torch's store, which has none
+    leash: Inherited
+    records: list[Inherited]
+    stacks: list[Inherited]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The first record of a worker's file; after a "result" follows the result itself."""
+
+    kind: Literal["running", "result", "error", "interrupted"]
+    time: float = 0.0  # monotonic: one clock for all processes of a host
+    exit_code: int = 0
+    summary: str = ""
+    text: str = ""
+    suspect_ranks: tuple[int, ...] = ()  # whom the error blames
+
+
+def read_report(fd: int) -> Report | None:
+    """None where the worker ended before its first report, or within one."""
+    try:
+        return next(_read(fd))
+    except (EOFError, pickle.UnpicklingError):
+        return None
+
+
+def read_result(fd: int, rank: int) -> Any:
+    records = _read(fd)
+    next(records)
+    try:
+        return next(records)
+    except Exception as error:  # unpickling raises whatever the result's class does
+        raise LaunchError(f"the result of rank {rank} can't be unpickled: {error}", rank=rank) from error
+
+
+def _read(fd: int) -> Any:
+    with open(fd, "rb", closefd=False) as file:
+        file.seek(0)
+        while True:
+            yield pickle.load(file)
+
+
+def _write(fd: int, *records: object) -> None:
+    with open(fd, "wb", closefd=False) as file:
+        file.seek(0)
+        file.truncate()
+        for record in records:
+            pickle.dump(record, file, pickle.HIGHEST_PROTOCOL)
+
+
+def _write_result(fd: int, rank: str, result: object) -> None:
+    try:
+        _write(fd, Report("result"), result)
+    except (OSError, MemoryError) as error:
+        raise limits.name_shortage(error, f"writing the result of rank {rank}") from error
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"rank {rank} must return something picklable, but returned a {type(result).__qualname__}: {error}; "
+            "return numbers, strings, containers or CPU tensors"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Call:
+    """The function, its arguments, and what to do before and after it."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    config: LaunchConfig
+
+    def pickled(self) -> bytes:
+        """Raises `InvalidArgumentError` for what a worker could not import or unpickle."""
+        main = sys.modules["__main__"]
+        path = getattr(main, "__file__", None)
+        of_main = getattr(self.fn, "__module__", None) == "__main__"
+        if getattr(main, "__spec__", None) is None and (not os.path.isfile(path) if path else of_main):
+            raise InvalidArgumentError("fn must come from a file that workers can import, but __main__ has none")
+        for what, value in (("fn", self.fn), ("setup", self.config.setup), ("args and kwargs", self)):
+            try:
+                content = pickle.dumps(value)
+            except Exception as error:  # pickle raises whatever a __reduce__ does
+                raise InvalidArgumentError(
+                    f"{what} must be picklable, but {error}; a function must stand at the top level of a module"
+                ) from error
+        return content
+
+    def run(self, inline: bool) -> Any:
+        config = self.config
+        if config.setup is not None:
+            config.setup()
+        if not config.makes_groups:
+            return self.fn(*self.args, **self.kwargs)
+        from parallel_state import state  # fn may have no use for it
+        from parallel_state.process_groups.options import GroupOptions
+
+        sizes: dict[str, Any] = dict(config.sizes)
+        try:
+            state.init_distributed_environment(
+                distributed_init_method=config.init_method or "env://", backend=config.backend
+            )
+            state.initialize_model_parallel(
+                tensor_model_parallel_size=config.tensor_model_parallel_size or 1,
+                pipeline_model_parallel_size=config.pipeline_model_parallel_size or 1,
+                order=config.order,
+                backend=config.backend,
+                axis_options={axis: GroupOptions(backend) for axis, backend in config.axis_backends.items()},
+                **sizes,
+            )
+            result = self.fn(*self.args, **self.kwargs)
+        except BaseException:
+            if inline:  # a worker reports first; its end destroys all, and destroying could wait for peers
+                state.destroy_distributed_environment()
+            raise
+        state.destroy_model_parallel()
+        state.destroy_distributed_environment()
+        return result
+
+
+def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
+    """Run the only rank in this process, whose environment comes back afterwards."""
+    before = dict(os.environ)
+    os.environ.update(environ)
+    _take_secret(secret)
+    root = logging.getLogger()
+    logging_before = root.handlers, root.level
+    root.handlers = []  # else basicConfig closes those of this process
+    try:
+        _log_as_rank(call.config, environ["RANK"])
+        return call.run(inline=True)
+    except (Exception, SystemExit) as error:
+        raise LaunchError(f"rank 0, in this process, raised {type(error).__name__}: {error}", rank=0) from error
+    finally:
+        root.handlers, root.level = logging_before
+        HANDED.put(None)
+        find_stores_by(None)
+        _keep_variables(before)
+        os.environ.update(before)
+
+
+def work(start: Start, index: int) -> None:
+    """A worker's main function; elastic has set its variables."""
+    _die_with_launcher(start.leash.fd, start.names[index])
+    records, stacks = _keep_own(start.records, index), _keep_own(start.stacks, index)
+    _write(records, Report("running"))
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGTERM, stacks, chain=True)  # where a rank was that had to be stopped
+    environ = start.environs[index]
+    try:
+        _keep_variables(environ)  # a fork server's own are as old as the first launch
+        threads = environ.get("OMP_NUM_THREADS", "")
+        if threads.isdecimal() and int(threads):
+            torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago
+        _take_secret(start.secret)
+        call: Call = pickle.loads(start.content)
+        _log_as_rank(call.config, environ["RANK"])
+        _write_result(records, environ["RANK"], call.run(inline=False))
+    except BaseException as error:  # nothing is left for elastic's `record`, whose times are whole seconds
+        failure = _error_report(error)
+        _write(records, failure)
+        faulthandler.dump_traceback_later(EXIT_S, file=stacks, exit=True)
+        sys.exit(failure.exit_code)
+
+
+def _log_as_rank(config: LaunchConfig, rank: str) -> None:
+    logging.basicConfig(
+        level=config.log_level or settings.LOG_LEVEL.get(),
+        format=f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def _take_secret(secret: bytes) -> None:
+    """Lets this process find the job's store, also by torch's own env://."""
+    if not secret:
+        return
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    HANDED.put(ControlStore(address, secret, settings.START_TIMEOUT_S.get()))
+    find_stores_by(HANDED.try_get)
+
+
+def _die_with_launcher(leash: int, name: str) -> None:
+    """Let the kernel kill this process when its parent or the launcher is gone, whoever holds the GIL."""
+    multiprocessing.current_process().name = name
+    if sys.platform != "linux":
+        threading.Thread(target=_end_with, args=(leash,), daemon=True, name="parallel_state-leash").start()
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.prctl(15, name[:15].encode(), 0, 0, 0)  # PR_SET_NAME, for ps and top
+    # Opened anew, as the receiver of the signal belongs to the open file, which all workers inherit. The launcher
+    # writes nothing as long as they shall live, so the only event that the kernel can signal is its end's close.
+    own = os.open(f"/proc/self/fd/{leash}", os.O_RDONLY)
+    os.close(leash)
+    fcntl.fcntl(own, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([own], 0):  # it was gone before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_with(leash: int) -> None:
+    """Ends this process when nobody holds the leash's other end: where the kernel doesn't do it, a thread must."""
+    poll = select.poll()
+    poll.register(leash, select.POLLIN)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _keep_own(files: Iterable[Inherited], index: int) -> int:
+    """Close the other ranks' files, and return one's own."""
+    fds = [file.fd for file in files]
+    for fd in fds[:index] + fds[index + 1 :]:
+        os.close(fd)
+    return fds[index]
+
+
+def _keep_variables(environ: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+
+
+def _error_report(error: BaseException) -> Report:
+    now = time.monotonic()
+    if isinstance(error, KeyboardInterrupt):
+        return Report("interrupted", now, 128 + signal.SIGINT)
+    code, summary = 1, "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        summary = f"SystemExit({error.code!r}); a function that is done must return"
+    text = "".join(traceback.format_exception(error))
+    if len(text) > _TEXT_LIMIT:
+        half, more = _TEXT_LIMIT // 2, len(text) - _TEXT_LIMIT
+        text = f"{text[:half]}\n… {more} characters left out …\n{text[-half:]}"
+    return Report("error", now, code, summary[:500], text, tuple(getattr(error, "suspect_ranks", ())))

@@ -1,0 +1,291 @@
+"""Messages of a group: tensors sent without waiting, objects, and tensor dicts. A `Messenger` carries them.
+
+`src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.host_calls import host_call
+from device_communicators.routing.started import Handle, TensorHandle
+from device_communicators.routing.user_call import transfer
+from parallel_state.collectives import checks
+from parallel_state.collectives.started_calls import AsyncTensorCollectives
+from parallel_state.messages import tensor_dicts as by_spec
+from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
+from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state.messages.wire import AllGatherGroup
+
+_SPEC = "pass spec=TensorDictSpec.of(…) of a first exchange on both sides, or call it outside the compiled function"
+_OBJECTS = "objects travel by the host; call it outside the compiled function, or send tensors or a dict with spec="
+_WAITING = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
+_WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and recv_tensor_dict with spec= there"
+
+
+class GroupMessages(AsyncTensorCollectives):
+    """The part of `GroupCoordinator` for messages."""
+
+    _messenger: Messenger
+
+    # Tensors, without waiting.
+
+    @host_call(_WAITING)
+    @transfer("isend")
+    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
+        """As send without waiting. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
+        checks.check_no_transform(self.context, "isend")
+        checks.check_tensor(self.context, "isend", x)
+        dst = self._destination("isend", dst)
+        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
+
+    @host_call(_WAITING)
+    @transfer("irecv")
+    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
+        """As recv without waiting: `wait()` gives the tensor. Not for compiled code."""
+        checks.check_no_transform(self.context, "irecv")
+        checks.check_lengths(self.context, "irecv", "size", size)
+        checks.check_dtype(self.context, "irecv", dtype)
+        src = self._source("irecv", src)
+        out = torch.empty(size, dtype=dtype, device=self.device)
+        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
+
+    # Objects.
+
+    @host_call(_OBJECTS)
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Rank `src`'s object on every rank. Tensors may be in it, at any depth.
+
+        Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
+        """
+        checks.check_rank(self.context, "broadcast_object", "src", src)
+        return obj if self._ends_here() else self._messenger.broadcast(obj, src, "broadcast_object")
+
+    @host_call(_OBJECTS)
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
+        """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
+        checks.check_rank(self.context, "broadcast_object_list", "src", src)
+        # `src` tells the others of its mistake, who wait for it.
+        if not isinstance(obj_list, list) and (self.rank_in_group != src or self._ends_here()):
+            raise InvalidArgumentError(
+                f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
+                f"{type(obj_list).__name__}"
+            )
+        if not self._ends_here():
+            received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
+            if len(received) != len(obj_list):
+                raise InvalidArgumentError(
+                    f"obj_list of broadcast_object_list on {self.context} must be a list as long as rank {src}'s, "
+                    f"{len(received)}, but has {len(obj_list)}"
+                )
+            obj_list[:] = received
+        return obj_list
+
+    def _broadcast_message(self, obj: object, src: int, method: str) -> object:
+        return self._messenger.broadcast(obj, src, method)
+
+    @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
+    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
+        """Rank `src`'s flag on every rank."""
+        with self.route.called_as("broadcast_flag"):
+            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
+
+    @host_call(_OBJECTS)
+    def all_sum(self, value: float) -> float:
+        """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
+        if not isinstance(value, numbers.Number):
+            raise InvalidArgumentError(
+                f"all_sum on {self.context} takes a number, but got a {type(value).__name__}; for tensors use "
+                "all_reduce, for other values all_gather_object"
+            )
+        return value if self._ends_here() else sum(self._messenger.all_gather(value, "all_sum"))
+
+    @host_call(_OBJECTS)
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order, on every rank."""
+        return [obj] if self._ends_here() else self._messenger.all_gather(obj, "all_gather_object")
+
+    @host_call(_OBJECTS)
+    @transfer("send_object")
+    def send_object(self, obj: Any, dst: int | None = None) -> None:
+        """Sends an object to rank `dst` (default: the next), which calls recv_object."""
+        self._messenger.send(obj, self._destination("send_object", dst, message=True))
+
+    @host_call(_OBJECTS)
+    @transfer("recv_object")
+    def recv_object(self, src: int | None = None) -> Any:
+        """The object that rank `src` (default: the previous) sends with send_object."""
+        return self._messenger.recv(self._source("recv_object", src, message=True))
+
+    @host_call(_OBJECTS)
+    @transfer("isend_object")
+    def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
+        """As send_object without waiting: the object is encoded now, its tensors must stay unchanged until `wait()`."""
+        return self._messenger.isend(obj, self._destination("isend_object", dst, message=True))
+
+    @host_call(_OBJECTS)
+    @transfer("irecv_object")
+    def irecv_object(self, src: int | None = None) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
+        return self._messenger.irecv(self._source("irecv_object", src, message=True))
+
+    # Tensor dicts.
+
+    def broadcast_tensor_dict(
+        self, tensor_dict: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
+    ) -> dict[Any, Any]:
+        """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
+
+        CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
+        With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
+
+        Raises CollectiveMismatchError where `src` has another spec, or only one side has one; for CPU tensors only.
+        """
+        checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        if spec is not None:
+            return by_spec.broadcast(self, tensor_dict, src, spec)
+        if self._ends_here():
+            return _own(tensor_dict)
+        return self._broadcast_dict(tensor_dict, src)
+
+    @host_call(_SPEC, "broadcast_tensor_dict")
+    def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int) -> dict[Any, Any]:
+        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", must_be=dict)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+    ) -> dict[Any, Any] | None:
+        """Sends a dict of tensors and other values to rank `dst` (default: the next); tensors travel detached.
+
+        Returns None; in a group of one rank, which has no next, the dict itself, as vLLM's.
+
+        With `all_gather_group`, whose ranks all hold the same tensors, each of them sends its slice of every tensor
+        that divides evenly, and the receivers gather the slices from their own all-gather group. A tensor that
+        differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
+        With `spec` no metadata is sent but its digest, and the call compiles.
+        """
+        if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
+            return _own(tensor_dict)
+        if spec is not None:
+            dst = self._destination("send_tensor_dict", dst)
+            by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
+        else:
+            self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        return None
+
+    @host_call(_SPEC, "send_tensor_dict")
+    @transfer("send_tensor_dict")
+    def _send_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None,
+        all_gather_group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> None:
+        dst = self._destination("send_tensor_dict", dst, message=True)
+        self._messenger.send(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+    ) -> dict[Any, Any] | None:
+        """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
+
+        Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
+        Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one.
+        """
+        if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
+            return None
+        src = self._source("recv_tensor_dict", src, message=spec is None)
+        if spec is not None:
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
+        return self._recv_dict(src, all_gather_group)
+
+    @host_call(_SPEC, "recv_tensor_dict")
+    @transfer("recv_tensor_dict")
+    def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None) -> dict[Any, Any]:
+        return self._messenger.recv(src, all_gather_group)
+
+    @host_call(_WAITING_DICT)
+    @transfer("isend_tensor_dict")
+    def isend_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> SendHandle:
+        """As send_tensor_dict without waiting. The tensors are kept alive; change them after `wait()` only.
+
+        In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
+        """
+        if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
+            _own(tensor_dict)
+            return NoSend(self._messenger)
+        dst = self._destination("isend_tensor_dict", dst, message=True)
+        return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
+
+    @host_call(_WAITING_DICT)
+    @transfer("irecv_tensor_dict")
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> ReceiveHandle:
+        """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
+
+        What is cut into slices is told by the sender; `all_gather_tensors` is taken for vLLM's callers only. In a group
+        of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
+        """
+        if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
+            return NoReceive()
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src, message=True), all_gather_group)
+
+    def _destination(self, operation: str, dst: int | None, *, message: bool = False) -> int:
+        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
+        checks.check_peer(self.context, operation, "dst", dst)
+        self._check_pair(operation, message)
+        return dst
+
+    def _source(self, operation: str, src: int | None, *, message: bool = False) -> int:
+        src = (self.rank_in_group - 1) % self.world_size if src is None else src
+        checks.check_peer(self.context, operation, "src", src)
+        self._check_pair(operation, message)
+        return src
+
+    def _check_pair(self, operation: str, message: bool) -> None:
+        """Two ranks alone can't make the gloo group of more: the others would never come."""
+        if message:
+            checks.check_no_transform(self.context, operation)
+        if message and self.world_size > 2 and not self.context.cpu_group_is_made:
+            raise GroupNotInitializedError(
+                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
+                "group make together at its first use; call barrier() on every rank once before"
+            )
+
+
+def _is_only_rank(rank: object) -> bool:
+    return rank is None or (type(rank) is int and rank == 0)
+
+
+def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
+    if not isinstance(tensor_dict, dict):
+        raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensor_dict).__name__}")
+    return tensor_dict

@@ -1,0 +1,178 @@
+"""Objects to bytes and back, without pickle: the typed codec in which objects and tensor dicts travel.
+
+What belongs here: the calls, the outer format, and the limits that bytes from a peer must keep.
+What does not: the walk over nested values (`messages.codec.values`), the types that need more than a line to be taken
+apart and built again (`messages.codec.types`), and how bytes and tensors reach a peer (`messages.transports`).
+
+Every value comes back as the type it was. A tensor leaves only its index in the metadata, the tensors themselves
+travel beside it. Sharing is kept for tensors alone: the same tensor object twice is sent once and comes back as one
+object, the same list twice comes back as two equal lists.
+
+    metadata  =  version: u8 | length of table: u32, little-endian | table | body
+    table     =  nothing, or msgpack: one [dtype, shape, device type] per tensor
+    body      =  msgpack: the object
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from device_communicators import settings
+from device_communicators.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
+from parallel_state.messages.codec import types as codec_types
+from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.codec.types import TensorMetadata, is_registered, register_type
+from parallel_state.messages.codec.values import MAX_DEPTH, to_msgpack
+
+__all__ = ["MAX_DEPTH", "Encoded", "Message", "TensorMetadata", "encode", "is_registered", "read", "register_type"]
+
+FORMAT_VERSION = 1
+
+_HEADER = struct.Struct("<BI")
+_PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
+_NO_TENSORS = _HEADER.pack(FORMAT_VERSION, 0)
+
+
+class Encoded(NamedTuple):
+    """An object in two parts: the `metadata` that `read` takes, and the `tensors` that `Message.build` needs."""
+
+    metadata: bytes
+    tensors: list[torch.Tensor]
+
+
+def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
+    """Takes an object apart into metadata and tensors; local, no other rank is involved.
+
+    What travels: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
+    frozenset, torch's dtype, device, Size and dense tensors, numpy's arrays and scalars, and registered types, up to
+    100 deep, as exactly these types: a subclass is not sent as its base. Tensors are the caller's own, not copied;
+    they may be non-contiguous; an nn.Parameter, and what requires grad, is detached.
+    With `allow_pickle`, and only then, a value of any other type is pickled.
+
+    Raises MessageEncodeError naming the key path of a value that can't travel, or when the metadata exceeds
+    `PARALLEL_STATE_MAX_METADATA_BYTES`.
+    """
+    try:
+        try:
+            encoded = _encode(obj, allow_pickle, careful=False)
+        except (OverflowError, UnicodeEncodeError):
+            # Somewhere is an int of more than 64 bits or a lone surrogate, and only msgspec saw it: check each value.
+            encoded = _encode(obj, allow_pickle, careful=True)
+    except codec_values.RefusedError as refused:
+        raise MessageEncodeError(refused.text()) from refused.__cause__
+    except (RecursionError, ValueError, OverflowError) as error:
+        raise MessageEncodeError(f"the object can't be encoded: {error}") from error
+    limit = settings.MAX_METADATA_BYTES.get()
+    if len(encoded.metadata) > limit:
+        raise MessageEncodeError(
+            f"the object without its tensors must be at most {limit} bytes, but is {len(encoded.metadata)}; "
+            f"send large data as tensors, or set {settings.MAX_METADATA_BYTES.name} on every rank"
+        )
+    return encoded
+
+
+def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
+    encoder = codec_values.Encoder(allow_pickle, careful)
+    body = encoder.body(obj)
+    if not encoder.tensors:
+        return Encoded(_NO_TENSORS + body, [])
+    table = to_msgpack(codec_types.tensor_rows(encoder.tensors))
+    return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
+
+
+def encode_plain(obj: object) -> tuple[bytes, bytes] | None:
+    """Metadata of an object without tensors and rich types, in two parts; None where it takes `encode` to know."""
+    body = codec_values.plain_body(obj)
+    if body is None or len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
+        return None
+    return _NO_TENSORS, body
+
+
+class Message:
+    """Metadata that `read` has checked: `tensors` tells what to receive, in order; `build` then gives the object."""
+
+    __slots__ = ("_allow_pickle", "_body", "_value", "tensors")
+
+    tensors: list[TensorMetadata]
+
+    def __init__(self, tensors: list[TensorMetadata], body: memoryview, allow_pickle: bool) -> None:
+        self.tensors = tensors
+        self._allow_pickle = allow_pickle
+        # Without tensors the object is built at once. With them the body must outlive the caller's buffer.
+        self._body = bytes(body) if tensors else b""
+        self._value = None if tensors else _decode(body, (), allow_pickle)
+
+    def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
+        """Returns the object, which holds these very tensors; to be called once.
+
+        Raises InvalidArgumentError where `tensors` differ from `self.tensors` in number, dtype or shape (the device
+        is free), MessageDecodeError where the rest of the metadata is malformed.
+        """
+        if len(tensors) != len(self.tensors):
+            raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
+        for index, (tensor, wanted) in enumerate(zip(tensors, self.tensors, strict=True)):
+            if tensor.dtype != wanted.dtype or tensor.shape != wanted.shape:
+                raise InvalidArgumentError(
+                    f"`tensors[{index}]` must be {wanted.dtype} of shape {wanted.shape}, "
+                    f"but is {tensor.dtype} of shape {tuple(tensor.shape)} instead"
+                )
+        return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
+
+
+def read_plain(data: memoryview, *, allow_pickle: bool = False) -> tuple[Any] | None:
+    """The object in metadata that are bytes, not too many, and tell of no tensors; None where it takes `read` to know.
+
+    Raises MessageDecodeError as `read`.
+    """
+    if data[: _HEADER.size] != _NO_TENSORS or len(data) > settings.MAX_METADATA_BYTES.get():
+        return None
+    return (_decode(data[_HEADER.size :], (), allow_pickle),)
+
+
+def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
+    """Reads metadata that `encode` made, perhaps on a hostile peer; `data` may be overwritten afterwards.
+
+    Raises MessageDecodeError for whatever is no complete message, is too large or too deep, has another format
+    version, holds a type that is not registered on this rank, or a pickled value and `allow_pickle` is False.
+    """
+    view = memoryview(data).cast("B")
+    limit = settings.MAX_METADATA_BYTES.get()
+    if len(view) > limit:
+        name = settings.MAX_METADATA_BYTES.name
+        raise MessageDecodeError(f"metadata must be at most {limit} bytes ({name}), but is {len(view)}")
+    if len(view) < _HEADER.size:
+        raise MessageDecodeError(f"metadata must be {_HEADER.size} bytes or more, but is {len(view)}")
+    version, table_bytes = _HEADER.unpack_from(view)
+    if version != FORMAT_VERSION:
+        hint = ", as a pickle does" if version == _PICKLE_MARK else ""
+        raise MessageDecodeError(
+            f"metadata must begin with format version {FORMAT_VERSION}, but begins with {version}{hint}; "
+            f"every rank must run the same version of parallel_state"
+        )
+    body_at = _HEADER.size + table_bytes
+    if body_at > len(view):
+        raise MessageDecodeError(f"metadata is {len(view)} bytes, but its tensor table claims {table_bytes}")
+    tensors = _decode_table(view[_HEADER.size : body_at]) if table_bytes else []
+    return Message(tensors, view[body_at:], allow_pickle)
+
+
+def _decode_table(data: memoryview) -> list[TensorMetadata]:
+    try:
+        return codec_types.read_tensor_rows(data)
+    except MessageDecodeError:
+        raise
+    except Exception as error:
+        raise MessageDecodeError(f"the tensor table of a message is malformed: {error!r:.300}") from error
+
+
+def _decode(body: bytes | memoryview, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> Any:
+    try:
+        return codec_values.Decoder(tensors, allow_pickle).value(body)
+    except MessageDecodeError:
+        raise
+    except Exception as error:  # whatever a malformed part led to: nothing else may leave for bytes of a peer
+        raise MessageDecodeError(f"bytes from a peer are not a message: {error!r:.300}") from error

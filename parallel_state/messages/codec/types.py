@@ -1,0 +1,287 @@
+"""Types with an encoding of their own: registered classes, torch's dtypes and dense tensors, numpy arrays.
+
+What belongs here: how one value of such a type is taken apart into plain parts and built again, with the checks
+that parts from a peer need. What does not: the walk over nested objects and the wire format (`codec.py`).
+A function that reads parts from a peer may raise any exception; `codec.py` makes a MessageDecodeError of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple, TypeVar, overload
+
+import msgspec
+import torch
+
+from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+
+T = TypeVar("T")
+
+MAX_DIMS = 64
+"""Most dims of a tensor or array; torch and numpy end there too."""
+
+MAX_TENSOR_BYTES = 1 << 48
+"""The tensors of one message claim fewer bytes than this: more than any machine has, far from overflow."""
+
+
+class UnfitError(Exception):
+    """A value can't travel as its type; the text completes "value at … is …"."""
+
+
+# Registered classes
+
+
+class RegisteredType(NamedTuple):
+    """How the values of one class are taken apart into named fields and built again."""
+
+    cls: type
+    name: str
+    fields: tuple[str, ...]
+    take: Callable[[Any], Sequence[object]]
+    make: Callable[[list[Any]], object]
+
+
+_by_class: dict[type, RegisteredType] = {}
+_by_name: dict[str, RegisteredType] = {}
+
+
+@overload
+def register_type(cls: type[T], *, name: str | None = None) -> type[T]: ...
+@overload
+def register_type(cls: None = None, *, name: str | None = None) -> Callable[[type[T]], type[T]]: ...
+def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
+    """Lets values of a class travel in messages; use it as a function or as a decorator, on every rank.
+
+    `cls` is a dataclass, an enum, a `msgspec.Struct` or a named tuple; a subclass is registered by itself. `name` is
+    the name on the wire, `module.qualname` by default. The fields must be the same on every rank.
+
+    Only fields travel. A receiver sets them without calling `__new__`, `__init__` or `__post_init__`, and without
+    checking their types. Exceptions: a Struct is built by its constructor, so its `__post_init__` runs; an enum's
+    member is looked up.
+
+    Raises InvalidArgumentError for another kind of class and for a name that another class has.
+    """
+    if cls is None:
+        return functools.partial(register_type, name=name)
+    if not isinstance(cls, type):
+        raise InvalidArgumentError(f"`cls` must be a class, but is {cls!r} instead")
+    wire_name = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
+    if not isinstance(wire_name, str) or not wire_name:
+        raise InvalidArgumentError(f"`name` must be a non-empty str, but is {wire_name!r} instead")
+    known = _by_class.get(cls)
+    if known is not None and known.name != wire_name:
+        raise InvalidArgumentError(f"{cls!r} is registered as {known.name!r} already, not as {wire_name!r}")
+    entry = _by_name.setdefault(wire_name, _describe(cls, wire_name))
+    if entry.cls is not cls:
+        raise InvalidArgumentError(f"the name {wire_name!r} belongs to {entry.cls!r}; give {cls!r} another `name`")
+    _by_class[cls] = entry
+    return cls
+
+
+def is_registered(cls: type) -> bool:
+    """Whether `register_type` was called for this very class (not for a base of it)."""
+    return cls in _by_class
+
+
+def registered_class(cls: type) -> RegisteredType:
+    """Returns the entry of a class that `is_registered`."""
+    return _by_class[cls]
+
+
+def build_registered(name: object, values: object) -> object:
+    """Builds a value of the class registered as `name` from a dict of its fields."""
+    entry = _by_name.get(name) if isinstance(name, str) else None
+    if entry is None:
+        known = ", ".join(sorted(_by_name)[:20]) or "none"
+        raise MessageDecodeError(
+            f"a message holds a value of type {str(name)[:200]!r}, which is not registered on this rank "
+            f"(known: {known}); call parallel_state.register_type for it on every rank"
+        )
+    if not isinstance(values, dict) or values.keys() != set(entry.fields):
+        found = sorted(str(key)[:60] for key in values)[:50] if isinstance(values, dict) else type(values).__name__
+        raise MessageDecodeError(
+            f"fields of {entry.name!r} must be {sorted(entry.fields)}, but are {found} in the message; "
+            f"every rank must run the same version of the class"
+        )
+    return entry.make([values[field] for field in entry.fields])
+
+
+def _describe(cls: type, name: str) -> RegisteredType:
+    if issubclass(cls, enum.Flag):
+        return RegisteredType(cls, name, ("value",), lambda flag: (flag._value_,), lambda values: cls(values[0]))
+    if issubclass(cls, enum.Enum):
+        members = cls.__members__
+        return RegisteredType(cls, name, ("name",), lambda member: (member._name_,), lambda values: members[values[0]])
+    if issubclass(cls, msgspec.Struct):
+        fields = cls.__struct_fields__
+        return RegisteredType(cls, name, fields, _getter(fields), functools.partial(_build_struct, cls, fields))
+    if dataclasses.is_dataclass(cls):
+        try:
+            object.__new__(cls)
+        except TypeError as error:
+            raise InvalidArgumentError(f"{cls!r} can't be registered, only plain dataclasses can: {error}") from error
+        fields = tuple(field.name for field in dataclasses.fields(cls))
+        return RegisteredType(cls, name, fields, _getter(fields), functools.partial(_build_dataclass, cls, fields))
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return RegisteredType(cls, name, tuple(cls._fields), tuple, lambda values: tuple.__new__(cls, values))
+    raise InvalidArgumentError(
+        f"`cls` must be a dataclass, an enum.Enum, a msgspec.Struct or a named tuple, but is {cls!r} instead"
+    )
+
+
+def _getter(fields: tuple[str, ...]) -> Callable[[Any], Sequence[object]]:
+    return lambda value: [getattr(value, field) for field in fields]
+
+
+def _build_struct(cls: type, fields: tuple[str, ...], values: list[Any]) -> object:
+    return cls(**dict(zip(fields, values, strict=True)))
+
+
+def _build_dataclass(cls: type, fields: tuple[str, ...], values: list[Any]) -> object:
+    made: object = object.__new__(cls)
+    for field, value in zip(fields, values, strict=True):
+        object.__setattr__(made, field, value)  # a frozen class has its own __setattr__, which raises
+    return made
+
+
+# torch
+
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# A plain tensor can't have a quantized dtype: qint8, quint4x2, …
+_TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items() if not name.startswith("q")}
+
+
+class TensorMetadata(NamedTuple):
+    """What a receiver must allocate for one tensor of a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device_type: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor when it is contiguous."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor without autograd history and lazy bits, a view where possible; raises UnfitError."""
+    if tensor.layout is not torch.strided:
+        raise UnfitError(f"a tensor of layout {tensor.layout}; only dense strided tensors travel")
+    if tensor.is_nested:
+        raise UnfitError("a nested tensor; only dense strided tensors travel: send what unbind() gives")
+    if tensor.is_quantized:
+        raise UnfitError("a quantized tensor; only dense strided tensors travel: send int_repr() and its scale")
+    if tensor.is_meta:
+        raise UnfitError("a meta tensor, which has no data; send its shape and dtype")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise UnfitError(
+            "a tensor from inside of torch.func (grad, vmap, …), which has no memory; send what that returns"
+        )
+    if tensor.requires_grad or type(tensor) is torch.nn.Parameter:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():  # then the memory holds other numbers than the tensor
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def tensor_rows(tensors: Sequence[torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+    """One row per tensor: dtype name, shape, device type."""
+    return [(DTYPE_NAMES[t.dtype], tuple(t.shape), "cpu" if t.is_cpu else t.device.type) for t in tensors]
+
+
+_Dim = Annotated[int, msgspec.Meta(ge=0, lt=MAX_TENSOR_BYTES)]
+_Shape = Annotated[tuple[_Dim, ...], msgspec.Meta(max_length=MAX_DIMS)]
+_decode_rows = msgspec.msgpack.Decoder(list[tuple[str, _Shape, str]]).decode
+
+
+def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
+    """Reads what `tensor_rows` gave, as msgpack; raises if the rows claim what nobody can allocate."""
+    tensors = []
+    claimed = 0
+    for name, shape, device in _decode_rows(data):
+        if name not in _TENSOR_DTYPES:
+            raise MessageDecodeError(f"a message claims a tensor of dtype {name[:40]!r}, which no dense tensor has")
+        dtype, itemsize = _TENSOR_DTYPES[name]
+        # Empty dims are left out: torch multiplies the others, and would overflow, even where there is no element.
+        claimed += itemsize * math.prod(filter(None, shape))
+        tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
+    if claimed >= MAX_TENSOR_BYTES:
+        raise MessageDecodeError(f"a message claims tensors of {claimed} bytes, which must be below 2**48")
+    return tensors
+
+
+@functools.lru_cache(maxsize=32)
+def _device_type(name: str) -> str:
+    if name == "meta" or torch.device(name).type != name:
+        raise MessageDecodeError(f"a message claims a tensor on {name!r}, which must be a device type that has memory")
+    return name
+
+
+def read_device(text: str) -> torch.device:
+    """Reads a device from its str, such as `cuda:1`; raises where torch would cut an index that is too big."""
+    device = torch.device(text)
+    if str(device) != text:
+        raise MessageDecodeError(f"{text[:40]!r} is not a device")
+    return device
+
+
+# numpy, which need not be installed: a value of its types exists only where someone imported it
+
+
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20}\])?")
+
+
+def is_numpy(cls: type) -> bool:
+    """Whether values of the class are plain numpy arrays or numpy's own scalars."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return cls is numpy.ndarray or (issubclass(cls, numpy.generic) and cls.__module__ == "numpy")
+
+
+def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
+    """Takes an array or a scalar apart: dtype, shape, order (`C` or `F`), bytes; raises UnfitError."""
+    import numpy
+
+    array = numpy.asarray(value)
+    spec = array.dtype.str
+    # ml_dtypes' bfloat16 calls itself <V2, a structured dtype |V12: what it means would be lost.
+    if not _NUMPY_DTYPE.fullmatch(spec) or numpy.dtype(spec) != array.dtype:
+        raise UnfitError(
+            f"a numpy value of dtype {array.dtype}; only numbers, bools, times and fixed-size strings travel"
+        )
+    if array.dtype.kind in "SU" and array is not value and array[()] != value:
+        raise UnfitError(f"a {type(value).__name__} that ends in NUL, which numpy would cut; send a str or bytes")
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    return spec, array.shape, order, array.tobytes(order)  # type: ignore[arg-type]
+
+
+def numpy_array(parts: list[Any]) -> Any:
+    """Builds a writable array of its own memory from what `numpy_parts` gave."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise MessageDecodeError("a message holds a numpy value, but numpy is not installed on this rank") from error
+    spec, shape, order, data = parts
+    if not _NUMPY_DTYPE.fullmatch(spec) or order not in ("C", "F") or type(data) is not bytes:
+        raise MessageDecodeError("a message holds a numpy value with malformed parts")
+    dtype = numpy.dtype(spec)
+    if len(shape) > MAX_DIMS or not all(0 <= size < MAX_TENSOR_BYTES for size in shape):
+        raise MessageDecodeError("a message holds a numpy value with a malformed shape")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise MessageDecodeError(
+            f"a numpy value of dtype {dtype} and shape {shape} must have {math.prod(shape) * dtype.itemsize} bytes, "
+            f"but the message holds {len(data)}"
+        )
+    return numpy.ndarray(tuple(shape), dtype, bytearray(data), order=order)

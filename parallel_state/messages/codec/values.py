@@ -1,0 +1,539 @@
+"""The walk over nested values: what msgpack has goes through msgspec's C code, any other value is wrapped in an Ext.
+
+What belongs here: containers, paths, depth, and the table of Ext codes. What does not: the outer format (`codec.py`),
+and how a single value of a rich type is taken apart (`messages.codec.types.py`).
+
+None, bool, int, float, str, bytes, list and dict are themselves in msgpack. msgspec would also take tuples, enums,
+dataclasses and subclasses, and give back something else; so the exact type of each value is looked at, and whatever
+msgspec may not have is replaced by an Ext, whose payload is again msgpack, or raw bytes.
+"""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import re
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from operator import countOf
+from typing import Any
+
+import msgspec
+import torch
+
+from device_communicators.errors import MessageDecodeError
+from parallel_state.messages.codec import types as codec_types
+from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
+
+MAX_DEPTH = 100
+"""Most containers and registered values within each other: each takes a few frames of the interpreter's 1000."""
+
+MOST_NUMBERS = 256
+"""Keys beside str and bytes that a dict in msgpack's own form may have; a larger one is an Ext, built by the clock."""
+_UNCHECKED_BYTES = 16 << 10
+"""Of a body whose keys are not looked at before msgspec decodes it: quadratic or not, that is some milliseconds."""
+_UNTIMED_ITEMS = 64
+_BATCH_BYTES = 64 << 10
+_GRACE_S = 0.1
+_S_PER_BYTE = 2e-7
+"""CPU time for building sets and dicts of a body: honest ones take a tenth."""
+
+Ext = msgspec.msgpack.Ext
+to_msgpack = msgspec.msgpack.Encoder().encode
+_from_msgpack = msgspec.msgpack.decode
+
+# The Ext codes are part of the format: never give one another meaning without a new format version.
+_TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _INT, _COMPLEX, _BYTEARRAY = range(1, 9)
+_TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED, _PICKLED = range(9, 17)
+
+_NESTED = (_TUPLE, _DICT, _SET, _FROZENSET, _ORDERED_DICT, _SIZE, _ARRAY, _NUMPY_SCALAR, _REGISTERED)
+"""Codes whose payload is msgpack."""
+_TEXTS = frozenset({str, bytes})
+
+_CAREFUL = frozenset({type(None), bool, float, bytes})
+_PLAIN = _CAREFUL | {int, str}
+_COMPLEX_FORMAT = struct.Struct("<dd")
+
+
+class _Library:
+    """What the compiled library does for the codec, once `use_library` was called."""
+
+    look: Callable[[object], int] | None = None
+    """See `plain_tree.checker`."""
+    check_keys: Callable[[bytes], bool] | None = None
+    """As `has_plain_keys`."""
+
+
+_library = _Library()
+
+
+def use_library() -> None:
+    """From now on objects are looked at in C first, which needs the compiled library: see `Encoder.body`."""
+    if _library.look is None:
+        from device_communicators.cpu import native, plain_tree
+
+        frequent = (str, int, float, type(None), bool, bytes)
+        tensors, library = (torch.Tensor, torch.nn.Parameter), native.load()
+        nested = sum(1 << code for code in _NESTED)
+        _library.look = plain_tree.checker(library, frequent, tensors, MAX_DEPTH, MOST_NUMBERS)
+        _library.check_keys = lambda data: bool(
+            library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1)
+        )
+
+
+def plain_body(value: object) -> bytes | None:
+    """A plain value without tensors as msgpack; None for any other, and where that isn't known without a walk."""
+    if _library.look is None or _library.look(value) != 1:
+        return None
+    try:
+        return to_msgpack(value)
+    except (OverflowError, UnicodeEncodeError):
+        return None
+
+
+class RefusedError(Exception):
+    """A value that can't travel. Each container on the way up adds its part of the path."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what, remedy)
+        self.path: list[str] = []
+
+    def text(self) -> str:
+        """The message for the caller, such as `value at ['requests'][3].callback is a function; …`."""
+        what, remedy = self.args
+        path = "".join(reversed(self.path))
+        if len(path) > 200:
+            path = f"{path[:100]}…{path[-100:]}"
+        return f"value{' at ' if path else ''}{path} is {what}; {remedy}"
+
+
+class Encoder:
+    """One walk over one object: `pack` gives what msgspec may encode, `tensors` fills up on the way.
+
+    `careful` looks at each int and str by itself: slower, for objects that hold one that msgpack can't represent.
+    """
+
+    __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
+
+    def __init__(self, allow_pickle: bool, careful: bool) -> None:
+        self.plain = _CAREFUL if careful else _PLAIN  # types whose values need no look
+        self.tensors: list[torch.Tensor] = []
+        self._indices: dict[int, tuple[int, torch.Tensor]] = {}  # by id; holding the tensor keeps the id its own
+        self._allow_pickle = allow_pickle
+
+    def body(self, value: object) -> bytes:
+        """The value as msgpack. What is plain at every depth needs no walk here, only a look at its types."""
+        found = _library.look(value) if _library.look is not None and self.plain is _PLAIN else 0
+        if found == 1:
+            return to_msgpack(value)
+        if found == 2:
+            try:
+                return msgspec.msgpack.Encoder(enc_hook=self._hook).encode(value)
+            except RefusedError:  # without its path
+                self.tensors, self._indices = [], {}
+        return to_msgpack(self.pack(value))
+
+    def _hook(self, value: torch.Tensor) -> object:
+        return self.tensor(value, 0)
+
+    def pack(self, value: object, depth: int = 0) -> object:
+        """Returns the value, or what stands for it; raises RefusedError."""
+        return _PACKERS[type(value)](self, value, depth)
+
+    def sequence(self, values: Sequence[object], depth: int) -> Sequence[object]:
+        """Packs each item; `values` itself comes back where all are plain and of one type, as in token ids."""
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        plain = self.plain
+        if values:
+            cls = type(values[0])
+            if cls in plain and countOf(map(type, values), cls) == len(values):
+                return values
+        packed: list[object] = []
+        try:
+            for value in values:
+                cls = type(value)
+                packed.append(value if cls in plain else _PACKERS[cls](self, value, depth + 1))
+        except RefusedError as refused:
+            refused.path.append(f"[{len(packed)}]")
+            raise
+        return packed
+
+    def mapping(self, values: dict[Any, object], depth: int) -> object:
+        """Packs each value, in a copy once one must change; other keys than plain ones make it an Ext."""
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        plain = self.plain
+        keys = _TEXTS & plain if len(values) > MOST_NUMBERS else plain
+        for key in values:
+            if type(key) not in keys:
+                return Ext(_DICT, self.pairs(values, depth))
+        packed: dict[Any, object] | None = None
+        try:
+            for key, value in values.items():
+                cls = type(value)
+                if cls not in plain:
+                    if packed is None:
+                        packed = values.copy()
+                    packed[key] = _PACKERS[cls](self, value, depth + 1)
+        except RefusedError as refused:
+            refused.path.append(f"[{_label(key)}]")
+            raise
+        return values if packed is None else packed
+
+    def pairs(self, values: Mapping[Any, object], depth: int) -> bytes:
+        """Packs key, value, key, value, …: keeps any type of key, and the class that msgpack has no word for."""
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        packed: list[object] = []
+        key: object = None
+        try:
+            for key, value in values.items():
+                packed.append(self.pack(key, depth + 1))
+                packed.append(self.pack(value, depth + 1))
+        except RefusedError as refused:
+            at_key = len(packed) % 2 == 0
+            refused.path.append(f".keys()[{len(packed) // 2}]" if at_key else f"[{_label(key)}]")
+            raise
+        return to_msgpack(packed)
+
+    def tensor(self, value: torch.Tensor, depth: int) -> object:
+        known = self._indices.get(id(value))
+        if known is None:
+            try:
+                dense = codec_types.dense_tensor(value)
+            except codec_types.UnfitError as error:
+                return self.refuse(value, str(error))
+            known = self._indices[id(value)] = (len(self.tensors), value)
+            self.tensors.append(dense)
+        return Ext(_TENSOR, known[0].to_bytes(4, "little"))
+
+    def numpy(self, value: Any, depth: int) -> object:
+        try:
+            parts = codec_types.numpy_parts(value)
+        except codec_types.UnfitError as error:
+            return self.refuse(value, str(error))
+        return Ext(_ARRAY if type(value).__name__ == "ndarray" else _NUMPY_SCALAR, to_msgpack(parts))
+
+    def registered(self, value: object, depth: int) -> object:
+        if depth >= MAX_DEPTH:
+            raise _too_deep()
+        entry = codec_types.registered_class(type(value))
+        try:
+            parts = entry.take(value)
+        except AttributeError as error:
+            return self.refuse(value, f"a {entry.name} with a field that was never set ({error})")
+        packed: dict[str, object] = {}
+        field = ""
+        try:
+            for field, part in zip(entry.fields, parts, strict=True):
+                packed[field] = self.pack(part, depth + 1)
+        except RefusedError as refused:
+            refused.path.append(f".{field}")
+            raise
+        return Ext(_REGISTERED, to_msgpack((entry.name, packed)))
+
+    def unknown(self, value: object, depth: int) -> object:
+        cls = type(value)
+        name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+        what = f"an {name}" if name[0] in "aeiou" else f"a {name}"
+        for base in cls.__mro__:
+            if base in _PACKERS or codec_types.is_registered(base):
+                what += f", which is not sent as its base {base.__qualname__}"
+                break
+        return self.refuse(value, what)
+
+    def refuse(self, value: object, what: str) -> object:
+        """Pickles the value where that is allowed, else raises."""
+        if not self._allow_pickle:
+            raise RefusedError(
+                what,
+                "convert it, register its class (dataclass, enum, Struct or named tuple) on every rank with "
+                "parallel_state.register_type(cls), or give its group allow_pickle=True on every rank",
+            )
+        try:
+            return Ext(_PICKLED, pickle.dumps(value, protocol=5))
+        except Exception as error:  # __reduce__ is the caller's code
+            raise RefusedError(what, f"and can't be pickled: {error!r}") from error
+
+
+def _too_deep() -> RefusedError:
+    remedy = "flatten the object, and look for a container that holds itself"
+    return RefusedError(f"nested more than {MAX_DEPTH} deep", remedy)
+
+
+def _label(key: object) -> str:
+    """A key for a path: short, and never failing as the repr of a long int can."""
+    try:
+        text = repr(key)
+    except Exception:
+        text = f"<{type(key).__name__}>"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _pack_int(encoder: Encoder, value: int, depth: int) -> object:
+    if -(1 << 63) <= value < 1 << 64:
+        return value
+    return Ext(_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _pack_str(encoder: Encoder, value: str, depth: int) -> object:
+    if encoder.plain is _CAREFUL:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return encoder.refuse(value, "a str with a lone surrogate, which UTF-8 can't represent")
+    return value
+
+
+def _pack_as_is(encoder: Encoder, value: object, depth: int) -> object:
+    return value
+
+
+_Packer = Callable[[Encoder, Any, int], object]
+
+
+class _Packers(dict[type, _Packer]):
+    """How values of a type are packed, by exact type."""
+
+    def __missing__(self, cls: type) -> _Packer:
+        if codec_types.is_registered(cls):
+            packer: _Packer = Encoder.registered
+        elif codec_types.is_numpy(cls):
+            packer = Encoder.numpy
+        else:
+            return Encoder.unknown  # not kept: the class may be registered later
+        self[cls] = packer
+        return packer
+
+
+_PACKERS = _Packers(
+    {
+        type(None): _pack_as_is,
+        bool: _pack_as_is,
+        int: _pack_int,
+        float: _pack_as_is,
+        str: _pack_str,
+        bytes: _pack_as_is,
+        list: Encoder.sequence,
+        dict: Encoder.mapping,
+        tuple: lambda encoder, value, depth: Ext(_TUPLE, to_msgpack(encoder.sequence(value, depth))),
+        set: lambda encoder, value, depth: Ext(_SET, to_msgpack(encoder.sequence([*value], depth))),
+        frozenset: lambda encoder, value, depth: Ext(_FROZENSET, to_msgpack(encoder.sequence([*value], depth))),
+        collections.OrderedDict: lambda encoder, value, depth: Ext(_ORDERED_DICT, encoder.pairs(value, depth)),
+        complex: lambda encoder, value, depth: Ext(_COMPLEX, _COMPLEX_FORMAT.pack(value.real, value.imag)),
+        bytearray: lambda encoder, value, depth: Ext(_BYTEARRAY, value),
+        torch.Tensor: Encoder.tensor,
+        torch.nn.Parameter: Encoder.tensor,
+        torch.dtype: lambda encoder, value, depth: Ext(_DTYPE, DTYPE_NAMES[value].encode()),
+        torch.device: lambda encoder, value, depth: Ext(_DEVICE, str(value).encode()),
+        torch.Size: lambda encoder, value, depth: Ext(_SIZE, to_msgpack(encoder.sequence(tuple(value), depth))),
+    }
+)
+
+
+class Decoder:
+    """One walk over one body. Its methods may raise anything; the caller makes a MessageDecodeError of it."""
+
+    __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> None:
+        self._tensors = tensors
+        self._allow_pickle = allow_pickle
+        self._depth = 0
+        self._left_s = _GRACE_S
+
+    def value(self, data: bytes | memoryview) -> Any:
+        """Decodes msgpack, and each Ext within it as soon as its bytes are met.
+
+        Lists and dicts that nest deeper than the interpreter's recursion limit end in a RecursionError. Holding them
+        to MAX_DEPTH would need a second walk over each value, which takes as long as decoding; values that need
+        frames of ours are held to it.
+        """
+        if len(data) > _UNCHECKED_BYTES:
+            self._left_s += len(data) * _S_PER_BYTE
+            if not (_library.check_keys or has_plain_keys)(bytes(data)):
+                raise MessageDecodeError("a message holds a dict with keys that no sender gives it, or is too deep")
+        return _from_msgpack(data, ext_hook=self._ext)
+
+    def items(self, data: memoryview) -> list[Any]:
+        items = _from_msgpack(data, ext_hook=self._ext)
+        if type(items) is not list:
+            raise MessageDecodeError(f"a message holds a {type(items).__name__} in place of items")
+        return items
+
+    def distinct(self, data: memoryview) -> frozenset[Any]:
+        items = self.items(data)
+        made = frozenset(items) if len(items) <= _UNTIMED_ITEMS else frozenset(self._timed(items, len(data), set()))
+        if len(made) != len(items):
+            raise MessageDecodeError("a message holds a set with duplicates")
+        return made
+
+    def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
+        """Updates a set or a dict with items, some at a time: items that all collide would take a quadratic time."""
+        batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
+        started = time.thread_time()
+        left_s = self._left_s
+        for start in range(0, len(items), batch):
+            made.update(items[start : start + batch])
+            self._left_s = left_s - (time.thread_time() - started)
+            if self._left_s < 0:
+                raise MessageDecodeError(f"a message holds {len(items)} items of a set or dict which collide")
+        return made
+
+    def pairs(self, data: memoryview) -> dict[Any, Any]:
+        items = self.items(data)
+        made: dict[Any, Any] = {}
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if len(pairs) <= _UNTIMED_ITEMS:
+            made.update(pairs)
+        else:
+            self._timed(pairs, len(data), made)
+        if 2 * len(made) != len(items):
+            raise MessageDecodeError("a message holds a dict with duplicate keys")
+        return made
+
+    def size(self, data: memoryview) -> torch.Size:
+        items = self.items(data)
+        if not all(type(item) is int for item in items):
+            raise MessageDecodeError("a message holds a torch.Size of other things than ints")
+        return torch.Size(items)
+
+    def tensor(self, data: memoryview) -> torch.Tensor:
+        index = int.from_bytes(data, "little")
+        if index >= len(self._tensors):
+            raise MessageDecodeError(f"a message refers to tensor {str(index)[:20]} of {len(self._tensors)}")
+        return self._tensors[index]
+
+    def numpy_scalar(self, data: memoryview) -> Any:
+        array = codec_types.numpy_array(self.items(data))
+        if array.ndim:
+            raise MessageDecodeError("a message holds a numpy scalar with a shape")
+        return array[()]
+
+    def registered(self, data: memoryview) -> object:
+        name, values = self.items(data)
+        return codec_types.build_registered(name, values)
+
+    def pickled(self, data: memoryview) -> object:
+        if not self._allow_pickle:
+            raise MessageDecodeError(
+                "a message holds a pickled value, which is not loaded: its sender passed allow_pickle=True, this rank "
+                "did not; pass it on every rank if you trust them all, or register the value's class"
+            )
+        return pickle.loads(data)
+
+    def _ext(self, code: int, data: memoryview) -> object:
+        unpack = _UNPACKERS.get(code)
+        if unpack is None:
+            raise MessageDecodeError(f"a message holds the unknown extension code {code}")
+        self._depth += 1
+        if self._depth > MAX_DEPTH + 1:  # one for a value within the innermost container
+            raise MessageDecodeError(f"a message is nested more than {MAX_DEPTH} deep")
+        value = unpack(self, data)
+        self._depth -= 1
+        return value
+
+
+_UNPACKERS: dict[int, Callable[[Decoder, memoryview], object]] = {
+    _TUPLE: lambda decoder, data: tuple(decoder.items(data)),
+    _DICT: Decoder.pairs,
+    _SET: lambda decoder, data: set(decoder.distinct(data)),
+    _FROZENSET: Decoder.distinct,
+    _ORDERED_DICT: lambda decoder, data: collections.OrderedDict(decoder.pairs(data)),
+    _INT: lambda decoder, data: int.from_bytes(data, "little", signed=True),
+    _COMPLEX: lambda decoder, data: complex(*_COMPLEX_FORMAT.unpack(data)),
+    _BYTEARRAY: lambda decoder, data: bytearray(data),
+    _TENSOR: Decoder.tensor,
+    _DTYPE: lambda decoder, data: DTYPES[str(data, "ascii")],
+    _DEVICE: lambda decoder, data: codec_types.read_device(str(data, "ascii")),
+    _SIZE: Decoder.size,
+    _ARRAY: lambda decoder, data: codec_types.numpy_array(decoder.items(data)),
+    _NUMPY_SCALAR: Decoder.numpy_scalar,
+    _REGISTERED: Decoder.registered,
+    _PICKLED: Decoder.pickled,
+}
+
+
+def has_plain_keys(data: bytes) -> bool:
+    """Returns True if all dicts in msgpack's own form have keys as `Encoder.mapping` leaves them there.
+
+    Other keys, such as lists, can be chosen to collide, and nobody can end msgspec's building of a dict. What is
+    malformed is left to msgspec. The library's `KeyCheck` does the same without the interpreter.
+    """
+    try:
+        _key_check(memoryview(data), 0, MAX_DEPTH + 1)
+    except (IndexError, struct.error):  # msgspec, too, comes no further
+        return True
+    except _KeyFoundError:
+        return False
+    return True
+
+
+class _KeyFoundError(Exception):
+    """A key that no sender gives a dict."""
+
+
+_NUMBER, _TEXT, _OTHER = range(3)
+_RUN = 64
+_RUN_OF_NUMBERS = re.compile(
+    rb"(?:[\x00-\x7f\xe0-\xff\xc0\xc2\xc3]|[\xcc\xd0].|[\xcd\xd1].{2}|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}){%d}"
+    % _RUN,
+    re.DOTALL,
+)
+"""Token ids go by so many at a time."""
+_SIZES = {1: struct.Struct(">B"), 2: struct.Struct(">H"), 4: struct.Struct(">I")}
+
+
+def _key_check(data: memoryview, at: int, extensions: int) -> tuple[int, int]:
+    """Returns where the value at `at` ends, and of which kind it is; `extensions` may be within each other in it."""
+    head = data[at]
+    at += 1
+    if head <= 0x7F or head >= 0xE0 or head in (0xC0, 0xC2, 0xC3):
+        return at, _NUMBER
+    if 0xCA <= head <= 0xD3:
+        return _within(data, at + (4 if head == 0xCA else 8 if head == 0xCB else 1 << ((head - 0xCC) & 3))), _NUMBER
+    if 0xA0 <= head <= 0xBF:
+        return _within(data, at + (head & 0x1F)), _TEXT
+    if 0xC4 <= head <= 0xC6 or 0xD9 <= head <= 0xDB:
+        width = 1 << (head - (0xC4 if head <= 0xC6 else 0xD9))
+        return _within(data, at + width + _SIZES[width].unpack_from(data, at)[0]), _TEXT
+    if head <= 0x9F or 0xDC <= head <= 0xDF:
+        is_map, count = head <= 0x8F or head >= 0xDE, head & 0x0F
+        if head >= 0xDC:
+            width = 4 if head & 1 else 2
+            count = _SIZES[width].unpack_from(data, at)[0]
+            at += width
+        left = count
+        while left > 0:
+            if is_map:
+                at, kind = _key_check(data, at, extensions)
+                if kind == _OTHER or (kind == _NUMBER and count > MOST_NUMBERS):
+                    raise _KeyFoundError
+            elif left >= _RUN and (run := _RUN_OF_NUMBERS.match(data, at)):
+                at, left = run.end(), left - _RUN
+                continue
+            at, _ = _key_check(data, at, extensions)
+            left -= 1
+        return at, _OTHER
+    if 0xD4 <= head <= 0xD8:
+        size = 1 << (head - 0xD4)
+    elif 0xC7 <= head <= 0xC9:
+        width = 1 << (head - 0xC7)
+        size = _SIZES[width].unpack_from(data, at)[0]
+        at += width
+    else:
+        raise IndexError
+    end = _within(data, at + 1 + size)
+    if data[at] in _NESTED:
+        if extensions == 0:
+            raise IndexError
+        _key_check(data[at + 1 : end], 0, extensions - 1)
+    return end, _OTHER
+
+
+def _within(data: memoryview, end: int) -> int:
+    if end > len(data):
+        raise IndexError
+    return end

@@ -1,0 +1,637 @@
+"""Objects and tensor dicts over a group: in which order messages are taken in, and when one has arrived.
+
+What a message looks like is in `wire`, how a value becomes bytes in `codec`, how the bytes reach the other ranks in
+`messages.transports`: within a host through shared memory, else as transfers over the CPU group and the device group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    InvalidArgumentError,
+    MessageDecodeError,
+)
+from device_communicators.host_calls import host_call
+from device_communicators.routing.route import Route
+from device_communicators.routing.started import WAITED_FOR, Handle
+from device_communicators.routing.user_call import UserCall, transfer
+from parallel_state.collectives import checks
+from parallel_state.messages import wire, wire_forms
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, by_place
+
+if TYPE_CHECKING:
+    from parallel_state.messages.transports import Incoming
+
+_GATHERED = "all_gather_message"
+"""Under which name an all_gather's messages are counted."""
+_CPU = torch.device("cpu")
+_MAX_UNWAITED_SENDS = 256
+_CLOSE_GRACE_S = 5.0
+_SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
+"""Under which names lists are counted: one call each."""
+_BROADCAST_METHOD = "broadcast_tensor_dict with a spec"
+_PACKED_BYTES = 64 << 10
+"""Up to which size the tensors of a list are copied into one, where each would be a transfer of its own."""
+
+_UNWAITED_S = 0.02
+"""After that time a thread looks after a send that nobody has waited for."""
+
+
+class SendHandle:
+    """A message on its way. Buffers are kept until it is sent; `wait()` before you change the tensors you sent."""
+
+    def __init__(self, messenger: Messenger, parts: Sequence[Handle]) -> None:
+        self._messenger = messenger
+        self._parts = list(parts)
+
+    @host_call(WAITED_FOR)
+    def is_completed(self) -> bool:
+        return all(part.is_completed() for part in self._parts)
+
+    @host_call(WAITED_FOR)
+    def wait(self) -> None:
+        """Returns once the buffers may be reused; raises what went wrong on the way."""
+        if self._parts:
+            self._messenger.receive_meanwhile()
+        for part in self._parts:
+            part.wait()
+        self._parts.clear()
+
+    @property
+    @host_call(WAITED_FOR)
+    def has_ended(self) -> bool:
+        """Whether nothing reads the buffers any more."""
+        return all(part.has_ended for part in self._parts)
+
+    @property
+    @host_call(WAITED_FOR)
+    def needs_a_thread(self) -> bool:
+        return any(part.needs_a_thread for part in self._parts)
+
+    @host_call(WAITED_FOR)
+    def run_to_end(self) -> None:
+        """Lets go of each buffer as it is sent; for the thread that looks after sends that nobody waits for."""
+        for part in list(self._parts):
+            part.run_to_end()
+
+    @host_call(WAITED_FOR)
+    def __iter__(self) -> Iterator[SendHandle]:
+        """For code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
+        return iter((self,))
+
+
+class ReceiveHandle:
+    """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
+
+    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None) -> None:
+        self._messenger = messenger
+        self._src = src
+        self._incoming = messenger.transport.incoming(src)
+        self._message = _Arriving(messenger, src, all_gather_group)
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+        self._arrived = False
+        self._built = False
+        self._error: Exception | None = None
+        self._value: Any = None
+        self._to_fill: dict[Any, Any] | None = None
+        self._parts: list[Handle] = []
+
+    @host_call(WAITED_FOR)
+    def is_completed(self) -> bool:
+        """Whether all bytes are here (a thread takes them in from the first call on)."""
+        if self._waiter is None and not self._arrived:
+            self._waiter = threading.Thread(target=self.take_in, daemon=True, name="parallel_state-receive")
+            self._waiter.start()
+        return self._arrived and all(part.is_completed() for part in self._parts)
+
+    @host_call(WAITED_FOR)
+    def wait(self) -> Any:
+        """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
+        self.take_in()
+        if self._error is not None:
+            raise self._error
+        if not self._built:
+            for part in self._parts:
+                part.wait()
+            try:
+                self._value = self._message.build()
+            except Exception as error:
+                self._error = self._messenger.noted(error)
+                raise self._error  # noqa: B904  (the same error, noted by the route)
+            self._built = True
+        if self._to_fill is not None:
+            self._to_fill.update(self._value)
+        return self._value
+
+    @host_call(WAITED_FOR)
+    def __iter__(self) -> Iterator[Any]:
+        """vLLM's form: `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
+        the dict."""
+        self._to_fill = {} if self._to_fill is None else self._to_fill
+        return iter((self._to_fill, [self], []))
+
+    @host_call(WAITED_FOR)
+    def take_in(self) -> None:
+        """Receives everything that was sent point to point; earlier messages of the same sender first."""
+        for handle in self._messenger.pending_up_to(self, self._src):
+            with handle._lock:
+                if not handle._arrived:
+                    try:
+                        handle._parts = handle._incoming.receive(handle._message)
+                    except Exception as error:
+                        handle._error = self._messenger.noted(error)
+                    handle._arrived = True
+            self._messenger.forget(handle, self._src)
+
+
+class NoSend(SendHandle):
+    """A dict that is sent in a group of one rank: nowhere. It gives no handles where a list of them is expected."""
+
+    def __init__(self, messenger: Messenger) -> None:
+        super().__init__(messenger, ())
+
+    def __iter__(self) -> Iterator[SendHandle]:
+        return iter(())
+
+
+class NoReceive(ReceiveHandle):
+    """A dict that is received in a group of one rank: None."""
+
+    def __init__(self) -> None:
+        """Takes no turn among the messages that come."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def take_in(self) -> None:
+        """Nothing comes."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((None, [], []))
+
+
+class _Arriving:
+    """What is known of a message between its head and the object."""
+
+    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None = None) -> None:
+        self._messenger = messenger
+        self._src = src
+        self._all_gather_group = all_gather_group
+        self._message: codec.Message | None = None
+        self._sliced: list[bool] = []
+        self._tensors: list[Tensor] = []
+        self._plain: tuple[Any] | None = None
+        self._head = b""
+        self._template: wire_forms.Template | None = None
+
+    def recall(self, head: memoryview, has_tensors: bool) -> list[Tensor] | None:
+        """The tensors of a whole head that is easily read: because it has none, or is known from before."""
+        messenger = self._messenger
+        if not has_tensors:
+            try:
+                self._plain = wire.read_plain(head, messenger.allow_pickle)
+            except MessageDecodeError as error:
+                raise wire.malformed(error, messenger.route.context, self._src) from error
+            return None if self._plain is None else []
+        if messenger.allow_pickle or len(head) > wire_forms.MOST_HEAD_BYTES:
+            return None
+        known = bytes(head)
+        template = self._template = wire_forms.template_of(known)
+        if template is None:
+            self._head = known
+            return None
+        self._tensors = [messenger.allocate(metadata, self._src) for metadata in template.tensors]
+        return self._tensors
+
+    def plan(self, header: Header, body: bytes | memoryview) -> list[Tensor]:
+        """Reads the head; gives the tensors that are to be received."""
+        messenger, src = self._messenger, self._src
+        self._message, self._sliced = messenger.read_body(header, body, src)
+        if header.tensors:
+            self._check_slices(header)
+            self._tensors = [
+                messenger.allocate(metadata, src, header.slices if sliced else 1)
+                for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
+            ]
+        return self._tensors
+
+    def build(self) -> Any:
+        """The object, of tensors that have arrived."""
+        if self._plain is not None:
+            return self._plain[0]
+        if self._template is not None:
+            return self._template.fill(self._tensors)
+        message, group = self._message, self._all_gather_group
+        if message is None:
+            raise RuntimeError("the message has not arrived")
+        for index, sliced in enumerate(self._sliced):
+            if sliced and group is not None:
+                shape = message.tensors[index].shape
+                self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
+        value = self._messenger.build(message, self._tensors, self._src)
+        if self._head and self._tensors and not any(self._sliced):
+            wire_forms.remember_template(self._head, message.tensors, self._tensors, value)
+        return value
+
+    def _check_slices(self, header: Header) -> None:
+        mine = self._all_gather_group.world_size if self._all_gather_group is not None else 0
+        if any(self._sliced) and header.slices != mine:
+            raise CollectiveMismatchError(
+                f"sender and receiver must pass all-gather groups of one size, but rank {self._src} of "
+                f"{self._messenger.route.context} cut its tensors into {header.slices} slices and this rank's "
+                f"all_gather_group has {mine or 'no'} ranks; pass the same all_gather_group on both sides",
+                group=self._messenger.route.context.name,
+                rank=self._messenger.route.context.rank,
+            )
+
+
+class _ArrivingList:
+    """What a receiver of a list makes of the message's head, which it knows beforehand."""
+
+    def __init__(self, messenger: Messenger, src: int, form: str, tensors: list[Tensor]) -> None:
+        self._context = messenger.route.context
+        self._src = src
+        self._expected = wire.head_of_list(form, tensors)
+        self._tensors = messenger.packed(tensors, fill=False)
+        self._given = tensors
+
+    def recall(self, head: memoryview, has_tensors: bool) -> Sequence[Tensor] | None:
+        return self._tensors if head == self._expected else None
+
+    def plan(self, header: Header, body: bytes | memoryview) -> Sequence[Tensor]:
+        wire.check_list(self._expected, header, body, self._context, self._src)
+        return self._tensors
+
+    def unpack(self) -> None:
+        """Fills the given tensors, where they came in one."""
+        if self._tensors is not self._given:
+            pieces = self._tensors[0].split([tensor.nbytes for tensor in self._given])
+            for tensor, piece in zip(self._given, pieces, strict=True):
+                wire.flat_bytes(tensor).copy_(piece)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors themselves where all are contiguous, else with copies of those that are not."""
+    for x in tensors:
+        if not x.is_contiguous():
+            return [x.contiguous() for x in tensors]
+    return tensors
+
+
+def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
+    """Copies what was received where a tensor is not contiguous, and its place was taken by one that is."""
+    if flat is not tensors:
+        for tensor, received in zip(tensors, flat, strict=True):
+            if received is not tensor:
+                tensor.copy_(received)
+
+
+class Messenger:
+    """Sends and receives objects, and lists of tensors whose form both sides know, within one group."""
+
+    def __init__(self, route: Route, allow_pickle: bool = False) -> None:
+        from parallel_state.messages.transports import transport_of  # only groups have one
+
+        self.route = route
+        self.transport = transport_of(route)
+        self.allow_pickle = allow_pickle
+        self._pending: dict[int, list[ReceiveHandle]] = {}
+        """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
+        self._pending_lock = threading.Lock()
+        self._unwaited: deque[SendHandle] = deque()
+        """Sends under way whose handles may be gone: their buffers live here."""
+        self._unwaited_lock = threading.Lock()
+        self._releaser: threading.Thread | None = None
+        route.attach_messenger(self)
+
+    # Point to point.
+
+    def isend(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        must_be: type | None = None,
+    ) -> SendHandle:
+        """Starts to send `obj`; raises MessageEncodeError after telling the receiver."""
+        handle = self._start(obj, dst, all_gather_group, all_gather_tensors, must_be)
+        if not handle.has_ended:
+            self._keep(handle)
+        return handle
+
+    def send(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        must_be: type | None = None,
+    ) -> None:
+        """Sends `obj`; raises MessageEncodeError after telling the receiver."""
+        self._start(obj, dst, all_gather_group, all_gather_tensors, must_be).wait()
+
+    def _start(
+        self,
+        obj: Any,
+        dst: int,
+        all_gather_group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+        must_be: type | None,
+    ) -> SendHandle:
+        if self._unwaited:
+            self._forget_sent()
+        outgoing = wire.encode(
+            obj,
+            allow_pickle=self.allow_pickle,
+            must_be=must_be,
+            all_gather_group=all_gather_group,
+            all_gather_tensors=all_gather_tensors,
+        )
+        handle = SendHandle(self, self.transport.isend(outgoing, dst))
+        if outgoing.error is not None:
+            if not handle.has_ended:
+                self._keep(handle)
+            raise outgoing.error
+        return handle
+
+    def irecv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> ReceiveHandle:
+        """Starts to receive the next message of `src`."""
+        with self._pending_lock:
+            handle = ReceiveHandle(self, src, all_gather_group)
+            self._pending.setdefault(src, []).append(handle)
+        return handle
+
+    def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+        """The next message of `src` that nobody has asked for."""
+        if self._pending.get(src):
+            return self.irecv(src, all_gather_group).wait()
+        return self._take(self.transport.incoming(src), src, all_gather_group)
+
+    def _take(self, incoming: Incoming, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+        """A message of which nobody else knows: it needs no handle."""
+        try:
+            arriving = _Arriving(self, src, all_gather_group)
+            for part in incoming.receive(arriving):
+                part.wait()
+            return arriving.build()
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+
+    def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]:
+        """Receives from `src` in the order in which they must be taken in, `handle` the last."""
+        with self._pending_lock:
+            pending = self._pending.get(src, [])
+            return pending[: pending.index(handle) + 1] if handle in pending else [handle]
+
+    def forget(self, handle: ReceiveHandle, src: int) -> None:
+        """A message that has arrived lives as long as the caller keeps it, and no longer."""
+        with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
+            self._pending.get(src, []).remove(handle)
+
+    def receive_meanwhile(self) -> None:
+        """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
+
+        Else two ranks that each call irecv, then send, would wait for each other. Not for a device's group: there
+        sends don't keep the host waiting, and a thread would start operations in between those of the caller.
+        """
+        if self.route.context.device.type != "cpu":
+            return
+        with self._pending_lock:
+            last = [pending[-1] for pending in self._pending.values() if pending]
+        for handle in last:
+            handle.is_completed()
+
+    def _keep(self, handle: SendHandle) -> None:
+        """Keeps an unwaited send's buffers alive until it is sent; far behind, waits for the oldest."""
+        with self._unwaited_lock:
+            self._unwaited.append(handle)
+            oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
+            if self._releaser is None and handle.needs_a_thread:
+                self._releaser = threading.Thread(target=self._release_sent, daemon=True, name="parallel_state-sent")
+                self._releaser.start()
+        if oldest is not None:
+            oldest.wait()
+
+    def _forget_sent(self) -> None:
+        with self._unwaited_lock:
+            self._unwaited = deque(handle for handle in self._unwaited if not handle.has_ended)
+
+    def _release_sent(self) -> None:
+        """A thread's work while there are sends whose end shows only to who waits for them, as gloo's."""
+        time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
+        while True:
+            self._forget_sent()
+            with self._unwaited_lock:
+                first = next((handle for handle in self._unwaited if handle.needs_a_thread), None)
+                if first is None:
+                    self._releaser = None
+                    return
+            first.run_to_end()
+            del first  # else a buffer lives on in this frame
+
+    # Collective.
+
+    def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
+        """`src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
+        checks.check_no_transform(self.route.context, method)
+        call = UserCall(method, root=src)
+        with self.route.alone(call):
+            if self.route.context.rank != src:
+                return self._take(self.transport.broadcast_of(src, call), src)
+            outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
+            self.transport.broadcast(outgoing, call)
+        if outgoing.error is not None:
+            raise outgoing.error
+        return obj
+
+    def all_gather(self, obj: Any, method: str) -> list[Any]:
+        """Every rank's object, in rank order. Tensors in it travel as CPU bytes and come back on their device."""
+        checks.check_no_transform(self.route.context, method)
+        with self.route.alone(UserCall(method)):
+            return self._all_gather(obj, method)
+
+    def _all_gather(self, obj: Any, method: str) -> list[Any]:
+        context = self.route.context
+        outgoing = wire.encode(obj, allow_pickle=self.allow_pickle)
+        parts = [] if outgoing.rest is None else [outgoing.rest]
+        parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        frame = outgoing.frame
+        frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED, method=method).view(-1, FRAME_BYTES)
+        self.route.count(_GATHERED)
+        try:
+            headers = [wire.parse_header(wire.bytes_of(frame), context, src) for src, frame in enumerate(frames)]
+            sizes = [header.rest_bytes + header.tensor_bytes for header in headers]
+            rests = mine
+            if any(sizes):
+                rests = self.route.run("all_gatherv", mine, mine, 0, sizes, part_of=_GATHERED, method=method)
+            if outgoing.error is not None:
+                raise outgoing.error
+            each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)
+            return [obj if src == context.rank else self._value_of(src, *received) for src, *received in each]
+        except Exception as error:
+            raise error if error is outgoing.error else self.noted(error)  # noqa: B904
+
+    def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
+        """One rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
+        offset = header.rest_bytes
+        body = wire.body_of(header, frame, received[:offset])
+        if header.is_error:
+            raise wire.remote_error(body, self.route.context, src)
+        message, _ = self.read_body(header, body, src)
+        tensors = []
+        for metadata in message.tensors:
+            size = wire.numel_of(metadata) * metadata.dtype.itemsize
+            tensor = self.allocate(metadata, src)
+            if size:
+                tensor.view(-1).view(torch.uint8).copy_(received[offset : offset + size])
+            offset += size
+            tensors.append(tensor)
+        return self.build(message, tensors, src)
+
+    # Lists of tensors. Those on the CPU are one message, which tells `form` by its digest: a text that is equal on all
+    # ranks that fit together. Each other tensor is a transfer on the device.
+
+    @transfer("send_tensor_dict with a spec")
+    def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
+        """Sends the tensors to rank `dst`, which calls recv_list."""
+        here, there = self._by_place(tensors, _SENT_LIST)
+        if here:
+            SendHandle(self, self.transport.isend(self._list_of(here, form, _SENT_LIST), dst)).wait()
+        for tensor in there:
+            self.route.run("send", tensor, tensor, dst, part_of=_SENT_LIST)
+
+    @transfer("recv_tensor_dict with a spec")
+    def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
+        """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
+        flat = _flat(tensors)
+        here, there = self._by_place(flat, _RECEIVED_LIST)
+        if here:
+            if self._pending.get(src):
+                with self._pending_lock:
+                    earlier = self._pending[src][-1:]
+                for handle in earlier:
+                    handle.take_in()
+            self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(here), form, src)
+        for tensor in there:
+            self.route.run("recv", tensor, tensor, src, part_of=_RECEIVED_LIST)
+        _copy_back(tensors, flat)
+
+    def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
+        """Fills the tensors with rank `src`'s. Raises as recv_list."""
+        call = UserCall(_BROADCAST_METHOD, root=src)
+        with self.route.alone(call):
+            self._broadcast_list(tensors, form, src, call)
+
+    def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
+        flat = _flat(tensors)
+        here, there = self._by_place(flat, _BROADCAST_LIST)
+        if here and self.route.context.rank == src:
+            self.transport.broadcast(self._list_of(here, form, _BROADCAST_LIST), call)
+        elif here:
+            self._fill(self.transport.broadcast_of(src, call, _BROADCAST_LIST), list(here), form, src)
+        for tensor in there:
+            self.route.run("broadcast_", tensor, tensor, src, part_of=_BROADCAST_LIST, method=call.method)
+        if self.route.context.rank != src:
+            _copy_back(tensors, flat)
+
+    def packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
+        """Returns the tensors, or one of all their bytes where that saves transfers; every rank decides alike."""
+        if self.transport.takes_many or len(tensors) < 2:
+            return tensors
+        size_bytes = sum(tensor.nbytes for tensor in tensors)
+        if size_bytes > _PACKED_BYTES:
+            return tensors
+        if fill:
+            return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
+        return [torch.empty(size_bytes, dtype=torch.uint8)]
+
+    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> wire.Outgoing:
+        dense = []
+        for x in tensors:
+            if x.layout is not torch.strided or x.is_nested:
+                raise InvalidArgumentError(f"{counted} on {self.route.context} takes dense tensors; send others apart")
+            if x.is_conj() or x.is_neg():
+                dense.append(x.resolve_conj().resolve_neg().contiguous())
+            else:
+                dense.append(x if x.is_contiguous() else x.contiguous())
+        return wire.Outgoing(wire.head_of_list(form, dense), self.packed(dense), counted=counted)
+
+    def _fill(self, incoming: Incoming, tensors: list[Tensor], form: str, src: int) -> None:
+        try:
+            arriving = _ArrivingList(self, src, form, tensors)
+            for part in incoming.receive(arriving):
+                part.wait()
+            arriving.unpack()
+        except Exception as error:
+            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+
+    def _by_place(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Those that travel as one message, and the others; a simulated group has no messages."""
+        context = self.route.context
+        if context.device.type == "cpu" and not context.simulated:
+            return tensors, ()
+        self.route.check_usable(counted)
+        here, there = by_place(tensors) if not context.simulated else ((), tensors)
+        if not here:
+            self.route.count(counted)
+        return here, there
+
+    def read_body(self, header: Header, body: bytes | memoryview, src: int) -> tuple[codec.Message, list[bool]]:
+        return wire.read_body(header, body, self.route.context, src, self.allow_pickle)
+
+    def build(self, message: codec.Message, tensors: list[Tensor], src: int) -> Any:
+        return wire.build(message, tensors, self.route.context, src)
+
+    def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
+        """An empty tensor, or a flat slice of one; on this rank's device of the sender's device type."""
+        context = self.route.context
+        shape = metadata.shape if slices == 1 else (wire.numel_of(metadata) // slices,)
+        device = _CPU
+        try:
+            if metadata.device_type != "cpu":
+                mine = context.device
+                device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
+            return torch.empty(shape, dtype=metadata.dtype, device=device)
+        except Exception as error:  # its bytes stay in the way of whatever comes next
+            raise CommunicationError(
+                f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
+                f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
+                group=context.name,
+                rank=context.rank,
+                suspect_ranks=[context.ranks[src]],
+            ) from error
+
+    def noted(self, error: Exception) -> Exception:
+        """`error`, after the route took note of it if it spoils the group."""
+        return self.route.failure_of(error, "message", time.monotonic())
+
+    def close(self) -> bool:
+        """Lets sends that nobody waited for leave, for a few seconds at most. Returns True if all of them did."""
+        deadline = time.monotonic() + _CLOSE_GRACE_S
+        if self.route.first_failure is None:
+            while self._unwaited and time.monotonic() < deadline:
+                self._forget_sent()
+                time.sleep(0.001)
+        with self._unwaited_lock:
+            all_sent = not self._unwaited
+            self._unwaited.clear()
+        self._pending.clear()
+        return all_sent

@@ -1,0 +1,253 @@
+"""Tensor dicts whose form both sides know: no metadata on the wire but its digest, one op, so that they compile.
+
+    first = group.recv_tensor_dict()          # eager, with metadata
+    spec = TensorDictSpec.of(first)           # the sender makes its own from what it sent
+    then = group.recv_tensor_dict(spec=spec)  # also under torch.compile(fullgraph=True)
+
+What travels with metadata is in `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from device_communicators.errors import InvalidArgumentError
+from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
+from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of
+
+if TYPE_CHECKING:
+    from parallel_state.collectives.tensor_calls import TensorCollectives
+
+
+_BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
+_BROADCAST_LIST_ = torch.ops.parallel_state.broadcast_list_.default
+_SEND_LIST = torch.ops.parallel_state.send_list.default
+_RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the dict."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def described(self) -> str:
+        return f"{self.key!r}: {self.dtype} {self.shape} {self.device_type}"
+
+
+@dataclass(frozen=True)
+class ConstantEntry:
+    """One other value of the dict: the same in every exchange."""
+
+    key: str
+    value: Any
+
+    def described(self) -> str:
+        return f"{self.key!r}: {self.value!r}"
+
+
+@dataclass(frozen=True)
+class TensorDictSpec:
+    """Keys, shapes, dtypes and constants of a flat tensor dict, equal on both sides of an exchange."""
+
+    entries: tuple[TensorEntry | ConstantEntry, ...]
+    digest: str = field(init=False, repr=False, compare=False, default="")
+    """Equal for equal specs: by it a receiver sees that the sender has another one."""
+    carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
+    """The tensors that have elements: what travels, in this order."""
+
+    def __post_init__(self) -> None:
+        carried = tuple([each for each in self.entries if isinstance(each, TensorEntry) and prod(each.shape) > 0])
+        object.__setattr__(self, "carried", carried)
+        object.__setattr__(self, "digest", digest_of("; ".join([entry.described() for entry in self.entries])))
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
+        """The spec of a dict with str keys, of tensors and constants (None, bool, int, float, str, bytes, tuples)."""
+        entries: list[TensorEntry | ConstantEntry] = []
+        for key, value in tensors.items():
+            if isinstance(key, str) and isinstance(value, Tensor):
+                entries.append(TensorEntry(key, tuple(value.shape), value.dtype, value.device.type))
+            elif isinstance(key, str) and _is_constant(value):
+                entries.append(ConstantEntry(key, value))
+            else:
+                raise InvalidArgumentError(
+                    f"a TensorDictSpec holds tensors and constants under str keys, but {key!r} is a "
+                    f"{type(value).__name__}; send it apart, or without a spec"
+                )
+        return cls(tuple(entries))
+
+    def check(self, tensors: Mapping[str, Any]) -> None:
+        """InvalidArgumentError where `tensors` is not of this form."""
+        if len(tensors) != len(self.entries):
+            raise InvalidArgumentError(
+                f"a tensor dict must have the {len(self.entries)} keys of its spec, but has {len(tensors)}"
+            )
+        for entry in self.entries:
+            if entry.key not in tensors:
+                raise InvalidArgumentError(f"a tensor dict must have its spec's key {entry.key!r}")
+            value = tensors[entry.key]
+            if isinstance(entry, ConstantEntry):
+                if not _same_constant(value, entry.value):
+                    raise InvalidArgumentError(
+                        f"{entry.key!r} must be {entry.value!r}, as in the spec, but is another; make a new spec"
+                    )
+            elif (
+                not isinstance(value, Tensor)
+                or value.shape != entry.shape
+                or value.dtype != entry.dtype
+                or (not value.is_cpu if entry.device_type == "cpu" else value.device.type != entry.device_type)
+            ):
+                raise InvalidArgumentError(
+                    f"{entry.key!r} must be a {entry.dtype} tensor of shape {list(entry.shape)} on "
+                    f"{entry.device_type}, as in the spec, but is another; make a new spec"
+                )
+
+
+def broadcast(
+    group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
+) -> dict[str, Any]:
+    if group.rank_in_group == src:
+        given = _given(tensors, spec)
+        if spec.carried and not group._ends_here():
+            pieces = _tensors_of(given, spec)
+            if _is_plain(pieces):
+                group.route.messenger.broadcast_list(pieces, spec.digest, src)
+            else:
+                _BROADCAST_LIST(pieces, group._token, spec.digest, src, group._key)
+        return given
+    result = _allocated(group, spec)
+    if spec.carried:
+        pieces = [result[entry.key] for entry in spec.carried]
+        if _is_plain(pieces):
+            group.route.messenger.broadcast_list(pieces, spec.digest, src)
+        else:
+            _BROADCAST_LIST_(pieces, group._token, spec.digest, src, group._key)
+    return result
+
+
+def send(
+    group: TensorCollectives,
+    tensors: dict[str, Any],
+    dst: int,
+    all_gather_group: AllGatherGroup | None,
+    all_gather_tensors: Mapping[str, bool] | None,
+    spec: TensorDictSpec,
+) -> None:
+    given = _given(tensors, spec)
+    pieces = _tensors_of(given, spec)
+    if all_gather_group is not None:
+        for i, entry in enumerate(spec.carried):
+            slices = _slices(entry, all_gather_group, all_gather_tensors)
+            if slices > 1:
+                pieces[i] = pieces[i].reshape(slices, -1)[all_gather_group.rank_in_group]
+    if not pieces:
+        return
+    if _is_plain(pieces):
+        group.route.messenger.send_list(pieces, spec.digest, dst)
+    else:
+        _SEND_LIST(pieces, group._token, spec.digest, dst, group._key)
+
+
+def recv(
+    group: TensorCollectives,
+    src: int,
+    all_gather_group: AllGatherGroup | None,
+    all_gather_tensors: Mapping[str, bool] | None,
+    spec: TensorDictSpec,
+) -> dict[str, Any]:
+    result = _allocated(group, spec)
+    sliced: list[TensorEntry] = []
+    if all_gather_group is not None:
+        for entry in spec.carried:
+            slices = _slices(entry, all_gather_group, all_gather_tensors)
+            if slices > 1:
+                result[entry.key] = result[entry.key].new_empty(prod(entry.shape) // slices)
+                sliced.append(entry)
+    if spec.carried:
+        pieces = [result[entry.key] for entry in spec.carried]
+        if _is_plain(pieces):
+            group.route.messenger.recv_list(pieces, spec.digest, src)
+        else:
+            _RECV_LIST_(pieces, group._token, spec.digest, src, group._key)
+    if all_gather_group is not None:
+        for entry in sliced:
+            result[entry.key] = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
+    return result
+
+
+def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
+    """What travels, detached."""
+    return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
+
+
+def _is_plain(tensors: list[Tensor]) -> bool:
+    """Returns True where an op would cost its dispatch and no more: nothing traces, and the host does the work."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110  (half the time of a generator)
+        if type(x) is not Tensor or not x.is_cpu:
+            return False
+    return True
+
+
+def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:
+    if not isinstance(tensors, dict):
+        raise InvalidArgumentError(
+            f"the sending rank must pass the tensor dict, a dict, but passed a {type(tensors).__name__}"
+        )
+    spec.check(tensors)
+    return tensors
+
+
+def _slices(
+    entry: TensorEntry, all_gather_group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None
+) -> int:
+    if all_gather_group is None or (all_gather_tensors is not None and not all_gather_tensors.get(entry.key, True)):
+        return 1
+    size = all_gather_group.world_size
+    return size if can_be_cut(prod(entry.shape), size) else 1
+
+
+def _allocated(group: TensorCollectives, spec: TensorDictSpec) -> dict[str, Any]:
+    """The dict, of tensors to be filled."""
+    result: dict[str, Any] = {}
+    for entry in spec.entries:
+        if isinstance(entry, ConstantEntry):
+            result[entry.key] = entry.value
+        elif entry.device_type == "cpu":
+            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=_CPU)
+        else:
+            own = group.device.type == entry.device_type
+            device = group.device if own else torch.device(entry.device_type)
+            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return result
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_constant(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str, bytes))
+
+
+def _same_constant(x: object, y: object) -> bool:
+    """Equal also in type (1 is not True), and nan to nan."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, tuple) and isinstance(y, tuple):
+        return len(x) == len(y) and all(_same_constant(one, other) for one, other in zip(x, y, strict=True))
+    return x == y or (x != x and y != y)

@@ -1,0 +1,399 @@
+"""The form of a message on the wire: a head, which is a header and a body, and the message's tensors.
+
+The body is the codec's metadata and one byte per tensor: 1 where only a slice of it is sent, because the receiver
+gathers the other slices from its own all-gather group. A value that can't be encoded becomes an error's head: the
+readers raise instead of waiting.
+
+Where the transport has no messages, only transfers of a size that both sides know, the head is cut in two:
+
+    frame     [4096]   the head or its beginning: a receive can be started before anything is known of the message
+    rest      [n]      what didn't fit, if anything
+    tensors            one transfer each
+
+Pure functions on CPU bytes; who sends when is in `messages` and `messages.transports`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from device_communicators import settings
+from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
+from device_communicators.routing.communicator import GroupContext
+from parallel_state.messages import wire_forms
+from parallel_state.messages.codec import coding as codec
+from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
+
+FRAME_BYTES = 4096
+_HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
+HEADER_BYTES = _HEADER.size
+_INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
+_LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
+_MAGIC = b"PSM1"
+_VALUE, _ERROR, _LIST = 0, 1, 2
+_DIGEST_BYTES = 16
+
+
+class Header(NamedTuple):
+    """What a frame begins with."""
+
+    kind: int
+    slices: int
+    """Into how many slices the marked tensors are cut; 0 for none."""
+    tensors: int
+    body_bytes: int
+    tensor_bytes: int
+    """Of all tensors of the message, uncut."""
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the body is the text of what went wrong on the sender."""
+        return self.kind == _ERROR
+
+    @property
+    def rest_bytes(self) -> int:
+        return max(0, self.body_bytes - _INLINE_BYTES)
+
+
+class AllGatherGroup(Protocol):
+    """A group whose ranks all hold the tensors of a message, so that each needs to send a slice only."""
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """An encoded message; `error` is set, and the head tells of it, where the value could not be encoded."""
+
+    head: bytes
+    tensors: list[Tensor]
+    error: Exception | None = None
+    more_head: bytes = b""
+    """The end of a long head."""
+    counted: str = ""
+    """Under which name it is counted, unless as a message."""
+
+    @property
+    def frame(self) -> Tensor:
+        """Of FRAME_BYTES."""
+        head = self.head[:FRAME_BYTES] + self.more_head[: max(0, FRAME_BYTES - len(self.head))]
+        return torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
+
+    @property
+    def rest(self) -> Tensor | None:
+        """What doesn't fit into the frame; to be read only, as it is a view of the head."""
+        head, start = self.head, FRAME_BYTES
+        if self.more_head:
+            head, start = self.more_head, FRAME_BYTES - len(self.head)
+            if start < 0:
+                head, start = self.head + self.more_head, FRAME_BYTES
+        return None if len(head) <= start else _view_of(head, start)
+
+
+def encode(
+    obj: Any,
+    *,
+    allow_pickle: bool,
+    must_be: type | None = None,
+    all_gather_group: AllGatherGroup | None = None,
+    all_gather_tensors: Mapping[str, bool] | None = None,
+) -> Outgoing:
+    """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    form: tuple[Any, ...] | None = None
+    if all_gather_group is None and type(obj) is dict and must_be is not list:
+        form, tensors = wire_forms.form_of(obj)
+        head = None if form is None else wire_forms.head_of_form(form)
+        if head is not None and len(head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
+            return Outgoing(head, tensors)
+    if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
+        plain = codec.encode_plain(obj)
+        if plain is not None:
+            first, body = plain
+            header = Header(_VALUE, 0, 0, len(first) + len(body), 0)
+            if len(body) > _LONG_BYTES:
+                return Outgoing(head_of(header, first), [], more_head=body)
+            return Outgoing(head_of(header, first, body), [])
+    whole: set[int] = set()
+    try:
+        slices = _slices_of(all_gather_group)
+        if slices > 1 and all_gather_tensors and isinstance(obj, dict):
+            obj, whole = _kept_whole(obj, all_gather_tensors)
+        encoded = _encode_checked(obj, allow_pickle, must_be)
+        tensors = [tensor.detach().contiguous() for tensor in encoded.tensors]
+    except Exception as error:  # whatever it is: the readers wait
+        text = str(error).encode(errors="replace")[:_INLINE_BYTES]
+        return Outgoing(head_of(Header(_ERROR, 0, 0, len(text), 0), text), [], error)
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors)
+    cut = [False] * len(tensors)
+    if all_gather_group is not None and slices > 1:
+        cut = [
+            can_be_cut(tensor.numel(), slices) and id(original) not in whole
+            for tensor, original in zip(tensors, encoded.tensors, strict=True)
+        ]
+        mine = all_gather_group.rank_in_group
+        tensors = [t.view(slices, -1)[mine] if c else t for t, c in zip(tensors, cut, strict=True)]
+    header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
+    head = head_of(header, encoded.metadata, bytes(cut))
+    if form is not None:
+        wire_forms.remember_head(form, head)
+    return Outgoing(head, tensors)
+
+
+def _view_of(data: bytes, start: int) -> Tensor:
+    """The bytes from `start` on, which the tensor keeps alive; torch warns of a view of bytes, but nobody writes."""
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
+    array.data = data
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _slices_of(group: AllGatherGroup | None) -> int:
+    if group is None:
+        return 0
+    if not hasattr(group, "rank_in_group"):
+        raise InvalidArgumentError(
+            f"all_gather_group must be a GroupCoordinator, such as get_tp_group(), but is a {type(group).__name__}"
+        )
+    return group.world_size
+
+
+def can_be_cut(numel: int, slices: int) -> bool:
+    """Whether a tensor travels in slices: it has elements, and they divide evenly."""
+    return slices > 1 and numel > 0 and numel % slices == 0
+
+
+def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
+    """The checked header of the frame that came from `src`; MessageDecodeError if it isn't one, RemoteError for an
+    error's."""
+    data = bytes_of(frame)
+    if len(data) != FRAME_BYTES:
+        raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
+    header = parse_header(data, context, src)
+    if header.is_error:
+        raise remote_error(data[_HEADER.size : _HEADER.size + header.body_bytes], context, src)
+    return header
+
+
+def parse_header(data: bytes | memoryview, context: GroupContext, src: int) -> Header:
+    """The checked header that the bytes from `src` begin with; MessageDecodeError if it isn't one."""
+    if len(data) < _HEADER.size:
+        raise not_a_message(f"it has {len(data)} bytes", context, src)
+    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
+    limit = settings.MAX_METADATA_BYTES.get()
+    problem = None
+    if magic != _MAGIC:
+        problem = f"it begins with {magic!r}, not {_MAGIC!r}"
+    elif kind not in (_VALUE, _ERROR, _LIST):
+        problem = f"its kind is {kind}"
+    elif kind == _ERROR and (body_bytes > _INLINE_BYTES or tensors or tensor_bytes):
+        problem = "an error's text is longer than its frame, or it comes with tensors"
+    elif kind != _ERROR and body_bytes > limit:
+        problem = f"its metadata has {body_bytes} bytes, more than {limit} ({settings.MAX_METADATA_BYTES.name})"
+    elif tensors > body_bytes:
+        problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
+    elif tensor_bytes >= MAX_TENSOR_BYTES:
+        problem = f"it tells of tensors of {tensor_bytes} bytes"
+    if problem is not None:
+        raise not_a_message(problem, context, src)
+    return Header(kind, slices, tensors, body_bytes, tensor_bytes)
+
+
+def read_plain(head: memoryview, allow_pickle: bool) -> tuple[Any] | None:
+    """The object of a whole head that tells of no tensors; None where it takes `parse_header` and `read_body` to know.
+
+    Raises MessageDecodeError, without its sender.
+    """
+    if len(head) < HEADER_BYTES:
+        return None
+    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(head)
+    if magic != _MAGIC or kind != _VALUE or slices or tensors or tensor_bytes or body_bytes != len(head) - HEADER_BYTES:
+        return None
+    return codec.read_plain(head[HEADER_BYTES:], allow_pickle=allow_pickle)
+
+
+def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
+    """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides."""
+    return _head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
+
+
+@lru_cache(maxsize=256)
+def _head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
+    body = bytes.fromhex(digest_of(form)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
+
+
+def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
+    """Raises CollectiveMismatchError unless header and body, from `src`, are those of the expected head of a list."""
+    body = bytes(body)
+    if head_of(header, body) == expected:
+        return
+    if header.kind != _LIST:
+        found = "sent no tensor dict with a spec, and this rank receives one"
+    elif body[:_DIGEST_BYTES] != expected[HEADER_BYTES : HEADER_BYTES + _DIGEST_BYTES]:
+        found = "has another spec than this rank: other keys, shapes, dtypes or constants, or another order"
+    else:
+        found = "cut other tensors into slices; pass the same all_gather_group and all_gather_tensors on both sides"
+    raise _list_mismatch(found, context, src)
+
+
+def digest_of(text: str) -> str:
+    """Returns a digest as hexadecimal digits."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+# Of constants only, such as a spec that is made in a compiled function: as torch.compiler.assume_constant_result, whose
+# import takes a second.
+digest_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"sender and receivers of a tensor dict must pass equal specs, but rank {src} of {context} {found}. The group "
+        "can't be used further; pass spec=TensorDictSpec.of(…) of the same dict on every rank, or on none",
+        group=context.name,
+        rank=context.rank,
+        suspect_ranks=[context.ranks[src]],
+    )
+
+
+def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
+    """What a reader raises where `src` could not encode its value."""
+    return RemoteError(
+        f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: "
+        f"{str(text, errors='replace')}",
+        rank=context.ranks[src],
+    )
+
+
+def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
+    """The body that came as a frame and the rest of it."""
+    body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
+    return body if rest is None else body + bytes_of(rest)
+
+
+def read_body(
+    header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
+) -> tuple[codec.Message, list[bool]]:
+    """The message, its tensors still to come, and which of them are cut."""
+    if header.kind == _LIST:
+        raise _list_mismatch("sent a tensor dict with a spec, and this rank receives without one", context, src)
+    end = header.body_bytes - header.tensors
+    try:
+        message = codec.read(body[:end], allow_pickle=allow_pickle)
+    except MessageDecodeError as error:
+        raise malformed(error, context, src) from error
+    cut = [flag != 0 for flag in body[end:]]
+    if len(message.tensors) != len(cut):
+        told = f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}"
+        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
+    if tensor_bytes != header.tensor_bytes:
+        told = f"its header tells of {header.tensor_bytes} bytes of tensors, its metadata of {tensor_bytes}"
+        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    for metadata, sliced in zip(message.tensors, cut, strict=True):
+        if sliced and not can_be_cut(numel_of(metadata), header.slices):
+            told = f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
+            raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
+    return message, cut
+
+
+def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, src: int) -> Any:
+    """The object, of tensors that have arrived."""
+    try:
+        return message.build(tensors)
+    except MessageDecodeError as error:
+        raise malformed(error, context, src) from error
+
+
+def numel_of(metadata: codec.TensorMetadata) -> int:
+    numel = 1
+    for size in metadata.shape:
+        numel *= size
+    return numel
+
+
+def rest_buffer(header: Header) -> Tensor | None:
+    return torch.empty(header.rest_bytes, dtype=torch.uint8) if header.rest_bytes else None
+
+
+def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec.Encoded:
+    if must_be is not None and not isinstance(obj, must_be):
+        what = "a tensor dict" if must_be is dict else "an object list"
+        raise InvalidArgumentError(
+            f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}; "
+            "for other types use the object twin of this call"
+        )
+    encoded = codec.encode(obj, allow_pickle=allow_pickle)
+    if not encoded.tensors:  # then the codec has looked
+        return encoded
+    size, limit = len(encoded.metadata) + len(encoded.tensors), settings.MAX_METADATA_BYTES.get()
+    if size > limit:
+        raise InvalidArgumentError(
+            f"an object's metadata must have at most {limit} bytes, but has {size}; put bulk data "
+            f"into tensors, or raise {settings.MAX_METADATA_BYTES.name} on every rank"
+        )
+    return encoded
+
+
+def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
+    """The dict, and the ids of those tensors in it that the caller wants sent whole by every rank.
+
+    The codec passes on a tensor itself where it is plain; so those of the dict's copy are made plain here.
+    """
+    tensors = tensors.copy()
+    whole = set()
+    for key, gather in all_gather_tensors.items():
+        if not gather and isinstance(tensors.get(key), Tensor):
+            with contextlib.suppress(UnfitError):  # the codec refuses it with its key
+                tensors[key] = dense_tensor(tensors[key])
+                whole.add(id(tensors[key]))
+    return tensors, whole
+
+
+def head_of(header: Header, *body: bytes) -> bytes:
+    """Header and body as they travel."""
+    kind, slices, tensors, body_bytes, tensor_bytes = header
+    return b"".join((_HEADER.pack(_MAGIC, kind, slices, tensors, 0, body_bytes, tensor_bytes), *body))
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
+    return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
+
+
+def flat_bytes(x: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor as a view of it."""
+    return x.view(-1).view(torch.uint8)
+
+
+def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
+    """The error for bytes that aren't the head of a message."""
+    return _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
+
+
+def malformed(error: MessageDecodeError, context: GroupContext, src: int) -> MessageDecodeError:
+    """What the codec found, with its sender."""
+    return _decode_error(f"message of rank {src} of {context}: {error}", context, src)
+
+
+def _decode_error(message: str, context: GroupContext, src: int) -> MessageDecodeError:
+    return MessageDecodeError(message, group=context.name, rank=context.rank, suspect_ranks=[context.ranks[src]])
+
+
+def by_place(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Those on the CPU, and the others."""
+    there = [tensor for tensor in tensors if not tensor.is_cpu]
+    return (tensors, ()) if not there else ([tensor for tensor in tensors if tensor.is_cpu], there)

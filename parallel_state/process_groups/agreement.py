@@ -1,0 +1,402 @@
+"""Whether all ranks ask for the same, found out through the store, before anything is made that could wait for a peer.
+
+Per rank and question seven store operations (the last to come has some more), however many ranks there are. The
+reference is the first rank's request; the last rank to come gives the verdict, and only where somebody differs does it
+read all requests. Who waits in vain writes the verdict himself, with the ranks that are missing, so that a late one
+hears it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigMismatchError,
+    PeerDiedError,
+    UsageError,
+    format_ranks,
+)
+from device_communicators.liveness.health import Watcher
+
+T = TypeVar("T")
+Request = Mapping[str, str]
+_READY = "1"
+_WRONG = "wrong"
+"""The key of a request that can't be: its value is the error."""
+
+
+_PAUSE_S = 0.002
+_SLICE_S = 0.5
+_LONGEST_PAUSE_S = 0.1
+"""Between two looks at a key: they grow, as ranks of a large world share one store."""
+
+
+def digest(value: object) -> str:
+    """16 hexadecimal digits of anything whose repr says all about it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+class Agreement:
+    """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
+
+    def __init__(self, store: dist.Store, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
+        """`alone`: the other ranks are imagined, and ask for whatever this one does."""
+        self.alone = alone
+        self._store = store
+        self._watcher = watcher
+        self._prefix = f"{prefix}/agree"
+        self._rank = rank
+        self._asked: Counter[str] = Counter()
+        self._names: dict[str, str] = {}
+        """By key of a meeting, the last name under which this rank was there: it doesn't come there again."""
+        self._attempts: Counter[str] = Counter()
+
+    def settle(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        resolve: Callable[[], tuple[T, Request]],
+        timeout_s: float,
+        domain: Collection[int] = (),
+    ) -> T:
+        """What `resolve` gives beside its request, once all of `ranks` asked for the same; each of them calls it.
+
+        A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
+        that error where all ranks' are wrong, or where it is no UsageError; ConfigMismatchError with both sides where
+        two differ, CollectiveTimeoutError with the ranks that never came, PeerDiedError with those that have ended,
+        CommunicationError where the store is gone.
+        """
+        try:
+            value, request = resolve()
+        except Exception as error:
+            self.require(what, ranks, {}, timeout_s, domain, wrong=error)
+            raise
+        self.require(what, ranks, request, timeout_s, domain)
+        return value
+
+    def require(
+        self,
+        what: str,
+        ranks: Sequence[int],
+        request: Request,
+        timeout_s: float,
+        domain: Collection[int] = (),
+        *,
+        wrong: Exception | None = None,
+    ) -> None:
+        """As `settle`, for a request that is there; with `wrong`, which is raised, it can't be.
+
+        `domain`: further ranks whose death ends the wait, as those that are waited for may have failed by it.
+        """
+        if len(ranks) == 1 or self.alone:
+            if wrong is not None:
+                raise wrong
+            return
+        scope = f"{self._prefix}/{digest((what, tuple(ranks)))}"
+        number = self._asked[scope] = self._asked[scope] + 1
+        mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
+        started = time.monotonic()
+        try:
+            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, {*ranks, *domain})
+        except dist.DistError as error:
+            raise self._no_store(what, _words(mine), started, timeout_s, error) from error
+        if verdict["kind"] == "same" and wrong is None:
+            return
+        if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
+            raise wrong
+        if verdict["kind"] == "dead":
+            raise PeerDiedError(
+                f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
+                f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
+                "(reinitialize)",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                suspect_ranks=tuple(verdict["ranks"]),
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            )
+        if verdict["kind"] == "missing":
+            late = self._rank in verdict["ranks"]
+            missing = [rank for rank in verdict["ranks"] if rank != self._rank]
+            also = f" (as for ranks {format_ranks(missing)})" if missing else ""
+            text = (
+                f"rank {self._rank} came too late to ask for {what}: the others had waited {timeout_s:g} s for "
+                f"it{also} and gave up. Ask again on all ranks; look at what kept this one"
+                if late
+                else f"ranks {format_ranks(missing)} of the world did not come within {timeout_s:g} s to ask for "
+                f"{what} as rank {self._rank} does; look for a rank that failed or took another branch"
+            )
+            raise CollectiveTimeoutError(
+                f"{text}. This rank asks for {_words(mine)}",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                suspect_ranks=missing,
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            )
+        raise ConfigMismatchError(
+            f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
+            "pass the same arguments on every rank"
+        ) from wrong
+
+    def meet(
+        self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
+    ) -> str:
+        """Returns a name for `what` that no earlier attempt had, once all of `ranks`, who call it alike, are there.
+
+        The first of them opens a new name, the others come to it, and it gives the word. Who finds a name that is left
+        of an attempt that failed gets no word there, and goes on to the next. Names are numbers of attempts, so that
+        groups of later worlds have those of earlier ones: DTensor's caches live as long as the process, and look
+        groups up by name. Raises as `settle` where a rank is missing, or where one of `watched`, by default `ranks`,
+        has ended; CommunicationError on all ranks where one comes with a `problem`, for which it can't go on.
+        """
+        watched = watched or ranks
+        if len(ranks) == 1 or self.alone:
+            return f"{self._prefix}/{secrets.token_hex(8)}"
+        key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
+        started = time.monotonic()
+        deadline = started + timeout_s
+        name = ""
+        try:
+            if self._rank == ranks[0]:
+                self._attempts[key] += 1
+                name = str(self._attempts[key])
+                self._store.set(key, name)
+                problem = self._gather(f"{key}/{name}", ranks, problem, watched, deadline)
+            else:
+                name = self._come(key, watched, deadline, problem)
+                problem = self._store.get(f"{key}/{name}/all").decode()
+        except dist.DistStoreError as error:
+            raise self._nobody(what, key, name, ranks, watched, started, timeout_s) from error
+        except dist.DistError as error:
+            raise self._no_store(what, "", started, timeout_s, error) from error
+        except BaseException as error:  # an interrupt: the others needn't wait
+            self.fail(f"{key}/{name or self._name_at(key)}", f"{type(error).__name__}: {error}")
+            raise
+        if problem != _READY:
+            suspect, _, why = problem.partition(" ")
+            raise CommunicationError(
+                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {suspect} "
+                f"can't: {why}",
+                group="world",
+                operation="new_group",
+                rank=self._rank,
+                suspect_ranks=(int(suspect),),
+                elapsed_s=time.monotonic() - started,
+                timeout_s=timeout_s,
+            )
+        return f"{key}/{name}"
+
+    def _gather(self, name: str, ranks: Sequence[int], problem: str, watched: Sequence[int], deadline: float) -> str:
+        """Gives the word, once all others came: that they are ready, or the first rank's problem, which is returned."""
+        others = [f"{name}/{rank}" for rank in ranks[1:]]
+        for key in others:
+            self._wait(key, watched, deadline, name)
+        problems = [problem or _READY, *(told.decode() for told in self._store.multi_get(others))]
+        found = ((rank, each) for rank, each in zip(ranks, problems, strict=True) if each != _READY)
+        word = next((f"{rank} {each}" for rank, each in found), _READY)
+        self._store.set(f"{name}/all", word)
+        return word
+
+    def _come(self, key: str, watched: Sequence[int], deadline: float, problem: str) -> str:
+        pause_s = _PAUSE_S
+        while True:
+            self._wait(key, watched, deadline)
+            name = self._store.get(key).decode()
+            if name == self._names.get(key):  # of the last attempt
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _SLICE_S)
+                if time.monotonic() >= deadline or self._watcher.deaths_of(watched):
+                    raise dist.DistStoreError("no new name")
+                continue
+            self._store.set(f"{key}/{name}/{self._rank}", problem or _READY)
+            while self._store.get(key).decode() == name:
+                try:
+                    self._wait(f"{key}/{name}/all", watched, min(deadline, time.monotonic() + _SLICE_S))
+                    self._names[key] = name
+                    return name
+                except dist.DistStoreError:
+                    if (
+                        time.monotonic() >= deadline
+                        or self._watcher.deaths_of(watched)
+                        or self.failure(f"{key}/{name}") is not None
+                    ):
+                        self._names[key] = name
+                        raise
+            if self._store.check([f"{key}/{name}/all"]):  # somebody can't, and the first rank tries anew already
+                self._names[key] = name
+                return name
+
+    def _name_at(self, key: str) -> str:
+        """Returns the name that the first rank has opened last; "" if none."""
+        with contextlib.suppress(dist.DistError):
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        return ""
+
+    def fail(self, name: str, reason: str) -> None:
+        """Tells those who are at a meeting, or make what they met for, that this rank can't go on with it."""
+        if self.alone:
+            return
+        with contextlib.suppress(dist.DistError):
+            self._store.compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
+
+    def failure(self, name: str) -> tuple[int, str] | None:
+        """Returns the rank that can't go on with what was met for, and why; None if there is none."""
+        with contextlib.suppress(dist.DistError):
+            if self._store.check([f"{name}/failed"]):
+                rank, reason = json.loads(self._store.get(f"{name}/failed"))
+                return rank, reason
+        return None
+
+    def forget(self, name: str, ranks: Sequence[int]) -> None:
+        """Takes away what a meeting left in the store, as nobody waits there any more; its first rank does."""
+        if self._rank == ranks[0] and not self.alone and len(ranks) > 1:
+            with contextlib.suppress(dist.DistError):
+                self._forget(*(f"{name}/{rank}" for rank in ranks[1:]), f"{name}/all")
+
+    def _nobody(
+        self,
+        what: str,
+        key: str,
+        name: str,
+        ranks: Sequence[int],
+        watched: Sequence[int],
+        started: float,
+        timeout_s: float,
+    ) -> CommunicationError:
+        """The error for ranks that didn't come."""
+        facts: dict[str, Any] = {
+            "group": "world",
+            "operation": "new_group",
+            "rank": self._rank,
+            "elapsed_s": time.monotonic() - started,
+            "timeout_s": timeout_s,
+        }
+        deaths = self._watcher.deaths_of(watched)
+        if deaths:
+            text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            return kind(
+                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but {text}. Make groups "
+                "without it, or start again with those that are left (reinitialize)",
+                suspect_ranks=tuple(death.rank for death in deaths),
+                **facts,
+            )
+        name = name or self._name_at(key)
+        failure = self.failure(f"{key}/{name}")
+        if failure is not None and failure[0] != self._rank:
+            return CommunicationError(
+                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {failure[0]} "
+                f"could not ({failure[1]}). Look at the log of that rank; all of them may try again",
+                suspect_ranks=(failure[0],),
+                **facts,
+            )
+        came = {self._rank}
+        with contextlib.suppress(dist.DistError):
+            came |= {rank for rank in ranks[1:] if name and self._store.check([f"{key}/{name}/{rank}"])}
+        # The first rank's name may be that of an attempt before: then it is not the first who is waited for, if any.
+        missing = [rank for rank in ranks if rank not in came and (rank != ranks[0] or came >= set(ranks[1:]))]
+        return CollectiveTimeoutError(
+            f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but ranks {format_ranks(missing)} "
+            f"did not come within {timeout_s:g} s; look for a rank that failed or makes its groups in another order",
+            suspect_ranks=tuple(missing),
+            **facts,
+        )
+
+    def _no_store(
+        self, what: str, words: str, started: float, timeout_s: float, error: Exception
+    ) -> CommunicationError:
+        asked = f" ({words})" if words else ""
+        return CommunicationError(
+            f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree "
+            f"doesn't answer: {str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the "
+            "launcher",
+            group="world",
+            operation="new_group",
+            rank=self._rank,
+            elapsed_s=time.monotonic() - started,
+            timeout_s=timeout_s,
+        )
+
+    def _verdict(
+        self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float, watched: Collection[int]
+    ) -> Any:
+        store, key, before = self._store, f"{scope}/{number}", f"{scope}/{number - 1}"
+        store.set(f"{key}/{self._rank}", json.dumps(mine))
+        if number > 1 and self._rank != ranks[0]:
+            self._forget(f"{before}/{self._rank}")
+        try:
+            if self._read(f"{key}/{ranks[0]}", watched, deadline) != mine:
+                store.set(f"{key}/differs", "1")
+            if store.add(f"{key}/count", 1) == len(ranks):
+                if not store.check([f"{key}/verdict"]):  # others may have waited in vain before this one came
+                    self._decide(key, self._compare(key, ranks))
+                if number > 1:  # all ranks are here, so all have read what was said before
+                    shared = ("count", "verdict", "differs", str(ranks[0]))
+                    self._forget(*(f"{before}/{name}" for name in shared))
+            return self._read(f"{key}/verdict", watched, deadline)
+        except dist.DistStoreError:
+            deaths = self._watcher.deaths_of(watched)
+            if deaths:
+                text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+                return self._decide(key, {"kind": "dead", "ranks": [death.rank for death in deaths], "text": text})
+            missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
+            return self._decide(key, {"kind": "missing", "ranks": missing})
+
+    def _compare(self, key: str, ranks: Sequence[int]) -> dict[str, Any]:
+        if not self._store.check([f"{key}/differs"]):
+            return {"kind": "same"}
+        requests = [json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks]
+        if all(_WRONG in request for request in requests):
+            return {"kind": _WRONG}
+        first = requests[0]
+        other, request = next((rank, each) for rank, each in zip(ranks, requests, strict=True) if each != first)
+        names = [name for name in {**first, **request} if name != _WRONG]
+        name = next(name for name in names if first.get(name) != request.get(name))
+        sides = [each.get(name) or _words(each) for each in (first, request)]
+        text = f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {other}"
+        return {"kind": "different", "text": text}
+
+    def _decide(self, key: str, verdict: dict[str, Any]) -> Any:
+        """The first verdict counts."""
+        return json.loads(self._store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
+
+    def _forget(self, *keys: str) -> None:
+        with contextlib.suppress(NotImplementedError):  # not every store can
+            for key in keys:
+                self._store.delete_key(key)
+
+    def _read(self, key: str, watched: Collection[int], deadline: float) -> Any:
+        """DistStoreError at the deadline, or where one of the `watched` has ended before."""
+        self._wait(key, watched, deadline)
+        return json.loads(self._store.get(key))
+
+    def _wait(self, key: str, watched: Collection[int], deadline: float, meeting: str = "") -> None:
+        """As `_read`, for a key alone; ends also where a rank can't go on with the `meeting` of this name."""
+        pause_s = _PAUSE_S
+        while not self._store.check([key]):  # the store's own wait logs each time that it waits in vain
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"{key} was not there in time")
+            if self._watcher.deaths_of(watched):
+                raise dist.DistStoreError(f"a rank has ended before {key} was there")
+            if meeting and self.failure(meeting) is not None:
+                raise dist.DistStoreError(f"a rank has failed before {key} was there")
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+
+
+def _words(request: Request) -> str:
+    return f"wrong ({request[_WRONG]})" if _WRONG in request else ", ".join(f"{k} {v}" for k, v in request.items())

@@ -1,0 +1,115 @@
+"""How the process groups of an axis are made: backend, deadline, and what NCCL can be told; and whether that can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How the process groups of an axis are made; what is left out is the division's.
+
+    The last four are NCCL's: a stream of high priority, the clusters of thread blocks (`cga_cluster_size`), and the
+    number of blocks that a communicator may use. Other backends have no such thing and take no notice.
+    """
+
+    backend: str | None = None
+    timeout: timedelta | float | None = None
+    """Deadline of an operation: seconds or a timedelta; of the device group and of its gloo group."""
+    high_priority_stream: bool = False
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """The timeout in seconds; the default one where it is left out."""
+        return seconds(self.timeout)
+
+    def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
+        """With backend and timeout filled in, and checked; InvalidArgumentError for what can't be.
+
+        `known` is a backend that there is a group of: it needs no check.
+        """
+        if self.backend not in (None, known):
+            check_backend(self.backend)
+        for name, least in (("cga_cluster_size", 0), ("min_ctas", 1), ("max_ctas", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise InvalidArgumentError(f"{name} must be an int of at least {least}, or None, but is {value!r}")
+        if not isinstance(self.high_priority_stream, bool):
+            raise InvalidArgumentError(f"high_priority_stream must be a bool, but is {self.high_priority_stream!r}")
+        if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:
+            raise InvalidArgumentError(f"min_ctas must be at most max_ctas, {self.max_ctas}, but is {self.min_ctas}")
+        timeout = timeout_s if self.timeout is None else seconds(self.timeout)
+        resolved = replace(self, backend=self.backend or backend, timeout=timeout)
+        return resolved if resolved.is_nccl else GroupOptions(resolved.backend, timeout)
+
+    @property
+    def for_cpu(self) -> GroupOptions:
+        """Those of the gloo group beside it; `fake`, torch's backend for dry runs, has no other beside it."""
+        return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
+
+    @property
+    def is_nccl(self) -> bool:
+        """Whether the backend is NCCL, for some device."""
+        return "nccl" in str(self.backend)
+
+    @property
+    def nccl_config(self) -> dict[str, int]:
+        """What a communicator of NCCL is told, by the names of ncclConfig_t."""
+        chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+    def connecting(self, limit_s: float) -> GroupOptions:
+        """Those to make a group with where the ranks have `limit_s` to connect: gloo has one deadline for all.
+
+        Afterwards the group's own is set.
+        """
+        return replace(self, timeout=max(self.timeout_s, limit_s)) if "gloo" in str(self.backend) else self
+
+    def for_backend(self) -> Any:
+        """As torch takes them: a ProcessGroupNCCL.Options; None where all is as usual."""
+        if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
+            return None
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
+        options._timeout = timedelta(seconds=self.timeout_s)
+        for name in ("cga_cluster_size", "min_ctas", "max_ctas"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(options.config, name, value)
+        return options
+
+
+def check_backend(backend: object) -> None:
+    """InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
+    if not isinstance(backend, str):
+        raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
+    for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in dist.Backend.backend_list:
+            raise InvalidArgumentError(
+                f"backend (the argument, or {settings.BACKEND.name}) must be one of "
+                f"{', '.join(dist.Backend.backend_list)}, but is {backend!r}"
+            )
+        if not dist.is_backend_available(name):
+            raise InvalidArgumentError(
+                f"this build of torch has no backend {name!r}; use one that it has, such as gloo"
+            )
+
+
+def seconds(timeout: object) -> float:
+    """A timeout as seconds; None is the default."""
+    if timeout is None:
+        return settings.TIMEOUT_S.get()
+    number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < 10 * 365 * 86400:
+        raise InvalidArgumentError(f"timeout must be a positive number of seconds or a timedelta, but is {timeout!r}")
+    return float(number)

@@ -1,0 +1,451 @@
+"""Lists of ranks to torch process groups: each distinct one made once, shared, and destroyed with its last user.
+
+Who makes a group, by strategy:
+- `local`: its members only. What a rank does grows with the groups that it is in, not with those of the world.
+- `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device (`ncclCommSplit`).
+- `global`: all ranks, one `new_group` for each list, those that they aren't in too; for backends that can't do else.
+
+Which lists there are is the layout's business; what is done with a group is the coordinator's; that all ranks ask for
+the same is found out before, by `agreement`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators import limits, settings
+from device_communicators.errors import (
+    CommunicationError,
+    GroupDestroyedError,
+    PeerDiedError,
+    SettingError,
+    UnsupportedError,
+    format_ranks,
+    plain,
+)
+from device_communicators.liveness.health import NEWS_S, Watcher
+from device_communicators.routing.waiting import abandon
+from parallel_state.process_groups.agreement import Agreement, digest
+from parallel_state.process_groups.options import GroupOptions
+from parallel_state.startup.watch import AbandonedError, cloned, run_watched
+from parallel_state.torch_internals import (
+    bound_device,
+    default_store,
+    is_fake,
+    is_registered,
+    new_group_of_members,
+    set_timeout,
+)
+
+_NOBODYS_TAG = (1 << 31) - 1
+_DESCRIPTORS = 32
+"""Of a gloo group beside its connections, and a reserve for whatever else the process opens meanwhile."""
+
+RankLists = Sequence[Sequence[int]]
+
+
+_Key = tuple[tuple[int, ...], GroupOptions, int, str]
+"""Ranks, options, 0, or 1 where it was made by all ranks together, or from 2 on, for those that aren't shared, and the
+root by whose deaths its users fail: a group that goes on must not share connections with one that gave up in the middle
+of a call."""
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """What one `acquire` took: hand it to `release` once."""
+
+    process_group: Any
+    """This rank's torch ProcessGroup; None where it is alone."""
+    keys: tuple[_Key, ...]
+
+
+class OnFirstUse:
+    """Gives a process group, which it makes at the first call: one that all members make together."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._value: Any = None
+        self._lock = threading.RLock()
+        self.made = False
+
+    def __call__(self) -> Any:
+        with self._lock:  # of two threads one makes it
+            if not self.made:
+                self._value = self._make()
+                self.made = True
+            return self._value
+
+
+class ProcessGroupPool:
+    """The process groups of one initialised world; equal rank sets with equal options are one group."""
+
+    def __init__(
+        self, timeout_s: float, *, token: str = "", alone_over: str | None = None, watcher: Watcher | None = None
+    ) -> None:
+        """`token` tells this world's names from those of others on the same store.
+
+        `alone_over`: the backend of a world of one without a default group. `alone` makes one at its first use, unless
+        the program has made its own by then. `watcher`: one that has watched since the start.
+        """
+        self.world_size = 1 if alone_over else dist.get_world_size()
+        self.rank = 0 if alone_over else dist.get_rank()
+        self.timeout_s = timeout_s
+        self.default_backend = alone_over or str(dist.get_backend())
+        self._default_made: Any = None
+        self._prefix = f"parallel_state{token}"
+        default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
+        self.watcher = watcher or Watcher()
+        self.watcher.open_store = self.private_store
+        store = dist.HashStore() if alone_over else default_store()
+        self.agreement = Agreement(store, self._prefix, self.rank, self.watcher, alone=is_fake())
+        self.address = ""
+        """Where other hosts reach this process, where that is known."""
+        self.neighbours: tuple[int, ...] = ()
+        """The cores of each rank of the world on this host, a bit each."""
+        self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
+        self._users: Counter[_Key] = Counter({default: 1})  # the default group is not the pool's to destroy
+        self._channels: Counter[tuple[int, ...]] = Counter()
+        self._made: Counter[_Key] = Counter()
+        self._unshared: Counter[_Key] = Counter()
+        self._borrowed: set[_Key] = set()
+        self._failed: set[_Key] = set()
+        self._alone: dict[GroupOptions, Any] = {}
+        self._stores: list[Any] = []
+        """Connections to the store over which no group is being made: gloo waits on one, and blocks it meanwhile."""
+        self._division: tuple[int, ...] = ()
+        self._closed = False
+        self._lock = threading.RLock()
+        """Of the tables above; never held while other ranks are waited for."""
+        self._turns: dict[_Key | None, threading.Lock] = {}
+        """Threads that make one group take turns, by its key; None for what all ranks make together."""
+
+    @property
+    def default_options(self) -> GroupOptions:
+        """Those of the default group."""
+        return GroupOptions(self.default_backend, self.timeout_s)
+
+    @property
+    def groups_made(self) -> int:
+        """How many process groups this rank has made and is in, those that were destroyed too."""
+        return sum(self._made.values())
+
+    @contextlib.contextmanager
+    def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Within it groups are made of parts of `ranks`: whoever of them ends, none of these groups comes to be.
+
+        A rank would else wait for a live one that won't come, as that one waited for the one that ended.
+        """
+        before, self._division = self._division, tuple(ranks)
+        try:
+            yield
+        finally:
+            self._division = before
+
+    def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
+        """The global ranks whose end ends the making of a group of `ranks`."""
+        return self._division or ranks
+
+    def acquire(
+        self,
+        ranks: Sequence[int],
+        options: GroupOptions,
+        *,
+        division: Callable[[], RankLists] | None = None,
+        near: Sequence[Acquired] = (),
+        root: str = "",
+        unshared: bool = False,
+    ) -> Acquired:
+        """The group of `ranks` (global, ascending), of which this rank is one. Every member calls it in one order.
+
+        With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
+        that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken. `root`: the
+        failure domain's. `unshared`: a new one, whatever there is. gloo matches what one process group is given by its
+        order, so threads that don't wait for each other need one each.
+        """
+        if self._closed:
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
+        wanted = (tuple(ranks), options)
+        same = (key for acquired in near for key in acquired.keys if key[:2] == wanted and key[3] == root)
+        own: _Key = next(same, (*wanted, False, root))
+        if unshared:
+            with self._lock:
+                self._unshared[own] += 1
+                own = (*wanted, 1 + self._unshared[own], root)
+        known = division is None and (own in self._groups or len(ranks) == 1)
+        strategy = "local" if known else self._strategy(options, everyone=division is not None)
+        if strategy == "local" or division is None:
+            keys = [own]
+        else:
+            # Every rank keeps account of every list: it must know when all of them make a group, and when not.
+            keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
+        keys = [key for key in keys if len(key[0]) > 1]
+        mine = next((key for key in keys if self.rank in key[0]), None)
+        # A bound device is set aside while members make a group: see `new_group_of_members`.
+        alone = strategy == "local" and bound_device() is None
+        with self._lock:
+            turn = self._turns.setdefault(own if alone else None, threading.Lock())
+        with turn:
+            with self._lock:
+                missing = [key for key in keys if key not in self._groups]
+                if not missing:
+                    return self._taken(keys, mine)
+            self._make(strategy, missing)
+            with self._lock:
+                return self._taken(keys, mine)
+
+    def _taken(self, keys: Sequence[_Key], mine: _Key | None) -> Acquired:
+        self._users.update(keys)
+        return Acquired(None if mine is None else self._groups[mine], tuple(keys))
+
+    def private_store(self) -> Any:
+        """A connection of its own to the store of this world; None where the store can't give another one."""
+        try:
+            return dist.PrefixStore(self._prefix, default_store().clone())  # type: ignore[attr-defined]
+        except (AttributeError, RuntimeError, ValueError):
+            return None
+
+    def next_channel(self, ranks: Sequence[int]) -> int:
+        """A number that no other user of a group of these ranks has: their transfers have other tags.
+
+        Every member calls it in the same order.
+        """
+        with self._lock:
+            self._channels[tuple(ranks)] += 1
+            return self._channels[tuple(ranks)] - 1
+
+    def divides(self, options: GroupOptions) -> bool:
+        """Whether groups with these options that all ranks make together are split from the world's."""
+        return self._strategy(options, everyone=True) == "split"
+
+    def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
+        chosen = settings.GROUP_CREATION.get()
+        splits = options.is_nccl and bound_device() is not None
+        if chosen == "split" and not splits and options.is_nccl:
+            raise SettingError(
+                f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
+                "(init_process_group(device_id=…)), but this one isn't; unset it"
+            )
+        if "mpi" in str(options.backend) or chosen == "global":
+            if not everyone:
+                raise UnsupportedError(
+                    f"a group of backend {options.backend!r} with strategy 'global' is made by all ranks of the world "
+                    "together, but here only its members call; make all groups at start (eager=True)"
+                )
+            return "global"
+        if splits and everyone and chosen in ("auto", "split"):
+            return "split"
+        return "local"
+
+    def _make(self, strategy: str, keys: Sequence[_Key]) -> None:
+        if strategy == "split" and keys:
+            made = dist.split_group(
+                parent_pg=dist.group.WORLD,
+                split_ranks=[list(key[0]) for key in keys],
+                timeout=timedelta(seconds=keys[0][1].timeout_s),
+                pg_options=keys[0][1].for_backend(),
+            )
+            self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
+        for key in keys:
+            ranks, options, *_ = key
+            if strategy == "global":
+                connecting = options.connecting(settings.START_TIMEOUT_S.get())
+                limit = timedelta(seconds=connecting.timeout_s)
+                made = dist.new_group(list(ranks), limit, options.backend, connecting.for_backend())
+                if self.rank in ranks and connecting != options:
+                    set_timeout(made, options.timeout_s)
+                self._groups[key] = made if self.rank in ranks else None
+            elif strategy == "local":
+                self._groups[key] = self._new_group_of_members(key)
+            if self.rank in ranks:
+                self._made[key] += 1
+
+    def _new_group_of_members(self, key: _Key) -> Any:
+        """Made under a name that no attempt had before: the store still has the addresses of one that failed.
+
+        The others have as long to come as an operation has; once all are there, the start's timeout to connect.
+        """
+        ranks, options, *_ = key
+        what = f"the {options.backend} group"
+        started = time.monotonic()
+        start_timeout_s = settings.START_TIMEOUT_S.get()
+        timeout_s = min(options.timeout_s, start_timeout_s)
+        connecting = options.connecting(start_timeout_s)
+        connects = "gloo" in str(options.backend)
+        if options.backend == "fake":
+            name = f"{self._prefix}/{digest((key, secrets.token_hex(8)))}"
+        else:
+            # gloo ends the process, uncatchably, where it can't accept a connection.
+            lacking = limits.descriptor_shortage(_DESCRIPTORS + 3 * len(ranks)) if connects else ""
+            name = self.agreement.meet(f"{what} ({digest(key)})", ranks, timeout_s, self.watched_with(ranks), lacking)
+
+        def make(is_abandoned: Callable[[], bool]) -> Any:
+            store = None
+            if connects:
+                with self._lock:
+                    store = self._stores.pop() if self._stores else None
+                store = store or cloned(default_store())
+            group = new_group_of_members(
+                name, ranks, str(options.backend), connecting.timeout_s, connecting.for_backend(), store
+            )
+            if connecting != options:
+                set_timeout(group, options.timeout_s)
+            if is_abandoned():
+                _destroy(group)
+            if store is not None:
+                self._stores.append(store)
+            return group
+
+        def has_failed() -> bool:
+            return self.agreement.failure(name) is not None
+
+        try:
+            if connects:
+                deadline, watched = time.monotonic() + start_timeout_s, self.watched_with(ranks)
+                made = run_watched(make, self.watcher, watched, deadline, has_failed)
+            else:
+                made = make(lambda: False)
+        except BaseException as error:
+            if not isinstance(error, AbandonedError):
+                self.agreement.fail(name, f"{type(error).__name__}: {plain(error)}")
+            if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+                raise
+            elapsed_s = time.monotonic() - started
+            deaths = self.watcher.await_death_of(self.watched_with(ranks), NEWS_S)
+            who = {death.rank: death.reason for death in deaths}
+            failure = self.agreement.failure(name)
+            if not who and failure is not None and failure[0] != self.rank:
+                who = {failure[0]: f"could not ({failure[1]})"}
+            text = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+            late = isinstance(error, AbandonedError) and not text
+            own = f"they did not connect within {start_timeout_s:g} s" if late else _cause_of(error)
+            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
+            raise kind(
+                f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {text or own}. "
+                "Look at the log of that rank, and at the network between the hosts; all of them may try again. For a "
+                f"slow network, raise {settings.START_TIMEOUT_S.name}",
+                operation="new_group",
+                rank=self.rank,
+                suspect_ranks=list(who),
+                elapsed_s=elapsed_s,
+                timeout_s=start_timeout_s,
+            ) from error
+        if connects:  # else the others may not have come so far
+            self.agreement.forget(name, ranks)
+        return made
+
+    def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
+        """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.
+
+        One that there is already stays. Every member calls it, as `acquire`.
+        """
+        key: _Key = (tuple(ranks), options, False, root)
+        if len(ranks) == 1:
+            return Acquired(None, ())
+        with self._lock:
+            if key not in self._groups:
+                self._groups[key] = process_group
+                self._borrowed.add(key)
+            self._users[key] += 1
+            return Acquired(self._groups[key], (key,))
+
+    def release(self, acquired: Acquired, *, failed: bool = False) -> None:
+        """Destroys the groups that nobody uses any more. Whoever acquired together releases together.
+
+        `failed`: operations may have been begun there that will never end.
+        """
+        with self._lock:
+            if failed:
+                self._failed.update(acquired.keys)
+            with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are released
+                for key in reversed(acquired.keys):
+                    stack.callback(self._release, key)
+
+    def _release(self, key: _Key) -> None:
+        self._users[key] -= 1
+        if self._users[key] > 0:
+            return
+        del self._users[key]
+        group, failed, borrowed = self._groups.pop(key), key in self._failed, key in self._borrowed
+        self._failed.discard(key)
+        self._borrowed.discard(key)
+        if borrowed:
+            return
+        try:
+            if failed:
+                self._abandon(key, group)
+        finally:
+            _destroy(group)
+
+    def abandon(self, *, failed_only: bool = False) -> None:
+        """Before an end after a failure: nobody waits in a process group any more, for ranks that will never come.
+
+        A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines; and
+        destroying a gloo group waits for the collectives that it has begun.
+        """
+        for key in list(self._failed if failed_only else self._groups):
+            self._abandon(key, self._groups.get(key))
+
+    def _abandon(self, key: _Key, group: Any) -> None:
+        ranks, options, *_ = key
+        if group is None:
+            return
+        if options.is_nccl:  # its destroy would wait for kernels that wait for a dead rank; not run on a GPU
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        elif "gloo" in str(options.backend):
+            abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
+
+    def close(self) -> None:
+        """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
+        self._closed = True
+        self._stores.clear()
+        alone, self._alone = self._alone, {}
+        with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are done; it runs from its end
+            for group in [self._default_made, *alone.values()]:
+                stack.callback(_destroy, group)
+            self.watcher.close()
+
+    def alone(self, options: GroupOptions) -> Any:
+        """A process group of this rank only, made at its first use and without the other ranks."""
+        if self._closed:
+            raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
+        with self._lock:
+            if not dist.is_initialized():
+                timeout = timedelta(seconds=self.timeout_s)
+                dist.init_process_group(
+                    self.default_backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                )
+                self._default_made = dist.group.WORLD
+            if dist.get_world_size() == 1 and options.backend == str(dist.get_backend()):
+                return dist.group.WORLD
+            if not is_registered(self._alone.get(options)):  # or its default group, which we didn't make, is gone
+                rank = dist.get_rank()
+                name = f"{self._prefix}/alone/{rank}/{len(self._alone)}"
+                self._alone[options] = new_group_of_members(
+                    name, [rank], str(options.backend), options.timeout_s, options.for_backend()
+                )
+            return self._alone[options]
+
+
+def _cause_of(error: RuntimeError) -> str:
+    """What torch says, with this process' limits where it may have met one: a thread needs address space."""
+    text = plain(error)
+    met = any(os.strerror(number) in text for number in (errno.EAGAIN, errno.ENOMEM))
+    return f"{text}; {limits.describe_address_space()}" if met else text
+
+
+def _destroy(group: Any) -> None:
+    if group is not None and dist.is_initialized() and is_registered(group):
+        dist.destroy_process_group(group)

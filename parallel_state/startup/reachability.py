@@ -1,0 +1,196 @@
+"""Finds out before gloo connects the ranks whether their hosts can reach each other at the addresses gloo will tell.
+
+gloo would wait for a connection until the deadline of an operation, and name neither host nor address. One rank of each
+network listens at its address, on a port of the kernel's choice as gloo's are, connects to all others, and asks who is
+there: an address may be another host's, too (a docker bridge has the same on each), lead nowhere, or be behind a
+firewall that opens the store's port only. What each has found is put together by rank 0 and told to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators.errors import PeerDiedError, RendezvousError, format_ranks
+from parallel_state.startup import interfaces
+from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.watch import StartWatch
+
+_PROOF_BYTES = 16
+_ANSWER_S = 10.0
+"""For all answers at most, or half of what is left of the start; a network may be slow to connect."""
+_SHORTEST_S, _LONGEST_S = 0.002, 0.1
+
+
+def prove(store: dist.Store, rank: int, places: Mapping[int, Whereabouts], watch: StartWatch) -> None:
+    """Every rank calls it; returns when all hosts reach each other, or when there is one only.
+
+    Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one.
+    """
+    leaders = leaders_of(places)
+    if len(leaders) < 2:
+        return
+    wait = _Wait(store, watch, rank, len(places))
+    if rank in leaders:
+        proof = secrets.token_bytes(_PROOF_BYTES)
+        with _Listener(places[rank].address, proof) as listener:
+            store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), listener.problem]))
+            wait.until([f"reach/at/{leader}" for leader in leaders], leaders)
+            told = {leader: json.loads(store.get(f"reach/at/{leader}")) for leader in leaders}
+            left_s = watch.deadline - time.monotonic()
+            found = _reach(places, rank, told, min(_ANSWER_S, left_s / 2))
+            store.set(f"reach/found/{rank}", json.dumps(found))
+            if rank == leaders[0]:
+                wait.until([f"reach/found/{leader}" for leader in leaders], leaders)
+                everything = {leader: json.loads(store.get(f"reach/found/{leader}")) for leader in leaders}
+                store.set("reach/verdict", json.dumps(_worst(everything)))
+            wait.until(["reach/verdict"], leaders)
+    else:
+        wait.until(["reach/verdict"], leaders)
+    verdict = json.loads(store.get("reach/verdict"))
+    if verdict is not None:
+        raise _not_reached(places, rank, *verdict)
+
+
+def leaders_of(places: Mapping[int, Whereabouts]) -> list[int]:
+    """The lowest rank of each network and address that is known; ascending."""
+    lowest: dict[tuple[str, str], int] = {}
+    for rank in sorted(places):
+        place = places[rank]
+        if place.address and place.network:
+            lowest.setdefault((place.network, place.address), rank)
+    return list(lowest.values()) if len({places[rank].network for rank in lowest.values()}) > 1 else []
+
+
+class _Listener:
+    """Tells whoever connects who listens here."""
+
+    def __init__(self, address: str, proof: bytes) -> None:
+        self.port, self.problem = 0, ""
+        self._proof = proof
+        self._socket: socket.socket | None = None
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+            self.port = self._socket.getsockname()[1]
+        except OSError as error:
+            self.problem = str(error)
+        else:
+            threading.Thread(target=self._serve, args=(self._socket,), daemon=True, name="parallel_state-reach").start()
+
+    def __enter__(self) -> _Listener:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(OSError):
+                    peer.settimeout(1.0)
+                    peer.sendall(self._proof)
+
+
+def _reach(places: Mapping[int, Whereabouts], rank: int, told: Mapping[int, Any], limit_s: float) -> dict[str, str]:
+    """Why other leaders aren't reached, by rank; all at once."""
+    found = {str(leader): f"it can't listen there: {problem}" for leader, (_, _, problem) in told.items() if problem}
+    waiting = {leader for leader in told if leader != rank and str(leader) not in found}
+    peers: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        for leader in list(waiting):
+            address = places[leader].address
+            peer = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+            peer.setblocking(False)
+            peers[leader] = peer
+            try:
+                peer.connect_ex((address, told[leader][0]))
+                selector.register(peer, selectors.EVENT_READ, leader)
+            except OSError as error:
+                waiting.discard(leader)
+                found[str(leader)] = str(error)
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                leader, answered = key.data, peers[key.data]
+                selector.unregister(answered)
+                waiting.discard(leader)
+                try:
+                    if answered.recv(_PROOF_BYTES).hex() != told[leader][1]:
+                        found[str(leader)] = "another process answers at that address"
+                except OSError as error:
+                    found[str(leader)] = str(error)
+        found.update((str(leader), f"no answer within {limit_s:.1f} s") for leader in waiting)
+    return found
+
+
+def _worst(found: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str] | None:
+    """Who doesn't reach whom, and why: of all such pairs, one with the host that fails most often."""
+    pairs = [(by, int(to), why) for by, each in found.items() for to, why in each.items()]
+    if not pairs:
+        return None
+    fails = [end for by, to, _ in pairs for end in (by, to)]
+    suspect = max(sorted(set(fails), reverse=True), key=fails.count)
+    return next((pair for pair in pairs if pair[1] == suspect), pairs[0])
+
+
+def _not_reached(places: Mapping[int, Whereabouts], rank: int, by: int, to: int, why: str) -> RendezvousError:
+    there = [each for each, place in places.items() if place[:2] == places[to][:2]]
+    return RendezvousError(
+        f"rank {rank} of {len(places)} can't start: ranks {format_ranks(there)} on {interfaces.in_words(places[to])} "
+        f"are not reached from {interfaces.in_words(places[by])}: {why}; this is {interfaces.in_words(places[rank])}. "
+        f"{interfaces.advice()}",
+        operation="rendezvous",
+        rank=rank,
+        suspect_ranks=there,
+    )
+
+
+class _Wait:
+    """Waits for keys of the store until a rank of the start ends or gives up, or the start's deadline."""
+
+    def __init__(self, store: dist.Store, watch: StartWatch, rank: int, world_size: int) -> None:
+        self._store, self._watch, self._rank, self._world_size = store, watch, rank, world_size
+
+    def until(self, keys: Sequence[str], leaders: Sequence[int]) -> None:
+        pause_s = _SHORTEST_S
+        everyone = range(self._world_size)
+        error: Exception | None = None
+        while True:
+            try:
+                if self._store.check(list(keys)):
+                    return
+                deaths = self._watch.watcher.deaths_of(everyone)
+            except dist.DistError as lost:  # with the rank that serves it, most likely
+                error = lost
+                deaths = self._watch.watcher.await_death_of(everyone, 1.0)
+            if error is None and not deaths and time.monotonic() < self._watch.deadline:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)
+            else:
+                missing: list[int] = []
+                with contextlib.suppress(dist.DistError):
+                    missing = [rank for rank in leaders if not self._store.check([f"reach/found/{rank}"])]
+                text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+                kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
+                raise kind(
+                    f"rank {self._rank} of {self._world_size} finds out whether the hosts reach each other, but "
+                    f"{text or f'ranks {format_ranks(missing)} did not take part until the deadline of the start'}; "
+                    "look at the logs of these ranks",
+                    operation="rendezvous",
+                    rank=self._rank,
+                    suspect_ranks=[death.rank for death in deaths] or missing,
+                ) from error

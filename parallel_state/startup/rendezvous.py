@@ -1,0 +1,547 @@
+"""How the ranks find each other: from an address to the store through which torch makes its process groups.
+
+torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
+- has one deadline for all of it, after which every rank says who did not come, or which address, as it resolved, did
+  not answer; where world sizes differ, every rank is told;
+- keeps apart the worlds that follow each other on one port or on the store of a launcher, whoever was in them: no rank
+  reads the addresses of an earlier one;
+- tells every rank where one of them would be looked for on its own host's loopback interface by ranks of others, or
+  under an address that another host announces, too;
+- tells every rank which one ended while they waited for others;
+- comes back where it met a server that was just being closed, and waits for a port that is just being given back.
+
+How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
+that world with its rank, world size, process and whereabouts, and waits there for rank 0's verdict. Meanwhile rank 0
+keeps a roster of those who came, so that each can watch the processes of its host, from rank 0's on. Then rank 0 takes
+the name away again. A rank that gets no verdict, as that world's rank 0 was killed before, or that of a smaller world,
+watches the key for the next.
+
+Where an agent of torchrun serves the store, the key is the same in each of its rounds: agents count restarts
+differently, one for a failure, the other for a change of members. What is left of an earlier round is a name that
+nobody keeps, and entries of processes that have ended, which those that come after them may replace.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import ipaddress
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from device_communicators.errors import (
+    ConfigMismatchError,
+    InvalidArgumentError,
+    PeerDiedError,
+    RendezvousError,
+    format_ranks,
+)
+from parallel_state.startup import interfaces
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.watch import Processes
+from parallel_state.store.client import HANDED
+
+T = TypeVar("T")
+
+logger = logging.getLogger("parallel_state")
+
+_PORT_RETRY_S = 5.0
+_GRACE_S = 0.5
+_OWN_NAME_S = 2.0  # for this host's own name to resolve
+_FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
+_ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
+_PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
+
+_NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
+_COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
+_ROSTER_S = 0.2  # between two rosters of those who came so far
+
+
+class Met(NamedTuple):
+    """What comes of a meeting: the world's store, its ranks, and those of them that are watched."""
+
+    store: dist.Store
+    places: dict[int, Whereabouts]
+    processes: Processes
+    deadline: float
+    """Of the whole start."""
+
+
+def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
+    """Meets the other ranks of a new world. Every rank calls it; rank 0 serves unless the launcher does.
+
+    `over_gloo`: the ranks will be connected by gloo, and must be where others can reach them.
+
+    A world of one rank gets a store in memory: no address, no port. Raises RendezvousError, PeerDiedError with a rank
+    that ended meanwhile, ConfigMismatchError where ranks have different world sizes, InvalidArgumentError for a method
+    that nobody knows.
+    """
+    deadline = time.monotonic() + timeout_s
+    if place.world_size == 1:
+        return Met(dist.HashStore(), {}, Processes(Whereabouts()), deadline)
+    here = _whereabouts(deadline) if over_gloo else interfaces.process()
+    if init_method == "env://" or init_method.startswith("tcp://"):
+        by_launcher = init_method == "env://" and _launcher_serves()
+        address = _address(init_method, place)
+        where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
+        handed = HANDED.try_get(*address) if by_launcher else None
+        if handed is not None:
+            where += ", the store of launch, which takes ranks with the job's secret"
+            open_store: Callable[..., dist.Store] = _handed_over
+        else:
+            open_store = _serve if place.rank == 0 and not by_launcher else _connect
+        logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
+        run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
+        connect = partial(open_store, address, place, deadline)
+        meeting = _Meeting(place, here, where, timeout_s, deadline, connect, f"parallel_state/{run or 0}")
+    elif "://" in init_method:
+        connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
+        meeting = _Meeting(place, here, init_method, timeout_s, deadline, connect, "parallel_state")
+    else:
+        raise InvalidArgumentError(
+            "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
+            f"but is {init_method!r}"
+        )
+    try:
+        store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        return Met(store, meeting.places, meeting.processes, deadline)
+    except BaseException as error:
+        meeting.processes.close()
+        if isinstance(error, dist.DistError):
+            meeting.obstacle = str(error).splitlines()[0]
+            raise meeting.not_met() from error
+        raise
+
+
+@dataclass
+class _Meeting:
+    """One attempt of this rank to meet the others."""
+
+    place: ProcessEnvironment
+    here: Whereabouts
+    where: str
+    timeout_s: float
+    deadline: float
+    connect: Callable[[], dist.Store]
+    """A new connection; raises OSError or DistNetworkError where it may be tried again."""
+    prefix: str
+    obstacle: str = "it was not tried"
+
+    def __post_init__(self) -> None:
+        self.places = {self.place.rank: self.here}
+        self.processes = Processes(self.here)
+
+    def open_world(self) -> dist.Store:
+        """Rank 0's part."""
+        store = self._reach_store()
+        name = secrets.token_hex(8)
+        world = dist.PrefixStore(name, store)
+        self._tell_roster(world)
+        store.set(_NAME, name)
+        verdict, others = self._judge(world)
+        if verdict.startswith(_COMPLETE):
+            self._tell_roster(world)
+        world.set(_VERDICT, verdict)
+        complete = verdict.startswith(_COMPLETE)
+        if not complete:
+            for _ in _looks(time.monotonic() + _FAREWELL_S):
+                if world.add(_HEARD, 0) >= others:
+                    break
+        store.set(_NAME, "")
+        if not complete:
+            raise self._failure(verdict)
+        return world
+
+    def _reach_store(self) -> dist.Store:
+        for _ in _looks(self.deadline):
+            try:
+                return dist.PrefixStore(self.prefix, self.connect())
+            except (OSError, dist.DistNetworkError) as error:
+                self.obstacle = str(error).splitlines()[0]
+        raise self.not_met()
+
+    def _judge(self, world: dist.Store) -> tuple[str, int]:
+        """Waits for every rank. The verdict, and how many may be there to hear it."""
+        deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
+        size, told, told_at = self.place.world_size, 1, time.monotonic()
+        for rank in range(1, size):
+            key = _key(rank)
+            for _ in _looks(deadline):
+                if world.check([key]):
+                    break
+                if ended := self._ended(world):
+                    return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(self._missing(world)) - len(ended)
+                if len(self.places) > told and time.monotonic() > told_at + _ROSTER_S:
+                    self._tell_roster(world)
+                    told, told_at = len(self.places), time.monotonic()
+            else:
+                missing = self._missing(world)
+                return f"{_MISSING} {' '.join(map(str, missing))}", size - 1 - len(missing)
+            words = world.get(key).decode().split(" ")
+            theirs = int(words[0])
+            if theirs != size:
+                return f"{_SIZES} {size} {rank} {theirs}", max(size, theirs) - 1
+            self.places[rank] = Whereabouts.told(words[2:])
+            self.processes.see({rank: self.places[rank]})
+        if ended := self._ended(world):
+            return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
+        if unreachable := interfaces.unreachable(self.places):
+            return f"{_LOOPBACK} {' '.join(unreachable)}", size - 1
+        if shared := interfaces.shared_address(self.places):
+            return f"{_SAME} {' '.join(shared)}", size - 1
+        return f"{_COMPLETE} {size}", size - 1
+
+    def _ended(self, world: dist.Store) -> list[int]:
+        """Ranks that came and ended: which this one sees, and those of which others tell."""
+        told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
+        return sorted({*self.processes.ended(), *map(int, told)})
+
+    def _tell_roster(self, world: dist.Store) -> None:
+        world.set(_ROSTER, json.dumps({str(rank): list(place) for rank, place in self.places.items()}))
+
+    def _hear_roster(self, world: dist.Store) -> None:
+        if world.check([_ROSTER]):
+            told = json.loads(world.get(_ROSTER))
+            self.places = {int(rank): Whereabouts.told(words) for rank, words in told.items()}
+            self.processes.see(self.places)
+
+    def _missing(self, world: dist.Store) -> list[int]:
+        return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
+
+    def enter_world(self) -> dist.Store:
+        """The other ranks' part."""
+        entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.here])
+        store = world = None
+        name = b""
+        entered = False
+        for _ in _looks(self.deadline):
+            try:
+                if store is None:
+                    store, name = dist.PrefixStore(self.prefix, self.connect()), b""
+                    self.obstacle = "rank 0 has not opened a world there"
+                newest = store.get(_NAME) if store.check([_NAME]) else b""
+                if newest not in (b"", name):
+                    name, world = newest, dist.PrefixStore(newest.decode(), store)
+                    self.processes.close()
+                    self.processes = Processes(self.here)
+                    self._hear_roster(world)
+                    if 0 in self.processes.ended():  # the name was left behind, by a world that never was
+                        world, entered, self.obstacle = None, False, "rank 0 has not opened a world there"
+                    else:
+                        entered = self._enter(world, entry)
+                        self.obstacle = (
+                            "rank 0 gave no verdict" if entered else "another process came there with this rank"
+                        )
+                if world is not None and entered and world.check([_VERDICT]):
+                    verdict = world.get(_VERDICT).decode()
+                    world.add(_HEARD, 1)
+                    if verdict == f"{_COMPLETE} {self.place.world_size}":
+                        self._hear_roster(world)
+                        return world
+                    if not verdict.startswith(_COMPLETE):
+                        raise self._failure(verdict)
+                    # A smaller world, of some of the ranks, that comes first.
+                    entered = False
+                    self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
+                elif world is not None and entered:
+                    self._look_after(world)
+            except (OSError, dist.DistNetworkError) as error:
+                # Nobody listens yet; or the server, of an earlier world, was just being closed.
+                store = None
+                if world is None:  # else what was found there says more
+                    self.obstacle = str(error).splitlines()[0]
+        missing = self._missing(world) if store is not None and world is not None and entered else []
+        raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}") if missing else self.not_met()
+
+    def _enter(self, world: dist.Store, entry: str) -> bool:
+        """Whether this process is its rank in that world: unless another one is, that hasn't ended."""
+        key = _key(self.place.rank)
+        found = world.compare_set(key, "", entry).decode()
+        if found != entry:
+            other = Processes(self.here)
+            other.see({self.place.rank: Whereabouts.told(found.split(" ")[2:])})
+            if other.ended():
+                found = world.compare_set(key, found, entry).decode()
+            other.close()
+        return found == entry
+
+    def _look_after(self, world: dist.Store) -> None:
+        """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
+        self._hear_roster(world)
+        ended = self.processes.ended()
+        if 0 in ended:
+            raise self._failure(f"{_ENDED} 0")
+        if ended:
+            world.set(_ENDED, " ".join(map(str, ended)))
+
+    def not_met(self) -> RendezvousError:
+        return RendezvousError(
+            f"rank {self.place.rank} of {self.place.world_size} must meet the others at {self.where}, but did not "
+            f"within {self.timeout_s:g} s: {self.obstacle}. Check that all ranks were started, that MASTER_ADDR and "
+            "MASTER_PORT are equal everywhere, and that no firewall is between",
+            operation="rendezvous",
+            rank=self.place.rank,
+            timeout_s=self.timeout_s,
+        )
+
+    def _failure(self, verdict: str) -> Exception:
+        kind, *words = verdict.split()
+        if kind == _LOOPBACK:
+            return RendezvousError(
+                interfaces.not_reachable(self.here, *words, who=f"rank {self.place.rank} of {self.place.world_size}"),
+                operation="rendezvous",
+                rank=self.place.rank,
+                suspect_ranks=[int(word) for word in words[2:]],
+            )
+        if kind == _SAME:
+            text, suspects = interfaces.same_address(self.here, *words)
+            return RendezvousError(
+                f"rank {self.place.rank} of {self.place.world_size} can't start: {text}",
+                operation="rendezvous",
+                rank=self.place.rank,
+                suspect_ranks=suspects,
+            )
+        numbers = [int(word) for word in words]
+        if kind == _ENDED:
+            return PeerDiedError(
+                f"rank {self.place.rank} of {self.place.world_size} met the others at {self.where}, but global ranks "
+                f"{format_ranks(numbers)} ended while they waited there; look at the logs of these ranks",
+                group="world",
+                operation="rendezvous",
+                rank=self.place.rank,
+                suspect_ranks=numbers,
+                timeout_s=self.timeout_s,
+            )
+        if kind == _SIZES:
+            told, rank, theirs = numbers
+            return ConfigMismatchError(
+                f"all ranks must have one world size, but rank 0 has {told} and rank {rank} {theirs} (this is rank "
+                f"{self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of another "
+                f"job at {self.where}"
+            )
+        return RendezvousError(
+            f"rank {self.place.rank} of {self.place.world_size} was at {self.where}, but ranks {format_ranks(numbers)} "
+            f"did not come within {self.timeout_s:g} s. Look for ranks that were not started or ended early; for a "
+            "slow start, raise PARALLEL_STATE_START_TIMEOUT_S",
+            operation="rendezvous",
+            rank=self.place.rank,
+            suspect_ranks=numbers,
+            timeout_s=self.timeout_s,
+        )
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    """At least one look, and the last one at the deadline; pauses grow, as many ranks look at one server."""
+    pause_s, longest_s = _PAUSES_S
+    while True:
+        yield
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return
+        time.sleep(min(pause_s, remaining_s))
+        pause_s = min(pause_s * 1.3, longest_s)
+
+
+def _launcher_serves() -> bool:
+    """torchrun and `launch` host the store themselves; then rank 0 must not."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
+    if init_method == "env://":
+        if place.master_addr is None or place.master_port is None:
+            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT; set both")
+        return place.master_addr, place.master_port
+    parts = urlsplit(init_method)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None:
+        raise InvalidArgumentError(f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}")
+    return host, port
+
+
+def _torch_rendezvous(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> dist.Store:
+    parts = urlsplit(init_method)
+    folder = os.path.dirname(parts.path)
+    if parts.scheme == "file" and not os.path.isdir(folder):  # FileStore would try for ever
+        raise InvalidArgumentError(
+            f"distributed_init_method must name a file in a directory that exists, but is {init_method!r}"
+        )
+    start = partial(dist.rendezvous, init_method, place.rank, place.world_size, timeout=timedelta(seconds=timeout_s))
+    try:
+        return _within(deadline, lambda: next(start())[0])
+    except (RuntimeError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"torch can't use distributed_init_method {init_method!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
+    give_up = min(deadline, time.monotonic() + _PORT_RETRY_S)
+    while True:
+        try:
+            listener = listen_on(_interface(address[0]), address[1], place.world_size + 16)
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            if in_use and time.monotonic() + 0.2 < give_up:
+                time.sleep(0.05)  # an earlier world of this process may be just closing its server
+                gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
+                continue
+            what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
+            raise RendezvousError(
+                f"rank 0 must listen on {address[0]}:{address[1]}, but that address {what}; "
+                "choose another MASTER_PORT (the same on every rank), or end what listens there",
+                operation="rendezvous",
+                rank=0,
+            ) from error
+        with listener:
+            _check_own(address, listener, deadline)
+            try:
+                return _within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
+            except (OSError, RuntimeError) as error:
+                raise RendezvousError(
+                    f"rank 0 listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
+                    f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
+                    operation="rendezvous",
+                    rank=0,
+                ) from error
+
+
+def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
+    """Finds out whether a connection to `address` comes to `listener`, of this process; RendezvousError if not.
+
+    Before TCPStore tries: it would until the deadline, in a thread that can't be broken off, and that ends the process
+    by SIGABRT if it comes back while the interpreter is on its way out.
+    """
+    why = ""
+    for _ in _looks(deadline):  # an address in front of this host may come to lead here only in a while
+        try:
+            with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
+                poll = select.poll()  # `select` takes no descriptor above 1,023
+                poll.register(listener, select.POLLIN)
+                came = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
+            if came:
+                return
+            why = "another host answers there"
+        except OSError as error:
+            why = str(error)
+    raise RendezvousError(
+        f"rank 0 must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
+        f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
+        "or start rank 0 on the host that has this address",
+        operation="rendezvous",
+        rank=0,
+    )
+
+
+def _interface(host: str) -> str | None:
+    """Where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+
+    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
+    """
+    if host == "localhost":
+        return host
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((str(ipaddress.ip_address(host)), 0))
+    except (OSError, ValueError):
+        return None
+    return host
+
+
+def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
+    """A listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
+
+    TCPStore would listen on all interfaces whatever host it is given, unless it is handed a socket.
+    """
+    if host is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    family, _, _, _, where = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(where[:2], family=family, backlog=backlog)
+
+
+def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
+    # A look first: while nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
+    with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
+        pass
+    return _within(deadline, partial(_tcp_store, address, place, deadline), _GRACE_S)
+
+
+def _handed_over(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
+    store = HANDED.try_get(*address)
+    if store is None:
+        raise RendezvousError(f"rank {place.rank} must come while its launch runs, but that has ended", rank=place.rank)
+    store.reach(deadline)
+    return store
+
+
+def _tcp_store(
+    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
+) -> dist.Store:
+    timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
+    is_server = listen_fd is not None
+    return dist.TCPStore(
+        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def _within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
+    """`make()`, given up at the deadline: names resolve late, and TCPStore has no limit for a server that is silent."""
+    made: list[T] = []
+    failed: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=call, daemon=True, name="parallel_state-rendezvous")
+    thread.start()
+    # A native call with this deadline ends a moment later: it must not come back while the interpreter is going.
+    thread.join(max(0.0, deadline - time.monotonic()) + grace_s)
+    if made:
+        return made[0]
+    raise failed[0] if failed else TimeoutError("what is there doesn't answer")
+
+
+def _whereabouts(deadline: float) -> Whereabouts:
+    try:
+        return _within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
+    except TimeoutError:  # then there is nothing to warn about
+        return Whereabouts()
+
+
+def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
+    try:
+        found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
+    except OSError as error:
+        raise RendezvousError(
+            f"rank {place.rank} must meet the others at {address[0]}:{address[1]}, but that name does not resolve "
+            f"({error}); set MASTER_ADDR to an address that every host knows",
+            operation="rendezvous",
+            rank=place.rank,
+        ) from error
+    return sorted({str(entry[4][0]) for entry in found})

@@ -1,0 +1,256 @@
+"""The watch over a start: each of its waits ends when a rank ends or gives up, and at the latest at its deadline.
+
+Ranks tell their process ids as the first thing they say in a meeting (`rendezvous`); from then on those that can see
+each other's processes watch them by pidfd. Who sees an end, and who gives up by itself, tells the others through the
+store. What was heard goes into the world's `Watcher`, where all waits look.
+
+What belongs elsewhere: deaths after the start (`device_communicators.liveness.health`, `heartbeat`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
+from parallel_state.startup import interfaces
+from parallel_state.startup.interfaces import Whereabouts
+
+T = TypeVar("T")
+
+logger = logging.getLogger("parallel_state")
+
+_LOOK_S = 0.2
+"""Between two looks into the store; more in large worlds, whose ranks share one store."""
+_LOOKS_PER_S = 1024
+_SLICE_S = 0.05
+_FAILED = "failed"
+
+
+class Processes:
+    """The processes of a start that this one can watch, by rank."""
+
+    def __init__(self, here: Whereabouts) -> None:
+        self._here = here
+        self._descriptors: dict[int, int] = {}
+        self._known: set[int] = set()
+        self._ended: list[int] = []
+
+    def see(self, places: Mapping[int, Whereabouts]) -> None:
+        """Watches those of these ranks that aren't watched yet and whose process can be."""
+        for rank, place in places.items():
+            if rank in self._known or place.pid == self._here.pid or not place.pid.isdigit():
+                continue
+            if place.processes == self._here.processes != "":
+                self._known.add(rank)
+                self._open(rank, int(place.pid), place.born)
+
+    def _open(self, rank: int, pid: int, began: str) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended.append(rank)
+        except (OSError, AttributeError) as error:  # no pidfds here, or no descriptor: the deadline is left
+            logger.debug("rank %d can't be watched while it starts: %s", rank, error)
+        else:
+            if interfaces.born(pid) == began:
+                self._descriptors[descriptor] = rank
+            else:  # its pid is another one's by now
+                os.close(descriptor)
+                self._ended.append(rank)
+
+    def ended(self, wait_s: float = 0.0, *wake: int) -> list[int]:
+        """All that have ended so far, ascending; waits so long for one more, or until a descriptor is readable."""
+        poll = select.poll()
+        for descriptor in (*self._descriptors, *wake):
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(int(wait_s * 1000)):
+            if descriptor in self._descriptors:
+                self._ended.append(self._descriptors.pop(descriptor))
+                os.close(descriptor)
+        return sorted(self._ended)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[0])
+
+
+class StartWatch:
+    """Hears, from the ranks' meeting until the start is over, of ranks that end or give up, and reports them.
+
+    A thread of its own, as the main one may be anywhere, with a connection of its own to the store; where that can't
+    give one, this rank hears of processes of its own host only.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        processes: Processes,
+        deadline: float,
+        served_by: int | None = None,
+    ) -> None:
+        """`served_by`: the rank that serves the store, if one does."""
+        self._own: Any = store
+        self.watcher = Watcher()
+        """The world's, from its beginning."""
+        self.deadline = deadline
+        self._store: Any = cloned(store)
+        self._rank = rank
+        self._world_size = world_size
+        self._processes = processes
+        self._served_by = served_by
+        self._look_s = max(_LOOK_S, world_size / _LOOKS_PER_S)
+        self._stage = 0
+        self._wake = WakeEvent()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
+        self._thread.start()
+
+    def stage(self, number: int) -> None:
+        """Tells how far this rank has come: who is furthest behind at the deadline is who the others waited for."""
+        self._stage = number
+        with contextlib.suppress(dist.DistError):
+            self._own.set(f"stage/{self._rank}", str(number))
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells the others that this rank can't go on, unless it is one of them that it can't go on without."""
+        if self.watcher.deaths_of(range(self._world_size)):
+            return
+        text = str(error).partition("\n")[0]
+        told = {"rank": self._rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
+        with contextlib.suppress(dist.DistError):
+            self._own.compare_set(_FAILED, "", json.dumps(told))
+            if self._rank == self._served_by:
+                time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
+
+    def close(self) -> None:
+        """The start is over. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake.set()
+        self._thread.join(1.0)
+        self._store = self._own = None
+        if not self._thread.is_alive():  # else a server that doesn't answer holds it, which leaves it as it is
+            self._wake.close()
+            self._processes.close()
+
+    def _run(self) -> None:
+        reported: set[int] = set()
+        hears = True
+        while not self._closed:
+            ended = self._processes.ended(self._look_s, self._wake.fileno())
+            for rank in ended:
+                if rank not in reported and not self.watcher.has_left(rank) and not self._closed:
+                    self.watcher.report(rank, "has ended during the start")
+                    self._tell({"rank": rank, "reason": "has ended during the start", "ended": True})
+                reported.add(rank)
+            hears = hears and not self._closed and self._hear()
+            if time.monotonic() > self.deadline:
+                self._name_who_is_behind()
+                return
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(dist.DistError, AttributeError):
+            self._store.compare_set(_FAILED, "", json.dumps(what))
+
+    def _hear(self) -> bool:
+        """What others tell. False where there is nothing more to hear."""
+        store = self._store
+        if store is None:
+            return True
+        try:
+            if not store.check([_FAILED]):
+                return True
+            told = json.loads(store.get(_FAILED))
+        except dist.DistNetworkError:
+            served_by = self._served_by
+            if served_by is not None and served_by != self._rank and not self._closed:
+                self.watcher.await_death_of([served_by], NEWS_S)
+                if not self._closed and not self.watcher.has_left(served_by):
+                    self.watcher.report(served_by, "has closed the store of the start, which it serves")
+            return False
+        except dist.DistError:
+            return True
+        if told["rank"] != self._rank:
+            self.watcher.report(told["rank"], told["reason"], certain=told.get("ended", False))
+        return False
+
+    def _name_who_is_behind(self) -> None:
+        store = self._store
+        if store is None:
+            return
+        with contextlib.suppress(dist.DistError):
+            keys = {rank: f"stage/{rank}" for rank in range(self._world_size) if rank != self._rank}
+            there = [rank for rank, key in keys.items() if store.check([key])]
+            stages = dict(zip(there, map(int, store.multi_get([keys[rank] for rank in there])), strict=True))
+            for rank in keys:
+                if stages.get(rank, -1) < self._stage and not self._closed:
+                    self.watcher.report(rank, "did not go on with the start until its deadline", certain=False)
+
+
+def cloned(store: dist.Store) -> dist.Store | None:
+    """A connection of its own to the same store; None where it can't give another one."""
+    try:
+        return store.clone()  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return None
+
+
+class AbandonedError(RuntimeError):
+    """A call was left behind, as a rank that it waits for has ended, or at the deadline."""
+
+
+def run_watched(
+    call: Callable[[Callable[[], bool]], T],
+    watcher: Watcher,
+    ranks: Iterable[int],
+    deadline: float,
+    has_failed: Callable[[], bool] = lambda: False,
+) -> T:
+    """`call(is_abandoned)` in a thread, which is left behind when one of `ranks` ends, and at the deadline.
+
+    And where `has_failed`, which is asked now and then, says that another rank has given up. torch's calls that connect
+    ranks neither hear of their ends, nor can they be broken off. One that ends after it was left behind asks
+    `is_abandoned` and takes back what it did.
+    """
+    ranks = list(ranks)
+    made: list[T] = []
+    failed: list[BaseException] = []
+    abandoned = threading.Event()
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(call(abandoned.is_set))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True, name="parallel_state-connect").start()
+    asked = time.monotonic()
+    while not ended.wait(_SLICE_S):
+        now = time.monotonic()
+        late, failure = now > deadline, False
+        if now - asked > _LOOK_S:
+            asked, failure = now, has_failed()
+        if late or failure or watcher.deaths_of(ranks):
+            if not ended.wait(NOTICE_S):
+                abandoned.set()
+                raise AbandonedError("the deadline of the start has passed" if late else "a rank has ended or failed")
+            break
+    if failed:
+        raise failed[0]
+    return made[0]

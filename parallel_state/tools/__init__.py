@@ -1,0 +1,4 @@
+"""The commands of `python -m parallel_state`: plan, topology, debug, tune.
+
+May import everything of the package; nothing imports it.
+"""

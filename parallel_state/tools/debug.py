@@ -1,0 +1,139 @@
+"""`python -m parallel_state debug FOLDER`: the ranks' records side by side. Who is at which operation, who is missing.
+
+A rank writes its record when one of its groups fails while PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
+calls `write_record(folder)`. Operations of a group that involve all its ranks have numbers, the same on each rank that
+made the same calls: the rank with the lowest is the one that the others wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from device_communicators.errors import format_ranks
+from device_communicators.routing.recorder import PAIRS
+
+_SHOWN = 3
+
+
+@dataclass
+class _View:
+    """What one rank recorded of one group."""
+
+    rank: int
+    ranks: list[int]
+    failure: str | None
+    operations: list[dict[str, Any]]
+    written_s: float
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        return self.operations[-1] if self.operations else None
+
+    @property
+    def number(self) -> int:
+        return self.operations[-1]["sequence"] if self.operations else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints what the records say; 0, or 2 where there are none."""
+    parser = argparse.ArgumentParser(prog="python -m parallel_state debug", description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", type=Path, help="where the ranks wrote: PARALLEL_STATE_DEBUG_DIR")
+    folder: Path = parser.parse_args(arguments).folder
+    groups, broken = read(folder)
+    for path, why in broken:
+        print(f"{path.name} can't be read: {why}")
+    if not groups:
+        print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()")
+        return 2
+    for ranks, views in groups.items():
+        print("\n".join(describe(ranks, views)), end="\n\n")
+    return 0
+
+
+def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
+    """Views by group, a group being its name's stem, its ranks, and how many such came after it; and broken files."""
+    newest: dict[int, dict[str, Any]] = {}
+    broken: list[tuple[Path, str]] = []
+    for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
+        try:
+            content = json.loads(path.read_text())
+            newest[int(content["rank"])] = content  # of several processes of one rank, the last
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            broken.append((path, f"{type(error).__name__}: {error}"))
+    groups: dict[Any, list[_View]] = defaultdict(list)
+    for rank, content in sorted(newest.items()):
+        # The number in a name is that process' own count, so it can differ between ranks: the newest are put together.
+        before: Counter[Any] = Counter()
+        for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
+            key = (group["group"].partition(":")[0], tuple(group["ranks"]))
+            which = (*key, before[key])
+            groups[which].append(_View(rank, group["ranks"], group["failure"], group["operations"], content["now_s"]))
+            before[key] += 1
+    return dict(groups), broken
+
+
+def _number_of(name: str) -> int:
+    number = name.partition(":")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def describe(key: Any, views: list[_View]) -> list[str]:
+    """The lines about one group."""
+    name, ranks, before = key
+    lines = [f"group {name}{f' ({before} before the last)' if before else ''}, global ranks {format_ranks(ranks)}"]
+    silent = sorted(set(ranks) - {view.rank for view in views})
+    if silent:
+        lines.append(
+            f"  no record of ranks {format_ranks(silent)}: they ended before they could write one, or still run"
+        )
+    ahead = max(view.number for view in views)
+    behind = [view for view in views if view.number < ahead]
+    for view in sorted(views, key=lambda view: view.number):
+        lines.append(f"  rank {view.rank}: {_state(view)}")
+        if view.failure:
+            lines.append(f"    failed: {view.failure}")
+    if behind:
+        lines.append(
+            f"  behind: ranks {format_ranks([view.rank for view in behind])}; the others wait in number {ahead}"
+        )
+    return lines + _different_calls(views)
+
+
+def _state(view: _View) -> str:
+    last = view.last
+    if last is None:
+        return "no operation yet"
+    how_long = view.written_s - last["started_s"]
+    state = (
+        f"in it for {how_long:.1f} s"
+        if last["ended_s"] is None
+        else f"done {view.written_s - last['ended_s']:.1f} s before"
+    )
+    return f"{_words(last)}, {state}"
+
+
+def _words(operation: dict[str, Any]) -> str:
+    what = f" of {operation['shape']} {operation['dtype']}" if operation["dtype"] else ""
+    site = f" at {operation['site']}" if operation["site"] else ""
+    return f"{operation['name']} number {operation['sequence']}{what}{site}"
+
+
+def _different_calls(views: list[_View]) -> list[str]:
+    """The first numbers at which ranks made different calls."""
+    calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for view in views:
+        for operation in view.operations:
+            if operation["name"] not in PAIRS:
+                calls[operation["sequence"]][operation["name"]].append(view.rank)
+    lines: list[str] = []
+    for number, names in sorted(calls.items()):
+        if len(names) > 1 and len(lines) < _SHOWN:
+            told = "; ".join(f"ranks {format_ranks(ranks)}: {name}" for name, ranks in names.items())
+            lines.append(f"  different calls at number {number}: {told}")
+    return lines

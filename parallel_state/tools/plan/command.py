@@ -1,0 +1,127 @@
+"""`python -m parallel_state plan`: what a layout means, before anything is started. Options, files and exit codes.
+
+Exit code 0, also with warnings; 2 for sizes that don't fit, with the smallest change that would make them fit, and for
+options that make no sense. What `--json` writes is in `as_json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from device_communicators.errors import LayoutError
+from parallel_state.layout.axes import AXES, PRESETS
+from parallel_state.tools.plan.as_json import plan_json, refusal_json
+from parallel_state.tools.plan.as_text import plan_text, rank_text
+from parallel_state.tools.plan.communicators import count_communicators
+from parallel_state.tools.plan.fit import changes_that_fit
+from parallel_state.tools.plan.groups import Plan, Request, make_plan
+from parallel_state.tools.plan.page import page
+from parallel_state.tools.plan.picture import MAX_RANKS, default_kind, picture
+from parallel_state.tools.plan.remarks import remarks_on
+
+BAD_SIZES = 2
+STDOUT = "-"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `plan` with these arguments (default: the process's); returns the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.svg or options.html) and options.world_size > MAX_RANKS:
+        parser.error(f"a picture holds at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; "
+                     f"leave out --svg and --html")  # fmt: skip
+    sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    request = Request(options.world_size, given, options.order, options.gpus_per_node)
+    try:
+        plan = make_plan(request)
+    except LayoutError as error:
+        return _refuse(request, error, options.json)
+    _check(parser, plan, options)
+    remarks, communicators = remarks_on(plan), count_communicators(plan)
+    kind = options.color_by or default_kind(plan)
+    try:
+        if options.json is not None:
+            _write(options.json, _dump(plan_json(plan, remarks, communicators, options.rank)))
+        if options.svg is not None:
+            _write(options.svg, picture(plan, kind))
+        if options.html is not None:
+            _write(options.html, page(plan, kind, remarks))
+    except OSError as error:
+        parser.error(f"cannot write {error.filename}: {error.strerror}")
+    if STDOUT not in (options.json, options.svg, options.html):
+        print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_state plan",
+        description="Who would be in which group, on which node, at what cost. Starts nothing and needs no GPU.",
+        epilog="Sizes that are left out are 1, but --dp, which is the rest, and --etp, which is --tp. "
+        "-1 makes another one the rest.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks, one per GPU")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default: 8")
+    presets = "; ".join(f"{name} ({preset.order})" for name, preset in PRESETS.items())
+    parser.add_argument("--order", default="megatron",
+                        help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
+                        f"one: {presets}. Default: megatron")  # fmt: skip
+    sizes = parser.add_argument_group("sizes")
+    for axis in AXES:
+        if axis.size_parameter:
+            short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
+            sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
+    output = parser.add_argument_group("output")
+    output.add_argument("--rank", type=int, metavar="N", help="the view of one rank instead of the table")
+    output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
+                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    output.add_argument("--svg", metavar="FILE", help="a picture of all nodes and GPUs")
+    output.add_argument("--html", metavar="FILE", help="a page with the picture, to look around in a browser")
+    output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, as tp")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number
+
+
+def _check(parser: argparse.ArgumentParser, plan: Plan, options: argparse.Namespace) -> None:
+    """Ends the process with exit code 2 for options that don't fit the plan."""
+    if options.rank is not None and not 0 <= options.rank < plan.world_size:
+        parser.error(f"--rank must be in 0 … {plan.world_size - 1}, but is {options.rank}")
+    if options.color_by is not None and plan.kind(options.color_by) is None:
+        parser.error(f"--color-by must be one of {', '.join(kind.name for kind in plan.kinds)}, "
+                     f"but is {options.color_by!r}")  # fmt: skip
+
+
+def _dump(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def _write(path: str, text: str) -> None:
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
+    changes = changes_that_fit(request)
+    if json_path is not None:
+        _write(json_path, _dump(refusal_json(error, changes)))
+    print(f"error: {error}", file=sys.stderr)
+    for index, change in enumerate(changes):
+        print(f"{'or' if index else 'smallest change'}: {change}", file=sys.stderr)
+    if not changes:
+        print("no change of one or two sizes makes them fit", file=sys.stderr)
+    return BAD_SIZES

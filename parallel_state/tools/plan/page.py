@@ -1,0 +1,165 @@
+"""A plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
+
+Works from a file, without network: styles and script are inside, and the page's own policy forbids anything else. The
+page holds no lists of ranks: the script computes groups from the axes, as `layout.Grid` does. The script is in
+`script`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from parallel_state.layout.axes import BY_NAME
+from parallel_state.layout.ranks import Grid
+from parallel_state.tools.plan.groups import Kind, Plan, whole_of
+from parallel_state.tools.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
+from parallel_state.tools.plan.remarks import Remark
+from parallel_state.tools.plan.script import PAGE_STYLE, SCRIPT
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
+    """The page, with the groups of one kind shown first."""
+    geometry = Geometry.of(plan)
+    kind = next(kind for kind in plan.kinds if kind.name == name)
+    shows, read = shown(kind), how_to_read(plan, kind)
+    data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
+    title = escape(str(plan.layout))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{title}</title>
+<style>{STYLE}{PAGE_STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{title}</h1>
+<p>{plan.world_size} ranks on {plan.nodes} × {plan.gpus_per_node} GPUs, order {escape(plan.request.order)}</p>
+{_remarks(remarks)}</header>
+<div class="kinds">
+{_buttons(plan, name)}</div>
+<main>
+<section aria-label="Nodes and GPUs">
+<p id="shows" aria-live="polite">{escape(shows)}</p>
+<p class="soft">{escape(read)} Arrow keys move from GPU to GPU; Enter or a click holds one, Escape lets go.</p>
+<svg id="drawing" class="drawing" viewBox="-2 -2 {geometry.width + 4:g} {geometry.height + 4:g}" \
+style="max-width:{geometry.width * 1.3 + 4:.0f}px;--mark:{geometry.gap / 2:g}">
+{"".join(nodes(plan, name, geometry))}
+</svg>
+</section>
+<aside aria-label="One rank">
+<form id="find"><label for="number">Rank</label> <input id="number" type="number" min="0" \
+max="{plan.world_size - 1}" value="0"></form>
+<div id="panel"></div>
+</aside>
+</main>
+<script type="application/json" id="data">{for_script(data)}</script>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def for_script(text: str) -> str:
+    """JSON that can't end the script element that it is in."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
+    """What the script knows. Kinds with the same sets of ranks are one entry, with all their names.
+
+    A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
+    the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
+    the ends of pipelines `places` lists which places of the whole group are in it, and for
+    parts of groups `parts` has the numbers of the parts of each whole group.
+    """
+    grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
+    return {
+        "world": plan.world_size,
+        "perNode": plan.gpus_per_node,
+        "colors": len(LIGHT),
+        "gpuColumns": geometry.gpu_columns,
+        "gpuRows": geometry.gpu_rows,
+        "nodeColumns": geometry.node_columns,
+        "chosen": name,
+        "grids": grids,
+        "axes": [axis for axis in BY_NAME if any(axis == each[0] for grid in grids for each in grid)],
+        "kinds": [_kind_data(kind, plan) for kind in distinct_kinds(plan, name)],
+    }
+
+
+def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
+    """One of each set of kinds that are the same groups, without those of one rank unless it is the chosen one."""
+    return [
+        kind
+        for kind in plan.kinds
+        if (kind.size > 1 or chosen in (kind.name, *kind.same_as))
+        and kind == next(other for other in plan.kinds if other.name in (kind.name, *kind.same_as))
+    ]
+
+
+def _kind_data(kind: Kind, plan: Plan) -> dict[str, Any]:
+    part_of = whole_of(plan.layout, kind.name)
+    whole = part_of or kind.name
+    grid: Grid = plan.layout.grid_of(whole)
+    places = None
+    if kind.name in plan.layout.ends:
+        parent = plan.layout.groups(whole)[0]
+        places = [parent.index(rank) for rank in kind.first]
+    return {
+        "names": [kind.name, *kind.same_as],
+        "size": kind.size,
+        "shows": shown(kind),
+        "grid": plan.layout.grids.index(grid),
+        "axes": [axis for axis in plan.layout.axes_of(whole) if grid.size(axis) > 1],
+        "places": places,
+        "parts": _numbers_of_parts(kind, plan) if kind.name in plan.layout.parts else None,
+    }
+
+
+def _numbers_of_parts(kind: Kind, plan: Plan) -> list[list[int]]:
+    numbers = {ranks[0]: number for number, ranks in enumerate(plan.layout.groups(kind.name))}
+    wholes = plan.layout.groups(plan.layout.parts[kind.name][0])
+    return [[numbers[rank] for rank in ranks[:: kind.size]] for ranks in wholes]
+
+
+def _remarks(remarks: Sequence[Remark]) -> str:
+    if not remarks:
+        return ""
+    items = "".join(
+        f'<li class="{escape(remark.level)}"><strong>{escape(remark.level)}</strong> {escape(remark.text)}</li>\n'
+        for remark in remarks
+    )
+    return f"<ul>\n{items}</ul>\n"
+
+
+def _buttons(plan: Plan, chosen: str) -> str:
+    kinds = distinct_kinds(plan, chosen)
+    by_name = {kind.name: kind for kind in plan.kinds}
+    made = [kind for kind in kinds if any(by_name[name].made for name in (kind.name, *kind.same_as))]
+    rows = (("Made at start", made), ("On demand", [kind for kind in kinds if kind not in made]))
+    return "".join(
+        f'<div role="group" aria-label="{label}"><span>{label}</span> '
+        + " ".join(_button(kind, chosen, kinds.index(kind)) for kind in members)
+        + "</div>\n"
+        for label, members in rows
+        if members
+    )
+
+
+def _button(kind: Kind, chosen: str, index: int) -> str:
+    names = (kind.name, *kind.same_as)
+    others = f" <small>= {escape(' = '.join(kind.same_as))}</small>" if kind.same_as else ""
+    return (
+        f'<button type="button" data-kind="{index}" aria-pressed="{"true" if chosen in names else "false"}" '
+        f'title="{kind.count} groups of {kind.size}. {escape(kind.axis.about)}"><b>{escape(kind.name)}</b>{others} '
+        f"<small>{kind.count} × {kind.size}</small></button>"
+    )

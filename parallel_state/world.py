@@ -1,0 +1,461 @@
+"""The steps of start-up that need no state: where this process stands, its device, the default group, its proof.
+
+`state` calls them in order and keeps what comes of it; nothing here is remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
+# none may be left by then.
+from device_communicators import limits, settings
+from device_communicators.cpu import host_memory, native  # noqa: F401
+from device_communicators.cpu.segment import sweep
+from device_communicators.errors import (
+    CommunicationError,
+    ConfigMismatchError,
+    InvalidArgumentError,
+    PeerDiedError,
+    RendezvousError,
+    format_ranks,
+    plain,
+)
+from device_communicators.liveness.health import NEWS_S, Farewells
+from device_communicators.liveness.heartbeat import Heartbeats
+from device_communicators.liveness.links import Links
+from device_communicators.machine.group_topology import uuid_of
+from device_communicators.machine.shared_gpus import find_shared_gpus
+from device_communicators.machine.shared_gpus import warning as shared_gpus_warning
+from device_communicators.routing.waiting import Watched, died
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.groups.same_node import nodes_of
+from parallel_state.messages import transports  # noqa: F401
+from parallel_state.process_groups.options import GroupOptions, check_backend
+from parallel_state.process_groups.pool import ProcessGroupPool
+from parallel_state.startup import environment, interfaces, reachability, store_address
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.rendezvous import Met, meet
+from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, run_watched
+from parallel_state.torch_internals import default_store, is_fake, reset_group_count, set_timeout
+
+logger = logging.getLogger("parallel_state")
+
+_GLOO_DESCRIPTORS = 8
+"""Those that gloo needs for a group, beside one for each of its ranks."""
+_START_DESCRIPTORS = 20
+"""Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
+_READERS_PER_S = 256
+"""Larger worlds beat less often: every rank reads each time, and one store serves them all."""
+
+
+def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
+    """Where this process stands: from the arguments, or, where they are -1, from what started it."""
+    for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < -1:
+            raise InvalidArgumentError(f"{name} must be an int, -1 for what the environment says, but is {number!r}")
+    if not isinstance(init_method, str):
+        raise InvalidArgumentError(f"distributed_init_method must be a str such as 'env://', but is {init_method!r}")
+    if (world_size == -1) != (rank == -1):
+        raise InvalidArgumentError(
+            f"world_size and rank must be given both or neither, but are {world_size} and {rank} (-1 is: not given)"
+        )
+    by_env = init_method == "env://"
+    if rank == -1:
+        place = environment.detect(rendezvous=by_env)
+        place = place if local_rank == -1 else replace(place, local_rank=local_rank)
+    else:
+        if world_size < 1 or rank >= world_size:
+            raise InvalidArgumentError(
+                f"world_size must be at least 1 and rank below it, but they are {world_size} and {rank}"
+            )
+        place = environment.explicit(rank, world_size, local_rank, rendezvous=by_env)
+    if local_rank == -1 and place.local_rank >= place.world_size:
+        raise InvalidArgumentError(
+            f"local_rank must be below the world size, but is {place.local_rank} of {place.world_size}"
+        )
+    return place
+
+
+def master_of(place: ProcessEnvironment) -> tuple[str, int] | None:
+    """Returns the host and port where the ranks meet, whoever serves there; None where the environment has none."""
+    return (place.master_addr, place.master_port) if place.master_addr and place.master_port else None
+
+
+def join_default_group(
+    world_size: int, rank: int, local_rank: int, backend: str | None
+) -> tuple[ProcessEnvironment, torch.device]:
+    """Place and device in a default group that is there already; ConfigMismatchError where it isn't as asked for."""
+    found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
+    if world_size not in (-1, found_size) or rank not in (-1, found_rank):
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with rank {found_rank} of {found_size}, but rank {rank} of "
+            f"{world_size} was asked for; leave both out to join it, or destroy it first"
+        )
+    if backend not in (None, found_backend):
+        raise ConfigMismatchError(
+            f"torch.distributed is initialised with backend {found_backend!r}, but {backend!r} was asked for; "
+            "leave backend out to join it"
+        )
+    place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
+    device = device_of(found_backend, place)
+    prepare(device, found_size)
+    return place, device
+
+
+def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
+    """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
+    # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
+    if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise InvalidArgumentError(f"backend {backend!r} needs a CUDA device, but torch sees none; use 'gloo'")
+    count = torch.cuda.device_count()
+    index = 0 if count == 1 else place.local_rank  # one visible GPU per process, or all of the node's
+    if index >= count and settings.SHARE_GPUS.get():
+        index %= count
+    if index >= count:
+        raise InvalidArgumentError(
+            f"local rank {place.local_rank} needs {place.local_rank + 1} visible GPUs, but there are {count}; "
+            f"start fewer ranks per node, pass local_rank, or let ranks share GPUs with {settings.SHARE_GPUS.name}=on"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def prepare(device: torch.device, world_size: int) -> None:
+    """Has the compiled part ready where it will be used: the first use may compile it, which takes its time.
+
+    Before the ranks look for each other, whose deadlines begin then. What speaks against it is told by `explain()`.
+    And takes away what a start that was killed left in shared memory.
+    """
+    if world_size > 1 and (swept := sweep()):
+        logger.info("removed %d shared segments whose makers have ended", swept)
+    if device.type == "cpu" and world_size > 1 and settings.SHARED_MEMORY.get():
+        with contextlib.suppress(native.NativeUnavailableError):
+            native.load()
+
+
+def backend_of(backend: str | None) -> str:
+    """The default group's: the argument, the setting, or what fits the machine."""
+    return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def make_default_group(
+    place: ProcessEnvironment,
+    init_method: str,
+    backend: str | None,
+    timeout_s: float,
+    bind_device: bool = False,
+    high_priority_stream: bool = False,
+) -> tuple[torch.device, StartWatch | None]:
+    """Finds the other ranks and makes torch's default group with them.
+
+    Returns the device of its tensors, and the watch over the rest of the start, where there are other ranks.
+    """
+    backend = backend_of(backend)
+    if backend == "fake":
+        return _make_fake_group(place, timeout_s), None
+    check_backend(backend)
+    device = device_of(backend, place)
+    if bind_device and device.type == "cpu":
+        raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
+    prepare(device, place.world_size)
+    start_timeout_s = settings.START_TIMEOUT_S.get()
+    over_gloo = "gloo" in backend or "nccl" in backend
+    if place.world_size > 1 and "gloo" in backend:
+        each = 4 if place.rank == 0 else 1  # it may serve the store
+        limits.need_descriptors(each * place.world_size + _START_DESCRIPTORS, "the start of this rank")
+    met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
+    watch = None
+    if place.world_size > 1:
+        served_by = None if store_address.server_of(init_method, place) is None else 0
+        watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
+    try:
+        if watch is not None and over_gloo:
+            reachability.prove(met.store, place.rank, met.places, watch)
+        options = GroupOptions(backend, timeout_s, high_priority_stream)
+        _init_process_group(met, place, options, device if bind_device else None, watch)
+    except BaseException as error:
+        named = limits.name_shortage(error, "init_process_group()")
+        if watch is not None:
+            watch.give_up(named)
+            watch.close()
+        if named is not error:
+            raise named from error
+        raise
+    return device, watch
+
+
+def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:
+    """Makes the default group over torch's `fake` backend: the other ranks are imagined, and nobody is looked for."""
+    import torch.testing._internal.distributed.fake_pg
+
+    dist.init_process_group(
+        "fake",
+        store=dist.HashStore(),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return torch.device("cpu")
+
+
+def _init_process_group(
+    met: Met,
+    place: ProcessEnvironment,
+    options: GroupOptions,
+    bound: torch.device | None,
+    watch: StartWatch | None,
+) -> None:
+    connecting = options.connecting(settings.START_TIMEOUT_S.get())
+
+    def init(is_abandoned: Callable[[], bool]) -> None:
+        if bound is not None:
+            torch.cuda.set_device(bound)  # of this thread
+        reset_group_count()
+        dist.init_process_group(
+            options.backend,
+            store=met.store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=connecting.timeout_s),
+            device_id=bound,
+            pg_options=connecting.for_backend(),
+        )
+        if is_abandoned():
+            dist.destroy_process_group()
+        elif connecting != options:
+            set_timeout(dist.group.WORLD, options.timeout_s)
+
+    started = time.monotonic()
+    if "gloo" in str(options.backend):
+        limits.need_descriptors(place.world_size + _GLOO_DESCRIPTORS, "the default group")
+    try:
+        if watch is None:
+            init(lambda: False)
+        else:
+            watch.stage(1)
+            run_watched(init, watch.watcher, range(place.world_size), met.deadline)
+    except RuntimeError as error:
+        if not isinstance(error, AbandonedError) and dist.is_initialized():
+            dist.destroy_process_group()
+        reset_group_count()  # for a default group that the program makes by itself
+        raise _not_connected(error, place, str(options.backend), started, met, watch) from error
+
+
+def _not_connected(
+    error: RuntimeError, place: ProcessEnvironment, backend: str, started: float, met: Met, watch: StartWatch | None
+) -> CommunicationError:
+    """The error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
+    everyone = range(place.world_size)
+    late = time.monotonic() > met.deadline
+    # What torch says comes with the end of a rank, or a moment before; at the deadline the watch is just asking.
+    deaths = [] if watch is None else watch.watcher.await_death_of(everyone, 1.0)
+    who = f"rank {place.rank} of {place.world_size} met the others, but "
+    facts = {
+        "group": "world",
+        "operation": "init_process_group",
+        "rank": place.rank,
+        "suspect_ranks": [death.rank for death in deaths],
+        "elapsed_s": time.monotonic() - started,
+        "timeout_s": settings.START_TIMEOUT_S.get(),
+    }
+    if deaths:
+        text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+        kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
+        return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
+    where = interfaces.in_words(met.places[place.rank]) if place.rank in met.places else "?"
+    what = (
+        f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
+        if late
+        else f"making the default {backend} group failed: {plain(error)}"
+    )
+    return RendezvousError(
+        f"{who}{what}. This rank is on {where}; all ranks that were heard of live. {interfaces.advice()}. For a slow "
+        f"start, raise {settings.START_TIMEOUT_S.name}",
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
+    """The watch over the start in a default group that somebody else made; every rank calls it."""
+    if place.world_size == 1 or is_fake():
+        return None
+    store = dist.PrefixStore(f"parallel_state{token}/start", default_store())
+    here, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
+    deadline = time.monotonic() + start_timeout_s
+    store.set(f"process/{place.rank}", json.dumps(here))
+    keys = [f"process/{rank}" for rank in range(place.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=start_timeout_s))
+    except dist.DistError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise RendezvousError(
+            f"rank {place.rank} of {place.world_size} joins the default group that exists, but ranks "
+            f"{format_ranks(missing)} did not within {start_timeout_s:g} s. Each of them must call "
+            "init_distributed_environment()",
+            operation="init_distributed_environment",
+            rank=place.rank,
+            suspect_ranks=missing,
+            timeout_s=start_timeout_s,
+        ) from error
+    processes = Processes(here)
+    told = enumerate(store.multi_get(keys))
+    processes.see({rank: Whereabouts.told(json.loads(each)) for rank, each in told if rank != place.rank})
+    return StartWatch(store, place.rank, place.world_size, processes, deadline)
+
+
+def with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
+    """Returns a copy in which a world of one has a port, by which its owner may make a default group over env://."""
+    if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
+        return place
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return replace(place, master_port=probe.getsockname()[1])
+
+
+def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
+    """Returns the device of a world of one, which needs no default group."""
+    check_backend(backend)
+    device = device_of(backend, place)
+    prepare(device, place.world_size)
+    return device
+
+
+def agree_on_token(device: torch.device) -> str:
+    """A name for a world in a default group that somebody else made, where others of ours may have been before.
+
+    Every rank of the default group calls it; rank 0 says the name.
+    """
+    token = torch.randint(256, (8,), dtype=torch.uint8).to(device)
+    if dist.get_world_size() > 1 and not is_fake():
+        work = dist.broadcast(token, src=0, async_op=True)
+        limit_s = settings.START_TIMEOUT_S.get()
+        try:
+            work.wait(timedelta(seconds=limit_s)) if device.type == "cpu" else work.wait()
+        except RuntimeError as error:
+            raise RendezvousError(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} joins the default group that exists, but not all "
+                f"of its ranks did within {limit_s:g} s: {plain(error)}. Each of them must call "
+                "init_distributed_environment()",
+                operation="init_distributed_environment",
+                rank=dist.get_rank(),
+                timeout_s=limit_s,
+            ) from error
+    return "/" + bytes(token.tolist()).hex()
+
+
+def check_shared_gpus(world: GroupCoordinator) -> None:
+    """Raises InvalidArgumentError where ranks share a GPU and none of them may, on every rank; each calls it.
+
+    By UUIDs: ranks that see one GPU each can have the same one. One warning where they may. Not run on a GPU.
+    """
+    if world.device.type != "cuda" or world.world_size == 1:
+        return
+    uuid = uuid_of(world.device)
+    shared = find_shared_gpus(world.context, uuid)
+    if not shared:
+        return
+    refused = find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid)
+    if refused:
+        raise InvalidArgumentError(
+            f"{shared_gpus_warning(world.context, refused)}; or let them share with {settings.SHARE_GPUS.name}=on"
+        )
+    if world.rank == 0:
+        logger.warning("%s", shared_gpus_warning(world.context, shared))
+
+
+_BEATS_IN_LIMIT = 4
+"""A host may miss some before it is given up, however long the interval is."""
+
+
+def hosts_of(world: GroupCoordinator) -> list[list[int]]:
+    """The ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
+    memory = world.context.host_memory
+    if is_fake():  # the other ranks are imagined
+        return [world.ranks]
+    return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
+
+
+def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
+    """Has the ranks of this host watched, and all others listened to; every rank calls it once.
+
+    Ranks of one host in several PID namespaces, as containers have them, hear of each other as hosts do.
+    """
+    memory = world.context.host_memory
+    if memory is None:
+        return
+    pool.neighbours = memory.cores
+    pids = dict(zip(memory.local_ranks, memory.pids, strict=True))
+
+    others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != world.rank}
+    farewells = Farewells(pool.private_store()) if memory.collectives is None and others else None
+    if farewells is not None:
+        pool.watcher.on_close.append(functools.partial(farewells.say, world.rank))
+
+    def has_left(rank: int) -> bool:
+        """Who leaves says so in shared memory, or else to the store."""
+        if farewells is not None:
+            return farewells.said(rank)
+        return rank in pids and memory.collectives is not None and memory.collectives.has_left(rank)
+
+    pool.watcher.watch_processes(others, has_left)
+    apart = memory.watched_together
+    store = pool.private_store() if len(apart) > 1 else None
+    if store is not None:
+        interval_s = settings.HEARTBEAT_S.get() * max(1.0, world.world_size / _READERS_PER_S)
+        beats = Heartbeats(
+            store, apart, world.rank, pool.watcher,
+            interval_s=interval_s, limit_s=max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s),
+        )  # fmt: skip
+        beats.start()
+        pool.watcher.bound_s = beats.limit_s + 2 * interval_s
+        pool.watcher.on_close.append(beats.close)
+        links = Links(pool.private_store(), apart, world.rank, pool.address, pool.watcher)
+        try:
+            links.start()
+        except (OSError, RuntimeError) as error:
+            logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
+                           world.rank, pool.address, str(error).splitlines()[0])  # fmt: skip
+        pool.watcher.on_close.append(links.close)
+    elif len(apart) > 1:
+        logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late", world)
+
+
+def closing_barrier(world: GroupCoordinator) -> None:
+    if world.world_size == 1 or is_fake():
+        return
+    limit_s = min(settings.BARRIER_TIMEOUT_S.get(), settings.START_TIMEOUT_S.get())
+    started = time.monotonic()
+    try:
+        work = world.cpu_group.barrier(timedelta(seconds=limit_s))
+        Watched(work, world.context, "barrier", limit_s).wait()
+    except PeerDiedError:
+        raise
+    except RuntimeError as error:
+        # A connection can break before the end of its rank is heard of.
+        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks, NEWS_S):
+            raise died(world.context, "barrier", started) from error
+        raise CommunicationError(
+            f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "
+            f"{limit_s:g} s. Likely: a rank crashed while making its groups (see its log), a rank took another branch "
+            f"and never called initialize_model_parallel, or the network between two hosts is blocked. "
+            f"Slow start-up? Raise {settings.BARRIER_TIMEOUT_S.name}. ({plain(error)})",
+            group=world.unique_name,
+            operation="barrier",
+            rank=world.rank,
+            timeout_s=limit_s,
+        ) from error

@@ -1,0 +1,110 @@
+"""docs/extending.md: its edits, applied to a copy of the source, make a communicator, an op and an axis that work.
+
+The copy is tested by its own contract tests, which nobody has edited for the new communicator and the new axis.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+COPIED = ("device_communicators", "parallel_state", "tests", "benchmarks", "pyproject.toml", "README.md", "docs")
+NEVER = shutil.ignore_patterns("__pycache__", "_build", "_generated", ".*")
+
+
+def blocks(marker: str) -> list[str]:
+    found: list[str] = re.findall(rf"<!-- {marker} -->\n```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    return found
+
+
+def apply(block: str, root: Path) -> None:
+    """Writes a new file, or inserts the block before the only line that begins as its first line says."""
+    first, _, code = block.partition("\n")
+    name, _, anchor = first.removeprefix("# ").partition(", before: ")
+    path = root / name
+    if not anchor:
+        assert not path.exists(), f"{name} is there already"
+        path.write_text(code)
+        return
+    text = path.read_text()
+    places = [found.start() for found in re.finditer(rf"^[ ]*{re.escape(anchor)}", text, flags=re.MULTILINE)]
+    assert len(places) == 1, f"{len(places)} lines of {name} begin with {anchor!r}"
+    path.write_text(text[: places[0]] + code + text[places[0] :])
+
+
+USE = """
+from parallel_state import launch
+
+if __name__ == "__main__":
+    launch(check_op, nproc=2, tensor_model_parallel_size=2)
+    launch(check_axis, nproc=2, tensor_model_parallel_size=1)
+    print("used")
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("extended")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=NEVER)
+        else:
+            shutil.copy(source, root / name)
+    edits = blocks("edit")
+    assert len(edits) == 7
+    for edit in edits:
+        apply(edit, root)
+    (root / "use.py").write_text("".join(blocks("use")) + USE)
+    return root
+
+
+def run(root: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_what_was_added_can_be_used(copy: Path) -> None:
+    run(copy, "-c", "from parallel_state import getters; getters.write_stub()")  # `make stubs`
+    assert run(copy, "use.py").splitlines()[-1] == "used"
+
+
+SELECTED = {
+    "gloo_sums and (2-of-4 or own or carries_something_itself or every_row)": (
+        "tests/contract/test_all_reduce.py",
+        "tests/contract/test_barrier.py",
+        "tests/contract/test_routes.py",
+        "tests/contract/test_usage_errors.py",
+    ),
+    "every_op_has_a_case or (all_reduce_relu and opcheck_in_one_process)": ("tests/contract/test_ops_registration.py",),
+    "new_axis or sizes_by_both_kinds or first_grid or (both_options and tile)": (
+        "tests/unit/test_axes.py",
+        "tests/unit/test_plan.py",
+    ),
+}
+"""Of the tests: one size of group, and what lists what there is; `-k gloo_sums` over tests/contract runs them all."""
+
+
+def test_the_tests_carry_what_was_added(copy: Path) -> None:
+    files = [file for each in SELECTED.values() for file in each]
+    chosen = " or ".join(f"({words})" for words in SELECTED)
+    said = run(copy, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", *files, "-k", chosen)
+    for words in ("gloo_sums-2-of-4", "[gloo_sums]", "all_reduce_relu", "every_op_has_a_case", "new_axis", "[tile]"):
+        assert re.search(rf"{re.escape(words)}.* PASSED", said), said
+    assert "SKIPPED" not in said

@@ -1,0 +1,132 @@
+"""A system that isn't Linux: what only Linux has is taken out of the standard library before the import.
+
+Two ranks over gloo, from the import of everything to the end of one of them. It shows what Python code asks of the
+system; what another system's torch, sockets and file systems do differently it can't show.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+
+PROGRAM = r"""
+import builtins, fcntl, importlib, multiprocessing, os, pkgutil, select, selectors, signal, socket, sys, tempfile, time
+import torch, torch.distributed as dist
+
+ONLY_LINUX = {
+    os: ("sched_", "pidfd", "eventfd", "EFD_", "memfd", "MFD_", "posix_fallocate", "posix_fadvise", "splice", "SPLICE",
+         "O_TMPFILE", "O_PATH", "O_DIRECT", "P_PIDFD", "setns", "unshare", "getrandom", "copy_file_range"),
+    socket: ("SO_PEERCRED", "SO_PASSCRED", "SO_BINDTODEVICE", "SOCK_CLOEXEC", "SOCK_NONBLOCK", "AF_NETLINK", "NETLINK_",
+             "TCP_KEEPIDLE", "TCP_USER_TIMEOUT", "TCP_QUICKACK", "TCP_INFO", "AF_VSOCK", "AF_PACKET"),
+    fcntl: ("F_SETSIG", "F_GETSIG", "F_ADD_SEALS", "F_GET_SEALS", "F_SEAL_", "F_SETPIPE_SZ", "F_OFD_"),
+    select: ("epoll", "EPOLL"),
+    signal: ("pidfd_send_signal", "SIGRTMIN", "SIGRTMAX", "SIGPWR", "SIGSTKFLT", "sigtimedwait", "sigwaitinfo"),
+}
+for module, prefixes in ONLY_LINUX.items():
+    for name in [name for name in dir(module) if name.startswith(prefixes)]:
+        delattr(module, name)
+selectors.DefaultSelector = selectors.PollSelector
+
+def hiding(function):
+    def hidden(path, *args, **options):
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(("/proc", "/sys", "/dev/shm")):
+            raise FileNotFoundError(2, "hidden by the test", path)
+        return function(path, *args, **options)
+    return hidden
+
+builtins.open = hiding(open)
+for name in ("open", "stat", "listdir", "scandir", "readlink"):
+    setattr(os, name, hiding(getattr(os, name)))
+sys.platform = "darwin"
+
+import parallel_state as ps
+import device_communicators as dc
+assert all(getattr(ps, name) is not None for name in ps.__all__)
+for package in (ps, dc):
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+
+rank = int(os.environ["RANK"])
+for again in (True, False):
+    ps.init_distributed_environment()
+    ps.initialize_model_parallel(tensor_model_parallel_size=2)
+    tp = ps.get_tp_group()
+    explained = tp.explain()
+    assert "the compiled library needs Linux, and this is darwin" in explained, explained
+    assert ": darwin has no pidfds" in explained, explained
+    while "ends of ranks are noticed by their connections" not in tp.explain():  # on a busy machine they come later
+        time.sleep(0.01)
+    assert ps.get_nodes() == [[0, 1]]
+    x = torch.arange(4.0) + rank
+    assert tp.all_reduce(x).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert tp.all_gather(x, 0).tolist() == [0.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, 4.0]
+    assert tp.reduce_scatter(x, 0).tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
+    assert tp.all_to_all(x).tolist() == [[0.0, 1.0, 1.0, 2.0], [2.0, 3.0, 3.0, 4.0]][rank]
+    assert tp.broadcast(x, 1).tolist() == [1.0, 2.0, 3.0, 4.0]
+    tp.barrier()
+    sent = {"hidden": torch.arange(3.0), "step": 7}
+    got = tp.broadcast_tensor_dict(sent if rank == 0 else None, 0)
+    assert got["step"] == 7 and got["hidden"].tolist() == [0.0, 1.0, 2.0]
+    if rank == 0:
+        tp.send_tensor_dict(sent, 1)
+        tp.send(x, 1)
+    else:
+        assert tp.recv_tensor_dict(0)["hidden"].tolist() == [0.0, 1.0, 2.0]
+        assert tp.recv((4,), torch.float32, 0).tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert tp.broadcast_object(("a", rank), 0) == ("a", 0)
+    if again:
+        ps.destroy_model_parallel()
+        ps.destroy_distributed_environment()
+left = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("parallel_state-k")]
+assert not left, left
+print("all done", flush=True)
+if rank == 1:  # its end is a launcher's, whose leash a thread must watch here
+    from parallel_state.launch.worker import _die_with_launcher
+    leash, held = os.pipe()
+    _die_with_launcher(leash, "rank-1")
+    os.close(held)
+    signal.pause()
+try:
+    tp.barrier()
+    tp.barrier()
+except ps.PeerDiedError as error:
+    print("died:", *error.suspect_ranks, flush=True)
+"""
+
+
+def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env={
+                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path),
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "PARALLEL_STATE_TIMEOUT_S": "30",
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        (out, err), (other_out, other_err) = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert "all done" in out, err
+    assert "all done" in other_out, other_err
+    assert ranks[1].returncode == -9, other_err
+    assert "died: 1" in out, err
+    for text in (err, other_err):  # nobody can do anything about it, so nobody is told at each start
+        assert "goes without shared memory" not in text

@@ -1,0 +1,265 @@
+"""Limits of the process, the user and the machine: what runs out while ranks start is named, and no rank hangs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import parallel_state as ps
+from device_communicators import limits
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.test_rendezvous import held_port
+from tests.failure.ranks import Ranks
+
+START_S = 4.0
+SLACK_S = 4.0
+DEADLINE_S = 120.0
+ROOT = Path(__file__).resolve().parents[2]
+EVERYONE = (0, 1, 2, 3)
+
+
+def _limit_with(which: int, spare: int) -> int:
+    """A soft limit that leaves this process so much: descriptors, MiB, or bytes of a file."""
+    if which == resource.RLIMIT_NOFILE:
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = (descriptor for descriptor in range(1 << 16) if descriptor not in used)
+        return [next(free) for _ in range(spare + 1)][-1]
+    if which == resource.RLIMIT_AS:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize() + (spare << 20)
+    return spare
+
+
+def _start(port: int) -> tuple[Any, ...]:
+    ps.init_distributed_environment(4, int(os.environ["RANK"]), f"tcp://127.0.0.1:{port}")
+    ps.initialize_model_parallel(2, 2)
+    group = ps.get_tp_group()
+    return group.all_reduce(torch.ones(1)).item(), group.broadcast_object("x" if group.is_first_rank else None)
+
+
+def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outcome:
+    soft, hard = resource.getrlimit(which)
+    limits.raise_descriptor_limit = lambda: None  # as where the hard limit is as low; few may raise that again
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(START_S), PARALLEL_STATE_BARRIER_TIMEOUT_S=str(START_S)):
+        if int(os.environ["RANK"]) in ranks:
+            resource.setrlimit(which, (_limit_with(which, spare), hard))
+        try:
+            return attempt(_start, port)
+        finally:
+            resource.setrlimit(which, (soft, hard))
+            ps.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("who", [EVERYONE, (0,), (3,)], ids=["all", "the first", "the last"])
+def test_descriptors_run_out_while_ranks_start(ranks: Ranks, who: tuple[int, ...]) -> None:
+    """In the meeting, before the default group, amid the groups: no rank is aborted, none waits beyond the deadline."""
+    for spare in (6, 25, 33):
+        with held_port() as port:
+            told = ranks.run(_limited, resource.RLIMIT_NOFILE, spare, who, port, timeout_s=DEADLINE_S)
+        if all(each.kind == "ok" for each in told):
+            assert spare > 6
+            continue
+        for each in told:
+            error = getattr(ps, each.kind, None)
+            assert error is not None and issubclass(error, ps.ParallelStateError), (spare, told)
+            assert each.seconds < 2 * START_S + SLACK_S, (spare, told)  # the start's, and the closing barrier's
+        named = [rank for rank, each in enumerate(told) if "ulimit -n" in each.text]
+        assert named and set(named) & set(who), (spare, told)
+
+
+def test_files_may_not_grow(ranks: Ranks) -> None:
+    """There is no shared memory then, and there is gloo."""
+    with held_port() as port:
+        told = ranks.run(_limited, resource.RLIMIT_FSIZE, 256, (3,), port, timeout_s=DEADLINE_S)
+    assert {each.kind for each in told} == {"ok"}, told
+
+
+# `launch` itself.
+
+PROGRAM = """
+import os, resource, sys
+import torch
+import parallel_state as ps
+from parallel_state import launch
+
+def body():
+    group = ps.get_tp_group()
+    value = group.all_reduce(torch.ones(1)).item()
+    return value, group.route.communicators[0].name, group.broadcast_object(1 if group.is_first_rank else None)
+
+def attempt():
+    try:
+        print("found", launch(body, nproc=2, tensor_model_parallel_size=2), flush=True)
+    except ps.LaunchError as error:
+        print("told", str(error).replace(chr(10), " | "), flush=True)
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        soft, hard = resource.getrlimit(getattr(resource, name))
+        resource.setrlimit(getattr(resource, name), (int(value), hard))
+        attempt()
+        resource.setrlimit(getattr(resource, name), (soft, hard))
+    if not sys.argv[1:]:
+        attempt()
+"""
+
+
+def _run(
+    tmp_path: Path, *arguments: str, before: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    return subprocess.run(
+        [*before, sys.executable, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PARALLEL_STATE_START_TIMEOUT_S": "30", **variables},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+
+
+def _in_its_own_mounts(script: str) -> tuple[str, ...]:
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        pytest.skip("no file system can be mounted here")
+    return "unshare", "-m", "sh", "-c", f'{script}; exec "$@"', "sh"
+
+
+def test_launch_at_limits_that_let_it_start_nothing(tmp_path: Path) -> None:
+    numbers = (4, 8, 10, 12, 14, 16, 18)
+    done = _run(tmp_path, *(f"RLIMIT_NOFILE={number}" for number in numbers), "RLIMIT_FSIZE=0")
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(numbers) + 1, done
+    for number, line in zip(numbers, lines, strict=False):
+        assert line.startswith("told ") and f"this process may have {number} descriptors" in line, line
+        assert "raise the limit (`ulimit -n" in line
+    # A kernel that counts files in memory, too, lets no rank report.
+    assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'process_group', 1)"), done
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+IMPORTS = """
+import resource, sys
+import torch
+import parallel_state as ps
+
+starts = {
+    "init": lambda: ps.init_distributed_environment(2, 0, "tcp://127.0.0.1:1"),
+    "launch": lambda: ps.launch(print, nproc=2),
+    "launch in this process": lambda: ps.launch(print, nproc=1),
+}
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+try:
+    starts[sys.argv[1]]()
+except ps.ParallelStateError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("start", ["init", "launch", "launch in this process"])
+def test_no_descriptor_for_the_imports_of_a_start(start: str) -> None:
+    """A start imports what the package leaves out: a module that can't be opened is named as any other shortage."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, start],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.stdout.startswith("ResourceLimitError" if start == "init" else "LaunchError"), done
+    assert "this process may have 3 descriptors" in done.stdout, done
+
+
+def test_a_start_imports_what_groups_need() -> None:
+    """Groups may be made when no descriptor is left, as those that are shared need none."""
+    program = "import sys; from parallel_state import world; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=DEADLINE_S,
+    )  # fmt: skip
+    for name in ("host_memory", "native_group"):
+        assert f"device_communicators.cpu.{name}" in done.stdout.split(), done
+    for name in ("messages.transports", "store.client"):
+        assert f"parallel_state.{name}" in done.stdout.split(), done
+
+
+def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> None:
+    """Root has no such limit; without the capability of the mode bits another user couldn't read this Python."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root, and setpriv (util-linux)")
+    capabilities = "+dac_override,+dac_read_search"
+    user = ("--reuid=65534", "--regid=65534", "--clear-groups")
+    setpriv = ("setpriv", *user, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}")
+    done = _run(tmp_path, "RLIMIT_NPROC=1", "RLIMIT_NPROC=2", before=setpriv, HOME=str(tmp_path))
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done
+    for number, line in zip((1, 2), lines, strict=True):
+        assert line.startswith("told ") and f"this user may have {number} in all" in line and "ulimit -u" in line, line
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
+    """The ranks go over gloo, and the first says why."""
+    fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 65536 /dev/zero > /dev/shm/full 2>/dev/null"
+    tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null"
+    before = _in_its_own_mounts(f"cd {tmp_path}; {fill}; {tmp}")
+    done = _run(tmp_path, before=before, TMPDIR=str(tmp_path / "full"))
+    assert done.stdout.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), done
+    assert "space ran out: /dev/shm has 0 of 64 KiB free" in done.stderr and "--shm-size" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("cache", ["full", "read-only", "missing"])
+def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
+    """What can't be compiled is told with the cache's folder and variable."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=16k{',ro' if cache == 'read-only' else ''} tmpfs {folder}"
+    script = {
+        "full": f"{mount}; head -c 65536 /dev/zero > {folder}/full 2>/dev/null",
+        "read-only": mount,
+        "missing": "true",
+    }[cache]
+    where = {"XDG_CACHE_HOME": "", "HOME": "/proc/nowhere"} if cache == "missing" else {"XDG_CACHE_HOME": str(folder)}
+    done = _run(tmp_path, before=_in_its_own_mounts(script), **where)
+    assert done.stdout.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), done
+    assert "goes without shared memory" in done.stderr and "let XDG_CACHE_HOME name a folder" in done.stderr, done
+    if cache == "full":
+        assert f"space ran out: {folder} has 0 of 16 KiB free" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+# Which limit an error ran into.
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(24, "Too many open files"), "ulimit -n"),
+        (OSError(23, "Too many open files in system"), "fs.file-max"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "ulimit -u"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (RuntimeError("[enforce fail at listener.cc:63] false. accept: Too many open files"), "ulimit -n"),
+        (OSError(12, "Cannot allocate memory"), "ulimit -v"),
+        (MemoryError(), "ulimit -v"),
+        (OSError(28, "No space left on device", "/dev/shm/x"), "--shm-size"),
+        (OSError(27, "File too large"), "ulimit -f"),
+        (OSError(2, "No such file or directory"), None),
+        (ValueError("Too many open files"), None),
+        (RuntimeError("something else"), None),
+    ],
+    ids=str,
+)
+def test_the_limit_that_an_error_ran_into(error: Exception, said: str | None) -> None:
+    found = limits.shortage(error)
+    assert (found is None) == (said is None)
+    assert said is None or said in str(found)
+    named = limits.name_shortage(error, "this")
+    assert isinstance(named, ps.ResourceLimitError) == (said is not None)
+    outer = ps.RendezvousError("the ranks did not meet")
+    outer.__cause__ = error
+    assert limits.name_shortage(limits.name_shortage(outer, "this"), "that") is outer
+    assert str(outer) == "the ranks did not meet" + (f". {found}" if found else "")

@@ -1,0 +1,93 @@
+"""Rows 9 and 40 over two hosts, where leaders speak for their hosts: all ranks raise at once, and name both calls.
+
+Either a whole host is in another call, or one rank of it, its leader or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome
+from tests.failure.test_other_calls import ARGUMENTS as USUAL_ARGUMENTS
+from tests.failure.test_other_calls import BATCH, DEADLINE_S, METHODS, PAIRS, Call, in_a_group, names, wrong
+from tests.failure.worlds import LONG, world_over
+from tests.hosts import HostRanks, Hosts, problem
+
+TIMEOUT_S = 12.0
+AT_ONCE_S = 3.0
+ODD = ((2, 3), (2,), (3,))
+STEP = 41
+"""Of the pairs, every so many are tried with each set of odd ranks, unless FAILURE_TESTS=long."""
+
+
+def _gathered(first: int, group: ps.GroupCoordinator) -> object:
+    """Ranks other than 0 disagree about its size only."""
+    usual = max(first, 4) if first < 5 else 90_000
+    return group.all_gatherv(torch.ones(usual), 0, [first, usual, usual, usual])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[HostRanks]:
+    """Nobody ends in these tests: one pool for all."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as pool:
+        pool.run(int, timeout_s=DEADLINE_S)
+        yield pool
+
+
+ARGUMENTS = {
+    **USUAL_ARGUMENTS,
+    # There the odd rank's own part is right if it is rank 2; here it may be another.
+    "sizes of all_gatherv": (partial(_gathered, 4), partial(_gathered, 3), ("all_gatherv", "all_gatherv")),
+    "sizes of a large all_gatherv": (
+        partial(_gathered, 90_000), partial(_gathered, 80_000), ("all_gatherv", "all_gatherv")),
+    "sizes of reduce_scatterv": (
+        lambda g: g.reduce_scatterv(torch.ones(16), 0, [4, 4, 4, 4]),
+        lambda g: g.reduce_scatterv(torch.ones(16), 0, [3, 5, 4, 4]), ("reduce_scatterv", "reduce_scatterv")),
+}  # fmt: skip
+
+
+def _of(case: str | tuple[str, str]) -> tuple[Call, Call, tuple[str, str]]:
+    """The calls of all and of the odd ranks, and words for both."""
+    return ARGUMENTS[case] if isinstance(case, str) else (METHODS[case[0]], METHODS[case[1]], names(case))
+
+
+def _calls(cases: list[str | tuple[str, str]], odd: tuple[int, ...]) -> list[Outcome]:
+    with world_over("shared memory", timeout_s=TIMEOUT_S) as world:
+        return [in_a_group("shared memory", world, _of(case)[world.rank in odd]) for case in cases]
+
+
+def _check(ranks: HostRanks, cases: list[str | tuple[str, str]], odd: tuple[int, ...]) -> None:
+    told = ranks.run(_calls, cases, odd, timeout_s=DEADLINE_S)
+    texts = []
+    for case, *outcomes in zip(cases, *told, strict=True):
+        texts += [f"{case}, {odd}: {text}" for text in wrong(outcomes, _of(case)[2])]
+        late = {rank: round(each.seconds, 2) for rank, each in enumerate(outcomes) if each.seconds > AT_ONCE_S}
+        texts += [f"{case}, {odd}: late {late}"] if late else []
+    assert not texts, "\n".join(texts)
+
+
+def _chosen(odd: tuple[int, ...]) -> list[tuple[str, str]]:
+    # One that was started and one that is waited for don't meet: see test_transfers_and_collectives.
+    meeting = [pair for pair in PAIRS if pair[0].endswith("_async") == pair[1].endswith("_async")]
+    return meeting if LONG else meeting[ODD.index(odd) :: STEP]
+
+
+BATCHES = [(odd, start) for odd in ODD for start in range(0, len(_chosen(odd)), BATCH)]
+
+
+@pytest.mark.parametrize(("odd", "start"), BATCHES, ids=str)
+def test_every_call_against_every_other(ranks: HostRanks, odd: tuple[int, ...], start: int) -> None:
+    _check(ranks, list(_chosen(odd)[start : start + BATCH]), odd)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_arguments_that_differ(ranks: HostRanks, odd: tuple[int, ...]) -> None:
+    _check(ranks, list(ARGUMENTS), odd)

@@ -1,0 +1,64 @@
+"""Trials that follow from their number, for long runs: a run that was ended goes on, and several run side by side.
+
+A bound of the failure table is asserted as it stands: a trial in which a survivor was late is repeated, and the median
+of its repetitions counts, since another load on the machine isn't there each time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+WITHIN_S = 1.0
+REPETITIONS = 5
+
+
+def median_of(run: Callable[[], float], first_s: float, within_s: float = WITHIN_S) -> list[float]:
+    """Returns `first_s`, and where that isn't within the bound what the repetitions of `run` came to besides."""
+    return [first_s] if first_s < within_s else [first_s, *(run() for _ in range(REPETITIONS - 1))]
+
+
+def late(found: Iterable[tuple[int, list[float]]], within_s: float = WITHIN_S) -> list[tuple[int, list[float]]]:
+    """Returns the trials, by seed, whose median isn't within the bound."""
+    return [(seed, latest_s) for seed, latest_s in found if statistics.median(latest_s) >= within_s]
+
+
+def folder_of_results(otherwise: Path) -> Path:
+    """FAILURE_TRIALS, where a run goes on."""
+    folder = Path(os.environ.get("FAILURE_TRIALS", otherwise))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
+    """Keeps what `run` returns, unless it is None, under `name`, where no process has done so or is about to."""
+    result = folder / f"{name}.json"
+    with _claim(result.with_suffix(".lock")) as is_mine:
+        if not is_mine or result.exists():
+            return
+        found = run()
+        if found is not None:
+            result.with_suffix(".new").write_text(json.dumps(found))
+            result.with_suffix(".new").rename(result)
+
+
+@contextmanager
+def _claim(path: Path) -> Iterator[bool]:
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # goes with its process, however that ends
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def kept(folder: Path, stem: str) -> list[dict[str, Any]]:
+    """Returns all results whose names begin with `stem`."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{stem}-*.json"))]

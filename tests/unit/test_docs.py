@@ -1,0 +1,131 @@
+"""The docs say what is true: the front page's length and links, the matrix of faults, the pictures, the build."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import zlib
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import parallel_state
+from device_communicators import settings
+from tests.doc_blocks import PAGES, ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import generate
+
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_front_page_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+    assert README.count("not run yet") == 1, "the state of GPUs is said once"
+
+
+def _slugs(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name) if name else page
+        assert path.exists(), f"{page.name} links {target}"
+        assert not anchor or anchor in _slugs(path), f"{page.name} links {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    for name in re.findall(
+        r"`((?:device_communicators|parallel_state|tests|benchmarks|docs)/[^`\s<]*)", page.read_text()
+    ):
+        pattern = name.partition("::")[0].rstrip("/")
+        assert any(ROOT.glob(pattern)) or name.startswith("docs/_build"), f"{page.name} names {name}"
+
+
+# The matrix of faults.
+
+ROWS = {
+    int(cells[0]): cells[-1]
+    for line in (DOCS / "failures.md").read_text().partition("## The matrix")[2].partition("## Limits")[0].splitlines()
+    if re.match(r"\| \d+ \|", line)
+    for cells in [[cell.strip() for cell in line.strip("|").split("|")]]
+}
+
+
+def named_tests(folder: str) -> set[str]:
+    """Returns the names of the tests in a folder, such as `failure/test_killed.py::test_row_01_…`."""
+    found = set()
+    for path in (ROOT / "tests" / folder).glob("test_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found.add(f"{folder}/{path.name}::{node.name}")
+    return found
+
+
+def test_the_matrix_is_whole() -> None:
+    assert list(ROWS) == list(range(1, len(ROWS) + 1)) and len(ROWS) >= 50
+    held = [row for row in ROWS.values() if "::" in row]
+    assert f"{len(held)} of {len(ROWS)} fault rows have a test" in README
+
+
+@pytest.mark.parametrize("number", ROWS)
+def test_a_row_names_a_test_that_exists(number: int) -> None:
+    named = re.findall(r"`([^`]+::[^`]+)`", ROWS[number])
+    assert named or ROWS[number].startswith("no test yet: ") or ROWS[number] == "no test yet"
+    there = named_tests("failure") | named_tests("contract")
+    for pattern in named:
+        assert any(fnmatch(each, pattern) for each in there), pattern
+
+
+def test_a_test_of_a_row_is_named_by_it() -> None:
+    for each in named_tests("failure"):
+        found = re.search(r"::test_rows?_((?:\d+_(?:to_|and_)?)+)", each)
+        numbers = [int(number) for number in re.findall(r"\d+", found[1])] if found else []
+        for number in range(numbers[0], numbers[-1] + 1) if found and "_to_" in found[1] else numbers:
+            patterns = re.findall(r"`([^`]+)`", ROWS[number])
+            assert any(fnmatch(each, pattern) for pattern in patterns), f"row {number} does not name {each}"
+
+
+# What is made from the source.
+
+
+def test_the_pictures_are_those_of_the_source() -> None:
+    for name, svg in generate.pictures().items():
+        assert (DOCS / "pictures" / name).read_text() == svg, "run: python docs/generate.py"
+        assert "var(" not in svg and 'fill="#ffffff"' in svg
+
+
+def test_the_settings_page_has_each_setting() -> None:
+    table = generate.settings_table()
+    assert table.count("\n") == len(settings.ALL) + 2
+    for setting in settings.ALL:
+        assert f"`{setting.name}`" in table and setting.help[:30] in table
+
+
+def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
+    missing = [name for name in ("sphinx", "myst_parser", "furo") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install .[docs]")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees"),
+         str(DOCS), str(tmp_path / "html")],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    inventory = (tmp_path / "html" / "objects.inv").read_bytes()
+    listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode()
+    from_table = set(parallel_state.getters.__all__) - set(vars(parallel_state.state))
+    public = set(parallel_state.__all__) - from_table - {"AXES", "PRESETS"}
+    missing = [name for name in sorted(public) if f"\nparallel_state.{name} py:" not in f"\n{listed}"]
+    assert not missing, "the API reference lacks these"
+    assert "GroupCoordinator.all_reduce py:method" in listed
