@@ -11,6 +11,8 @@
 rank of any layout in one process. Importing starts nothing and changes no environment variable.
 """
 
+from typing import TYPE_CHECKING
+
 from device_communicators.errors import (
     AlreadyInitializedError,
     CollectiveMismatchError,
@@ -85,7 +87,7 @@ from parallel_state.compile.fusion_pass import (
 from parallel_state.coordinator import (
     GroupCoordinator,
 )
-from parallel_state.getters import *  # noqa: F403 - hundreds, made from the axis table
+from parallel_state.getters import *  # noqa: F403 - made from the axis table
 from parallel_state.getters import __all__ as _getters
 from parallel_state.groups.current import (
     try_get_current_groups,
@@ -188,6 +190,9 @@ from parallel_state.utilities import (
     split_tensor_along_last_dim,
     unwrap_dist,
 )
+
+if not TYPE_CHECKING:  # a type checker shall know no names but these
+    from parallel_state.getters import raise_missing as __getattr__  # noqa: F401
 
 __all__ = [
     "reinitialize",

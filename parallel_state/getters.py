@@ -1,102 +1,113 @@
-"""The getters of every group in the axis table, by its short and by its long name.
+"""Getters of every group in the axis table, by its short name, and by the long names that other engines have.
 
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
-    get_expert_model_parallel_group()  …
+    get_expert_model_parallel_group()  …         where Megatron-core, vLLM or SGLang has the name
 
-They are made from the table, so a new row has them at once. `getters.pyi` says the same to type checkers and editors;
-`make stubs` writes it, and a test compares. tp, pp, dp and world have theirs in `state`; what
-Megatron's have beyond this is in `aliases`.
+They are made from the table, so a new row has its short ones at once. `getters.pyi` lists them for type checkers and
+editors; `make stubs` writes it, and a test compares. tp, pp, dp and world have theirs in `state`; those of Megatron's
+that take flags are in `aliases`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from device_communicators.errors import RenamedError
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.layout.axes import AXES, Axis
-from parallel_state.state import (
-    get_dp_group,
-    get_group,
-    get_group_rank,
-    get_group_ranks,
-    get_pp_group,
-    get_tp_group,
-    try_get_dp_group,
-    try_get_group,
-    try_get_pp_group,
-    try_get_tp_group,
-)
+from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
 
-# Of these the getters of the group itself, hot and in every layer, are written out.
-_IN_STATE: dict[str, tuple[Callable[[], GroupCoordinator], Callable[[], GroupCoordinator | None]]] = {
-    "tp": (get_tp_group, try_get_tp_group),
-    "pp": (get_pp_group, try_get_pp_group),
-    "dp": (get_dp_group, try_get_dp_group),
-}
-_WITH_FLAGS = {
-    *(f"get_data_parallel_{what}" for what in ("group", "world_size", "rank", "src_rank")),
-    *(f"get_expert_data_parallel_{what}" for what in ("group", "world_size", "rank")),
-    "get_tensor_and_data_parallel_group",
-}
-"""Megatron's take flags; they are in `aliases`."""
+_IN_STATE = {f"{prefix}get_{axis}_group" for prefix in ("", "try_") for axis in ("tp", "pp", "dp")}
+"""Getters that every layer calls are written out there."""
 _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "world_size": ("int", lambda name: len(get_group_ranks(name)), "The number of ranks in this rank's {} group."),
-    "rank": ("int", get_group_rank, "This rank's position in its {} group."),
-    "src_rank": ("int", lambda name: get_group_ranks(name)[0], "Global rank of the first one in this rank's {} group."),
-    "global_ranks": ("list[int]", get_group_ranks, "Global ranks of this rank's {} group, a new list."),
+    "world_size": ("int", lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
+    "rank": ("int", get_group_rank, "Returns this rank's position in its"),
+    "src_rank": (
+        "int",
+        lambda name: get_group_ranks(name)[0],
+        "Returns the global rank of the first one in this rank's",
+    ),
+    "global_ranks": ("list[int]", get_group_ranks, "Returns a new list of the global ranks of this rank's"),
 }
-"""What is known without a group: these make none, and any rank may ask."""
+"""Facts that are known without a group: their getters make none, and any rank may ask."""
+_LONG = {
+    "tp": ("group", "world_size", "rank", "src_rank"),
+    "pp": ("group", "world_size", "rank"),
+    "cp": ("group", "world_size", "rank", "global_ranks"),
+    "ep": ("group", "world_size", "rank", "src_rank"),
+    "etp": ("group", "world_size", "rank"),
+    "model": ("group", "src_rank"),
+    "tp_cp": ("group", "world_size", "rank"),
+    "tp_ep": ("group", "world_size", "rank"),
+    "tp_ep_pp": ("group",),
+    "intra_dist_opt": ("group",),
+    "inter_dist_opt": ("group",),
+}
+"""Facts with a getter by the long name as well: those that Megatron-core, vLLM or SGLang has."""
 
 
-def _getters_of(axis: Axis, stem: str) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Name, signature and function of each getter of a row under one of its names."""
-    find, try_find = _IN_STATE.get(axis.name, (None, None))
-    what = axis.long_name.replace("_", "-")
-    name = axis.name
+def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yields name, signature and function of each getter of a row."""
+    group_name, kind = axis.name, f"{axis.long_name.replace('_', '-')} group"
+    first = "" if axis.always_made else " Every rank of the group makes the first call: it may make the group."
+    for stem, facts in ((axis.name, ("group", *_FACTS)), (axis.long_name, _LONG.get(axis.name, ()))):
+        for fact in facts:
+            if fact == "group":
 
-    def get(check_initialized: bool = True) -> GroupCoordinator | None:
-        if not check_initialized:
-            return try_get()
-        return find() if find is not None else get_group(name)
+                def getter(check_initialized: bool = True) -> GroupCoordinator | None:
+                    return get_group(group_name) if check_initialized else try_get_group(group_name)
+
+                getter.__doc__ = (
+                    f"Returns this rank's {kind}. {axis.about}{first} GroupNotInitializedError before "
+                    "initialize_model_parallel; with check_initialized=False None, as in Megatron."
+                )
+                yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", getter
+            else:
+                returned, of, text = _FACTS[fact]
+                tell = _bound(of, group_name)
+                tell.__doc__ = f"{text} {kind}. No call to other ranks."
+                yield f"get_{stem}_{fact}", f"() -> {returned}", tell
 
     def try_get() -> GroupCoordinator | None:
-        return try_find() if try_find is not None else try_get_group(name)
+        return try_get_group(group_name)
 
-    first = "" if axis.always_made else " Every rank of the group makes the first call: it may make the group."
-    get.__doc__ = (
-        f"This rank's {what} group. {axis.about}{first} GroupNotInitializedError before initialize_model_parallel; "
-        "with check_initialized=False None, as in Megatron."
-    )
     try_get.__doc__ = (
-        f"This rank's {what} group; None before initialize_model_parallel, or where this rank is in none.{first}"
+        f"Returns this rank's {kind}; None before initialize_model_parallel, or where it is in none.{first}"
     )
-    yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", get
-    yield f"try_get_{stem}_group", "() -> GroupCoordinator | None", try_get
-    for fact, (kind, of, text) in _FACTS.items():
-        tell = _teller(name, of)
-        tell.__doc__ = f"{text.format(what)} No call to other ranks."
-        yield f"get_{stem}_{fact}", f"() -> {kind}", tell
+    yield f"try_get_{axis.name}_group", "() -> GroupCoordinator | None", try_get
 
 
-def _teller(name: str, of: Callable[[str], Any]) -> Callable[[], Any]:
-    def tell() -> Any:
-        return of(name)
-
-    return tell
+def _bound(of: Callable[[str], Any], name: str) -> Callable[[], Any]:
+    return lambda: of(name)
 
 
 def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
     made: dict[str, tuple[str, Callable[..., Any]]] = {}
     for axis in AXES:
-        for stem in dict.fromkeys((axis.name, axis.long_name)):
-            for name, signature, function in _getters_of(axis, stem):
-                if name in _WITH_FLAGS or (stem in _IN_STATE and name.endswith(f"{stem}_group")):
-                    continue
+        for name, signature, function in _getters_of(axis):
+            if name not in _IN_STATE:
                 function.__name__ = function.__qualname__ = name
                 made[name] = (signature, function)
     return made
+
+
+def raise_missing(name: str) -> NoReturn:
+    """Raises AttributeError for a name that the package lacks; RenamedError for a long name that it had.
+
+    As ImportError where `from parallel_state import …` asks, which would lose the text of an AttributeError.
+    """
+    for axis in AXES:
+        old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
+        if name in old:
+            new = name.replace(axis.long_name, axis.name)
+            text = f"parallel_state.{name} is gone: neither Megatron-core, vLLM nor SGLang has it. Take {new}"
+            if sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
+                raise ImportError(text, name=name)
+            raise RenamedError(text)
+    raise AttributeError(f"module 'parallel_state' has no attribute {name!r}")
 
 
 _MADE = _all_getters()
@@ -112,18 +123,20 @@ def _definition(name: str, signature: str) -> str:
 
 
 def stub() -> str:
-    """The text of getters.pyi."""
+    """Returns the text of getters.pyi."""
     names = "".join(f'    "{name}",\n' for name in __all__)
     defs = "".join(_definition(name, _MADE[name][0]) for name in __all__)
     return (
         "# Written by `make stubs` from the axis table.\n"
-        "from typing import Literal, overload\n\n"
+        "from typing import Literal, NoReturn, overload\n\n"
         "from parallel_state.coordinator import GroupCoordinator\n\n"
         f"__all__ = [\n{names}]\n\n{defs}"
+        "def raise_missing(name: str) -> NoReturn: ...\n"
         "def stub() -> str: ...\n"
         "def write_stub() -> None: ...\n"
     )
 
 
 def write_stub() -> None:
+    """Writes getters.pyi beside this file."""
     Path(__file__).with_suffix(".pyi").write_text(stub())

@@ -92,7 +92,7 @@ def _facts_on_one_rank() -> dict[str, Any]:
             facts = {
                 "numbers": [
                     ps.get_data_parallel_world_size(True),
-                    ps.get_model_parallel_rank(),
+                    ps.get_model_rank(),
                     ps.get_expert_data_parallel_rank(),
                     ps.get_dp_cp_src_rank(),
                 ],

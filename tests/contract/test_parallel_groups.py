@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import parallel_state as ps
 from parallel_state import ParallelGroups, getters, simulate, simulated_group
 from tests.contract.attempts import attempt, whose, world
+from tests.references import SGLANG, VLLM
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -63,11 +66,11 @@ GETTERS = {
     "get_tensor_model_parallel_world_size": lambda g: g.tp.world_size,
     "get_tensor_model_parallel_rank": lambda g: g.tp.rank_in_group,
     "get_tensor_model_parallel_src_rank": lambda g: g.tp.ranks[0],
-    "get_tensor_model_parallel_global_ranks": lambda g: g.tp.ranks,
+    "get_tp_global_ranks": lambda g: g.tp.ranks,
     "get_pipeline_model_parallel_group": lambda g: g.pp,
     "get_pipeline_model_parallel_world_size": lambda g: g.pp.world_size,
     "get_pipeline_model_parallel_rank": lambda g: g.pp.rank_in_group,
-    "get_pipeline_model_parallel_global_ranks": lambda g: g.pp.ranks,
+    "get_pp_global_ranks": lambda g: g.pp.ranks,
     "get_pipeline_model_parallel_first_rank": lambda g: g.pp.ranks[0],
     "get_pipeline_model_parallel_last_rank": lambda g: g.pp.ranks[-1],
     "get_pipeline_model_parallel_next_rank": lambda g: g.pp.ranks[(g.pp.rank_in_group + 1) % g.pp.world_size],
@@ -78,7 +81,7 @@ GETTERS = {
     "get_data_parallel_world_size": lambda g: g.dp.world_size,
     "get_data_parallel_rank": lambda g: g.dp.rank_in_group,
     "get_data_parallel_src_rank": lambda g: g.dp.ranks[0],
-    "get_data_parallel_global_ranks": lambda g: g.dp.ranks,
+    "get_dp_global_ranks": lambda g: g.dp.ranks,
     "get_world_size": lambda g: g.world.world_size,
     "get_rank": lambda g: g.world.rank,
     "is_initialized": lambda g: True,
@@ -115,13 +118,52 @@ OTHERS = {
 
 
 def _getters_of_the_table() -> dict[str, tuple[str, str]]:
-    """Every getter that the axis table promises -> the group's name and what it tells."""
+    """Maps every getter that the axis table promises to the group's name and the fact that it returns."""
     promised: dict[str, tuple[str, str]] = {}
     for axis in ps.AXES:
-        for stem in (axis.name, axis.long_name):
-            promised[f"get_{stem}_group"] = promised[f"try_get_{stem}_group"] = (axis.name, "group")
-            promised |= {f"get_{stem}_{fact}": (axis.name, fact) for fact in FACTS}
+        promised[f"get_{axis.name}_group"] = promised[f"try_get_{axis.name}_group"] = (axis.name, "group")
+        promised |= {f"get_{axis.name}_{fact}": (axis.name, fact) for fact in FACTS}
+        long_names = {f"get_{axis.long_name}_{fact}": (axis.name, fact) for fact in ("group", *FACTS)}
+        promised |= {name: fact for name, fact in long_names.items() if name in ps.__all__}
     return promised
+
+
+def _long_names() -> dict[str, str]:
+    """Maps the getters that there could be by a long name to the short name, which says the same."""
+    pairs = {}
+    for axis in ps.AXES:
+        for prefix, fact in [("get", fact) for fact in ("group", *FACTS)] + [("try_get", "group")]:
+            pairs[f"{prefix}_{axis.long_name}_{fact}"] = f"{prefix}_{axis.name}_{fact}"
+    return {long: short for long, short in pairs.items() if long != short}
+
+
+def test_long_names_are_those_of_other_engines() -> None:
+    """A getter has a long name where Megatron-core, vLLM or SGLang has it: their own sources are asked."""
+    megatron = find_spec("megatron")
+    if megatron is None:
+        pytest.skip("megatron-core is not installed")
+    (core,) = [
+        path for root in megatron.submodule_search_locations or [] for path in Path(root).glob("core/parallel_state.py")
+    ]
+    theirs = "".join((core.read_text(), VLLM.read(), SGLANG.read()))
+    known = set(re.findall(r"^(?:def )?((?:try_)?get_\w+)(?:\(| *=)", theirs, re.MULTILINE))
+    ours = _long_names().keys() & set(ps.__all__)
+    assert ours == _long_names().keys() & known
+    assert len(ours) > 20
+
+
+def test_a_long_name_that_went_says_the_short_one() -> None:
+    gone = {long: short for long, short in _long_names().items() if long not in ps.__all__}
+    assert len(gone) == 131
+    for long, short in gone.items():
+        assert short in ps.__all__
+        with pytest.raises(ps.RenamedError, match=rf"Take {short}$"):
+            getattr(ps, long)
+    with pytest.raises(ImportError, match=r"Take get_cp_src_rank$"):
+        exec("from parallel_state import get_context_parallel_src_rank")
+    assert not hasattr(ps, "get_context_parallel_src_rank")
+    with pytest.raises(AttributeError, match="has no attribute 'get_nothing'"):
+        ps.get_nothing  # noqa: B018
 
 
 def test_every_getter_is_named() -> None:
