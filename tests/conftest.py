@@ -6,8 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from tests.extent import LONG
 from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked `long`, except in long runs."""
+    left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import subprocess
-import tempfile
 from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint64
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import pytest
 
 from device_communicators.cpu import native_build
 from device_communicators.cuda.driver import OPERATIONS, Call
+from tests import compiled
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_SOURCES = ROOT / "device_communicators" / "peer" / "csrc"
@@ -72,20 +70,12 @@ def build(*flags: str, sources: Path = CUDA_SOURCES) -> Path:
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    content = hashlib.sha256(repr((compiler, FLAGS, flags)).encode())
-    for path in sorted([*sources.iterdir(), *EMULATION.glob("*on_cpu*")]):
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"parallel_state_tests_{os.geteuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / f"cuda_on_cpu_{content.hexdigest()[:16]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            made = Path(work) / "library.so"
-            includes = [f"-I{sources}", f"-I{EMULATION}"]
-            command = [*compiler, *FLAGS, *WARNINGS, *flags, *includes, str(EMULATION / "cuda_on_cpu.cpp")]
-            done = subprocess.run(
-                [*command, "-o", str(made), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S
-            )
-            assert done.returncode == 0, done.stderr
-            made.rename(target)
-    return target
+    includes = [f"-I{sources}", f"-I{EMULATION}"]
+    command = [*compiler, *FLAGS, *WARNINGS, *flags, *includes, str(EMULATION / "cuda_on_cpu.cpp")]
+
+    def make(target: Path) -> None:
+        done = subprocess.run([*command, "-o", str(target), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stderr
+
+    files = [path for path in [*sources.iterdir(), *EMULATION.glob("*on_cpu*")] if path.is_file()]
+    return compiled.kept("cuda_on_cpu.so", [*compiler, *FLAGS, *WARNINGS, *flags], files, make)

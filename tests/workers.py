@@ -35,6 +35,13 @@ _SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", 
 import torch's symmetric memory, and with it what looks for Triton, and Triton for a GPU."""
 
 
+def fork_context() -> Any:
+    """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOADED, *(_SLOW_IMPORTS if torch.version.cuda is None else ())])
+    return context
+
+
 class WorkersFailedError(AssertionError):
     """At least one rank raised, died or was late; `errors` maps ranks to their tracebacks."""
 
@@ -103,8 +110,7 @@ class WorkerPool:
         return results, errors
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOADED, *(_SLOW_IMPORTS if torch.version.cuda is None else ())])
+        context = fork_context()
         self._serve_store()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()

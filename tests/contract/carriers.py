@@ -30,6 +30,7 @@ import parallel_state as ps
 from device_communicators import CATALOG, GroupContext, Request, Row, build_route, register_route, unique_name
 from device_communicators.errors import UnsupportedError
 from parallel_state.coordinator import GroupCoordinator
+from tests.extent import LONG
 from tests.workers import WorkerPool
 
 T = TypeVar("T")
@@ -51,8 +52,20 @@ ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
 PLACEMENTS = {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
 """For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
 
-SIZES = (Size(1, 1), Size(2, 2), Size(3, 3), Size(4, 4), Size(4, 2))
+SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))
 """In the last one a rank in the group differs from the global rank."""
+
+
+def sizes_of(row: Row) -> tuple[Size, ...]:
+    """Returns the groups in which tests have a row. A group of one asks no route: it is tested with the last row."""
+    if row.several_hosts:
+        return tuple(PLACEMENTS)
+    if LONG:
+        return (Size(1, 1), Size(2, 2), *SIZES)
+    return (Size(1, 1), *SIZES) if row is CATALOG[-1] else SIZES
+
+
+CASES = tuple((row, size) for row in ROWS for size in sizes_of(row))
 
 
 class Member:

@@ -1,4 +1,4 @@
-"""Fixtures of the contract tests: every row of the catalog that CPU processes can have, in groups of every size."""
+"""Fixtures of the contract tests: every row of the catalog that CPU processes can have, in groups of several sizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from device_communicators import Row
-from tests.contract.carriers import PLACEMENTS, ROWS, SIZES, Carrier, Size
+from tests.contract.carriers import CASES, PLACEMENTS, ROWS, Carrier, Size
 
 
 @pytest.fixture(params=ROWS, ids=lambda row: row.name)
 def row(request: pytest.FixtureRequest) -> Row:
-    return request.param
-
-
-@pytest.fixture(params=SIZES, ids=str)
-def size(request: pytest.FixtureRequest) -> Size:
     return request.param
 
 
@@ -29,22 +24,23 @@ def _without_beta_warnings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def carrier(row: Row, size: Size, request: pytest.FixtureRequest) -> Carrier:
-    """Groups of `size` that `row` carries; a test that takes it runs for every row and size."""
-    return _carrier(row, size, request)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+def carrier(request: pytest.FixtureRequest) -> Carrier:
+    """Groups of a size that a row carries; a test that takes it runs for each of CASES.
+
+    Of the module, so that pytest runs all tests of one case together: ranks that change their layout make new groups.
+    """
+    return _carrier(*request.param, request)
 
 
-@pytest.fixture
-def group_carrier(row: Row, request: pytest.FixtureRequest) -> Carrier:
+@pytest.fixture(scope="module", params=[case for case in CASES if case[1] == Size(4, 2)], ids=lambda case: case[0].name)
+def group_carrier(request: pytest.FixtureRequest) -> Carrier:
     """As `carrier`, for one size only: two ranks of four, so that half of the global ranks are none of the group."""
-    return _carrier(row, Size(4, 2), request)
+    return _carrier(*request.param, request)
 
 
 def _carrier(row: Row, size: Size, request: pytest.FixtureRequest) -> Carrier:
     if not row.several_hosts:
         return Carrier(row, size, request.getfixturevalue("pools"))
-    if size not in PLACEMENTS:
-        pytest.skip(f"{row.name} is tested in groups of {', '.join(map(str, PLACEMENTS))}")
     on_hosts = request.getfixturevalue("on_hosts")
     return Carrier(row, size, lambda processes: on_hosts(PLACEMENTS[size]))

@@ -13,6 +13,7 @@ import pytest
 
 import parallel_state as ps
 from device_communicators import settings
+from tests.cases import each
 from tests.references import FAIRSEQ2, SGLANG, SGLANG_WIDTHS, VLLM, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +55,11 @@ def test_every_row_has_three_cells() -> None:
         assert ours.startswith("`") or (ours == "–" and note), theirs
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_a_name_of_ours_exists(name: str) -> None:
+def test_the_names_of_ours_exist() -> None:
+    each(OURS, _check_name)
+
+
+def _check_name(name: str) -> None:
     name, _, arguments = name.partition("(") if not name.startswith("get_dp_group()") else (name, "", "")
     found = find(name)
     for argument in re.findall(r"(\w+)=", arguments):
@@ -67,7 +71,7 @@ def public_functions(reference: Reference, *classes: str) -> set[str]:
     """The public functions of a module, and the public methods of these classes."""
     tree = ast.parse(reference.read())
     inside = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
-    nodes = [*tree.body, *(each for node in inside for each in node.body)]
+    nodes = [*tree.body, *(inner for node in inside for inner in node.body)]
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
 
 

@@ -41,9 +41,10 @@ def apply(block: str, root: Path) -> None:
 
 
 USE = """
-from parallel_state import launch
+from parallel_state import getters, launch
 
 if __name__ == "__main__":
+    getters.write_stub()  # `make stubs`
     launch(check_op, nproc=2, tensor_model_parallel_size=2)
     launch(check_axis, nproc=2, tensor_model_parallel_size=1)
     print("used")
@@ -81,7 +82,6 @@ def run(root: Path, *words: str) -> str:
 
 
 def test_what_was_added_can_be_used(copy: Path) -> None:
-    run(copy, "-c", "from parallel_state import getters; getters.write_stub()")  # `make stubs`
     assert run(copy, "use.py").splitlines()[-1] == "used"
 
 

@@ -16,10 +16,10 @@ import torch
 from measure.teams import python_path
 
 from tests import nccl_stand_in
+from tests.extent import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY_S = 550
-LONG = os.environ.get("FAILURE_TESTS") == "long"
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

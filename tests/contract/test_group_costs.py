@@ -21,7 +21,6 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 120.0
 MIB = 1 << 20
-LONG = os.environ.get("FAILURE_TESTS") == "long"
 
 
 def _address_space() -> int:
@@ -85,7 +84,7 @@ def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
     ("count", "descriptors", "address_bytes"),
     [
         (60, 256, 8 << 30),
-        pytest.param(300, 1024, 32 << 30, marks=pytest.mark.skipif(not LONG, reason="FAILURE_TESTS=long")),
+        pytest.param(300, 1024, 32 << 30, marks=pytest.mark.long),
     ],
 )
 def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, address_bytes: int) -> None:

@@ -19,7 +19,7 @@ DEADLINE_S = 240
 
 PROGRAM = r"""
 import builtins, fcntl, importlib, multiprocessing, os, pkgutil, select, selectors, signal, socket, sys, tempfile, time
-import torch, torch.distributed as dist
+import torch, torch.distributed
 
 ONLY_LINUX = {
     os: ("sched_", "pidfd", "eventfd", "EFD_", "memfd", "MFD_", "posix_fallocate", "posix_fadvise", "splice", "SPLICE",
@@ -55,7 +55,19 @@ for package in (ps, dc):
         if not found.name.endswith("__main__"):
             importlib.import_module(found.name)
 
-rank = int(os.environ["RANK"])
+# All is imported, nothing has been started: the ranks are forked from here, and what they print is kept apart.
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        break
+else:
+    for rank, pid in enumerate(ranks):
+        print(rank, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    sys.exit()
+for descriptor, kind in ((1, "out"), (2, "err")):
+    os.dup2(os.open(f"{rank}.{kind}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), descriptor)
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
 for again in (True, False):
     ps.init_distributed_environment()
     ps.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -105,28 +117,20 @@ except ps.PeerDiedError as error:
 
 def test_two_ranks_without_what_only_linux_has(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=DEADLINE_S))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={
-                **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path),
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "PARALLEL_STATE_TIMEOUT_S": "30",
-            },
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        (out, err), (other_out, other_err) = [rank.communicate(timeout=DEADLINE_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S,
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary"),
+            "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "PARALLEL_STATE_TIMEOUT_S": "30",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out, other_out, err, other_err = ((tmp_path / name).read_text() for name in ("0.out", "1.out", "0.err", "1.err"))
     assert "all done" in out, err
     assert "all done" in other_out, other_err
-    assert ranks[1].returncode == -9, other_err
+    assert done.stdout.splitlines() == ["0 0", "1 -9"], other_err
     assert "died: 1" in out, err
     for text in (err, other_err):  # nobody can do anything about it, so nobody is told at each start
         assert "goes without shared memory" not in text

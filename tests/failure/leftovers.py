@@ -1,6 +1,7 @@
 """What a test has left behind: processes, names in /dev/shm, listening sockets.
 
-Found by who descends from this process, not by a name: while a test runs, orphans become children of this process.
+Found by who descends from this process, not by a name: while a test runs, orphans become children of this process. A
+name in /dev/shm that a process beside this run has open is that one's.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def nothing_left_after(limit_s: float) -> Iterator[None]:
             time.sleep(_STEP_S)
             # What is new each time is another job's on this machine.
             left = _new(processes), left[1] & segments(), left[2] & listening()
+        if left[1]:
+            left = left[0], left[1] - names_of_others(), left[2]
         assert not any(left), f"left after {limit_s} s: {_in_words(left)}"
     finally:
         for pid in _new(processes):
@@ -60,6 +63,19 @@ def descendants(of: int = 0) -> set[int]:
 def segments() -> set[str]:
     """The library's names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").glob("parallel_state-*")}
+
+
+def names_of_others() -> set[str]:
+    """Names in /dev/shm that a process has open, or mapped, which doesn't descend from this one."""
+    ours, found = {os.getpid(), *descendants()}, set()
+    for pid, _, _ in _processes():
+        if pid in ours:
+            continue
+        with suppress(OSError):  # it has ended, or is another user's
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            links = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]
+            found |= {line.rpartition("/dev/shm/")[2] for line in (*lines, *links) if "/dev/shm/" in line}
+    return found
 
 
 def listening() -> set[str]:

@@ -31,9 +31,10 @@ from parallel_state.process_groups import agreement
 from parallel_state.process_groups import pool as groups
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
+from tests.extent import LONG
 from tests.failure.ranks import KILLED, Ranks
 
-WORLDS = 100 if os.environ.get("FAILURE_TESTS") == "long" else 25
+WORLDS = 100 if LONG else 25
 SETTLED = 15
 DEADLINE_S = 120.0
 TIMEOUT_S = 3.0

@@ -21,9 +21,10 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.extent import LONG
 from tests.failure.domains import TRANSPORTS, results_in, run_to_the_bound, run_trials
 from tests.failure.trials import folder_of_results, late, median_of
-from tests.failure.worlds import DEADLINE_S, LONG, LONG_TIMEOUT_S, ROUTES, SLACK_S, kill_me, settings_of
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, SLACK_S, kill_me, settings_of
 from tests.hosts import INTERFACE, Hosts, problem
 from tests.workers import WorkerPool
 

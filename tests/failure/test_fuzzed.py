@@ -33,9 +33,9 @@ from parallel_state.messages.codec import coding as codec
 from parallel_state.store import protocol as control_wire
 from parallel_state.store.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, Direction
 from parallel_state.store.session import Session
+from tests.extent import LONG
 from tests.unit.test_codec_hostile import SAMPLE
 
-LONG = os.environ.get("FAILURE_TESTS") == "long"
 CODEC_FRAMES, WIRE_FRAMES, HANDSHAKES, STORE_FRAMES, QUEUE_HEADERS = (
     count if LONG else count // 100 for count in (400_000, 250_000, 150_000, 150_000, 50_000)
 )

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import LONG
 from tests.failure.random_kills import End, check_ends, kill_one, until_killed
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import (
     DEADLINE_S,
-    LONG,
     LONG_TIMEOUT_S,
     OPERATIONS,
     ROUTES,

@@ -22,9 +22,9 @@ import pytest
 import parallel_state as ps
 from tests import hosts
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.extent import LONG
 from tests.failure.ranks import Ranks
 from tests.failure.trials import folder_of_results, keep, kept, late, median_of
-from tests.failure.worlds import LONG
 from tests.workers import WorkerPool
 
 SEEDS = 100 if LONG else 4

@@ -18,9 +18,10 @@ from torch import Tensor
 
 import parallel_state as ps
 from tests.contract.attempts import environment
+from tests.extent import LONG
 from tests.failure.random_kills import End, check_ends, kill_one, until_killed
 from tests.failure.ranks import Ranks
-from tests.failure.worlds import DEADLINE_S, LONG, LONG_TIMEOUT_S, ROUTES, settings_of
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, settings_of
 
 SEEDS = range(200 if LONG else 4)
 LAYERS, HIDDEN, INNER, TOKENS = 4, 32, 64, 6

@@ -18,8 +18,9 @@ import torch
 import parallel_state as ps
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.extent import LONG
 from tests.failure.ranks import Ranks
-from tests.failure.worlds import LONG, ROUTES, settings_of, world_over
+from tests.failure.worlds import ROUTES, settings_of, world_over
 
 SIZE, ODD = 4, 2
 TIMEOUT_S = 3.0

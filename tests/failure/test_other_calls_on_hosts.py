@@ -13,9 +13,10 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome
+from tests.extent import LONG
 from tests.failure.test_other_calls import ARGUMENTS as USUAL_ARGUMENTS
 from tests.failure.test_other_calls import BATCH, DEADLINE_S, METHODS, PAIRS, Call, in_a_group, names, wrong
-from tests.failure.worlds import LONG, world_over
+from tests.failure.worlds import world_over
 from tests.hosts import HostRanks, Hosts, problem
 
 TIMEOUT_S = 12.0

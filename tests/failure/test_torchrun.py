@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from tests import hosts
-from tests.failure.worlds import LONG
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -100,7 +99,7 @@ def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     ("rendezvous", "how", "counts"),
     [
         ("static", "fails", ["1"] * 4),
-        pytest.param("c10d", "fails", None, marks=pytest.mark.skipif(not LONG, reason="by FAILURE_TESTS=long")),
+        pytest.param("c10d", "fails", None, marks=pytest.mark.long),
         ("c10d", "serves on", ["0", "0", "1", "1"]),
     ],
 )

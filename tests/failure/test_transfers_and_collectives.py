@@ -14,9 +14,10 @@ import parallel_state as ps
 from device_communicators.routing.stalls import SLOW_S
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.contract.attempts import Outcome, attempt
+from tests.extent import LONG
 from tests.failure.ranks import Ranks
 from tests.failure.test_other_calls import METHODS, in_a_group
-from tests.failure.worlds import LONG, ROUTES, world_over
+from tests.failure.worlds import ROUTES, world_over
 from tests.hosts import Hosts, problem
 
 SIZE = 4

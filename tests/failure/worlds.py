@@ -14,6 +14,7 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.extent import LONG
 
 T = TypeVar("T")
 
@@ -23,8 +24,6 @@ SLACK_S = 5.0
 """What a loaded machine of two cores may take beside the matrix' bounds."""
 LONG_TIMEOUT_S = 30.0
 """For what must end long before: whoever waits for the timeout is seen to."""
-LONG = os.environ.get("FAILURE_TESTS") == "long"
-"""Whether everything is tested with everything; else with a choice of it."""
 
 
 def some(of_all: Sequence[T], count: int) -> Sequence[T]:

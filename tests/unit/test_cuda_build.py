@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import os
 import re
@@ -19,6 +20,7 @@ from device_communicators import build_cache
 from device_communicators.cpu import native_build
 from device_communicators.cuda import build as cuda_build
 from device_communicators.cuda.driver import KERNELS, KernelError
+from tests import compiled
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 DEADLINE_S = 300
@@ -37,6 +39,13 @@ def reason() -> str | None:
 needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {reason()}")
 
 
+def kept(name: str, make: Callable[[], str]) -> str:
+    """What NVRTC or nvcc says of the kernels, asked once for these sources, options and this test."""
+    files = [*cuda_build.source_files(), Path(cuda_build.__file__), Path(__file__)]
+    version = cuda_build.nvrtc_version() if reason() is None else None
+    return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
+
+
 def ptx_of(arch: str) -> str:
     """Through the binding itself: cuda.core asks the driver before it makes PTX."""
     from cuda.bindings import nvrtc
@@ -52,13 +61,17 @@ def ptx_of(arch: str) -> str:
     return content.decode()
 
 
+def log_of(arch: str) -> str:
+    log = io.StringIO()
+    assert cuda_build.compile_kernels(arch, log=log)
+    return log.getvalue()
+
+
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_and_none_spills(arch: str) -> None:
-    log = io.StringIO()
-    assert cuda_build.compile_kernels(arch, log=log)
-    resources = kernel_resources.read(log.getvalue())
+    resources = kernel_resources.read(kept(f"{arch}.log", lambda: log_of(arch)))
     assert set(resources) == set(KERNELS)
     for name, used in resources.items():
         assert used["registers"] <= 128, f"{name}: a block of 512 threads has no more"
@@ -81,7 +94,7 @@ _ACCESS = re.compile(r"(?<!bar\.)\b((?:ld|st|atom|red|fence|membar)\.[\w.]+)")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["compute_80", "compute_90"])
 def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(arch: str) -> None:
-    ptx = ptx_of(arch)
+    ptx = kept(f"{arch}.ptx", lambda: ptx_of(arch))
     bodies = dict(re.findall(r"\.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE))
     assert set(bodies) == set(KERNELS)
     for name, body in bodies.items():
@@ -237,19 +250,16 @@ def test_nvcc_takes_the_same_sources(tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("there is no nvcc")
-    command = [
-        nvcc,
-        "-std=c++17",
-        "-arch=sm_90",
-        "-cubin",
-        "-Xptxas=-v",
-        "-Werror",
-        "all-warnings",
-        "-o",
-        str(tmp_path / "cubin"),
-    ]
-    done = subprocess.run(
-        [*command, str(cuda_build.SOURCES / "kernels.cu")], capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(kernel_resources.read(done.stderr + done.stdout)) == set(KERNELS)
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-cubin", "-Xptxas=-v", "-Werror", "all-warnings"]
+
+    def said() -> str:
+        done = subprocess.run(
+            [*command, "-o", str(tmp_path / "cubin"), str(cuda_build.SOURCES / "kernels.cu")],
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stderr + done.stdout
+
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60).stdout
+    name = f"nvcc-{hashlib.sha256(version.encode()).hexdigest()[:8]}.log"
+    assert set(kernel_resources.read(kept(name, said))) == set(KERNELS)

@@ -13,7 +13,6 @@ from tests.cuda_on_cpu import CUDA_SOURCES, EMULATION
 
 pytestmark = pytest.mark.slow
 
-LONG = pytest.mark.skipif(os.environ.get("FAILURE_TESTS") != "long", reason="FAILURE_TESTS isn't long")
 DEADLINE_S = 300
 FLAGS = ("-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", "-rdynamic")
 
@@ -45,7 +44,7 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
     "flags",
     [
         pytest.param(["-DPLAIN_DATA"], id="staged data is plain memory"),
-        pytest.param([], id="all kernels", marks=LONG),
+        pytest.param([], id="all kernels", marks=pytest.mark.long),
     ],
 )
 def test_no_race(tmp_path: Path, flags: list[str]) -> None:
@@ -55,7 +54,7 @@ def test_no_race(tmp_path: Path, flags: list[str]) -> None:
     assert "data race" not in output
 
 
-@pytest.mark.parametrize("order", ["ACQUIRE", pytest.param("RELEASE", marks=LONG)])
+@pytest.mark.parametrize("order", ["ACQUIRE", pytest.param("RELEASE", marks=pytest.mark.long)])
 def test_a_weaker_flag_is_noticed(tmp_path: Path, order: str) -> None:
     code, output = run(tmp_path, "-DPLAIN_DATA", weakened=(f"__ATOMIC_{order}", "__ATOMIC_RELAXED"))
     assert code != 0

@@ -15,6 +15,7 @@ import pytest
 
 import parallel_state
 from device_communicators import settings
+from tests.cases import each
 from tests.doc_blocks import PAGES, ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -34,8 +35,11 @@ def _slugs(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere() -> None:
+    each(PAGES, _check_links)
+
+
+def _check_links(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         name, _, anchor = target.partition("#")
         path = (page.parent / name) if name else page
@@ -43,8 +47,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _slugs(path), f"{page.name} links {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist() -> None:
+    each(PAGES, _check_files)
+
+
+def _check_files(page: Path) -> None:
     for name in re.findall(
         r"`((?:device_communicators|parallel_state|tests|benchmarks|docs)/[^`\s<]*)", page.read_text()
     ):
@@ -78,22 +85,25 @@ def test_the_matrix_is_whole() -> None:
     assert f"{len(held)} of {len(ROWS)} fault rows have a test" in README
 
 
-@pytest.mark.parametrize("number", ROWS)
-def test_a_row_names_a_test_that_exists(number: int) -> None:
-    named = re.findall(r"`([^`]+::[^`]+)`", ROWS[number])
-    assert named or ROWS[number].startswith("no test yet: ") or ROWS[number] == "no test yet"
-    there = named_tests("failure") | named_tests("contract")
-    for pattern in named:
-        assert any(fnmatch(each, pattern) for each in there), pattern
+def test_each_row_names_tests_that_exist() -> None:
+    present = named_tests("failure") | named_tests("contract")
+
+    def check(number: int, proof: str) -> None:
+        named = re.findall(r"`([^`]+::[^`]+)`", proof)
+        assert named or proof.startswith("no test yet: ") or proof == "no test yet"
+        for pattern in named:
+            assert any(fnmatch(test, pattern) for test in present), pattern
+
+    each(ROWS.items(), check)
 
 
 def test_a_test_of_a_row_is_named_by_it() -> None:
-    for each in named_tests("failure"):
-        found = re.search(r"::test_rows?_((?:\d+_(?:to_|and_)?)+)", each)
+    for test in named_tests("failure"):
+        found = re.search(r"::test_rows?_((?:\d+_(?:to_|and_)?)+)", test)
         numbers = [int(number) for number in re.findall(r"\d+", found[1])] if found else []
         for number in range(numbers[0], numbers[-1] + 1) if found and "_to_" in found[1] else numbers:
             patterns = re.findall(r"`([^`]+)`", ROWS[number])
-            assert any(fnmatch(each, pattern) for pattern in patterns), f"row {number} does not name {each}"
+            assert any(fnmatch(test, pattern) for pattern in patterns), f"row {number} does not name {test}"
 
 
 # What is made from the source.

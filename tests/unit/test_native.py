@@ -7,7 +7,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 
 from device_communicators import build_cache
 from device_communicators.cpu import native, native_build
+from tests.programs import Program
 
 PROGRAM = """
 import logging, sys
@@ -32,31 +32,12 @@ COMPILE_S = 300
 SOURCES = Path(native.__file__).parent / "csrc"
 
 
-def _start(cache: Path, **variables: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), **variables}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stdout=subprocess.PIPE, text=True)
+def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
+    return Program(PROGRAM, {**os.environ, "XDG_CACHE_HOME": str(cache), **variables}, umask)
 
 
-def _run(cache: Path, **variables: str) -> str:
-    return _start(cache, **variables).communicate(timeout=COMPILE_S)[0]
-
-
-def test_compiled_once_by_several_processes(tmp_path: Path) -> None:
-    """Those that come while one compiles wait for it; later ones find it."""
-    counter = tmp_path / "calls"
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/sh\necho call >> {counter}\nexec c++ -O0 "$@" -O0\n')
-    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
-    # The build without torch's headers, which takes a fraction of the time.
-    how = {"CXX": str(compiler), "PARALLEL_STATE_BUILD": "plain"}
-    outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
-    assert all("version 4 " in output for output in outputs), outputs
-    assert sum("compiling" in output for output in outputs) == 1
-    assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
-    again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
-    assert "version 4 " in again
-    assert "compiling" not in again
-    assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
+def _run(cache: Path, umask: int | None = None, **variables: str) -> str:
+    return _start(cache, umask, **variables).communicate(COMPILE_S)[0]
 
 
 @pytest.mark.parametrize(
@@ -79,20 +60,6 @@ def test_a_cache_that_can_not_be_written(tmp_path: Path) -> None:
     assert "can't be made or loaded" in _run(tmp_path)
 
 
-def test_without_the_ops_where_they_can_not_be_compiled(tmp_path: Path) -> None:
-    """A compiler too old for torch's headers, or no headers: the collectives are there, the ops go through Python."""
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec c++ "$@" -O0\n'
-    )
-    compiler.chmod(compiler.stat().st_mode | stat.S_IEXEC)
-    output = _run(tmp_path, CXX=str(compiler))
-    assert "no ops: " in output and "too old" in output
-    assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
-    assert "version 4 " in output
-    assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
-
-
 def test_a_cache_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / "parallel_state"
     folder.mkdir()
@@ -113,11 +80,7 @@ def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, st
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the plain library, made under a umask that lets the group write."""
     cache = tmp_path_factory.mktemp("compiled")
-    before = os.umask(0o002)
-    try:
-        output = _run(cache, **_compiler(cache, 'exec c++ "$@" -O0'))
-    finally:
-        os.umask(before)
+    output = _run(cache, 0o002, **_compiler(cache, 'exec c++ "$@" -O0'))
     assert "version 4 " in output, output
     return cache
 
@@ -135,6 +98,30 @@ for word; do
 done
 if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
     return _compiler(tmp_path, script, name="quick")
+
+
+def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:
+    """Those that come while one compiles wait for it; later ones find it."""
+    counter = tmp_path / "calls"
+    how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
+    outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
+    assert all("version 4 " in output for output in outputs), outputs
+    assert sum("compiling" in output for output in outputs) == 1
+    assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
+    again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
+    assert "version 4 " in again
+    assert "compiling" not in again
+    assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
+
+
+def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
+    """A compiler too old for torch's headers, or no headers: the collectives are there, the ops go through Python."""
+    script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
+    output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
+    assert "no ops: " in output and "too old" in output
+    assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
+    assert "version 4 " in output
+    assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
 
 
 def _copy(compiled: Path, target: Path) -> Path:
@@ -173,7 +160,7 @@ def test_a_library_that_is_not_whole_is_made_again(
 def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, str], tmp_path: Path) -> None:
     counter = tmp_path / "calls"
     how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 1\necho "error: No space left on device" >&2\nexit 1')
-    outputs = [p.communicate(timeout=COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(4)]]
+    outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(4)]]
     assert all("No space left on device" in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
     calls = counter.read_text().count("call")
@@ -194,7 +181,7 @@ def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
         pytest.skip("no file system can be mounted here")
     try:
         processes = [_start(full, **no_room) for _ in range(3)]
-        outputs = [process.communicate(timeout=COMPILE_S)[0] for process in processes]
+        outputs = [process.communicate(COMPILE_S)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0, 0]
         assert sum("compiling" in output for output in outputs) == 1, outputs
         assert all("o space left on device" in output for output in outputs), outputs
@@ -211,7 +198,6 @@ def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.kill()
-    process.wait(timeout=60)
     assert list(folder.glob("*.build-*")), "nobody was there to remove it"
     (folder / "0123456789abcdef.so").write_bytes(b"old")
     old_s = time.time() - 100 * 86400

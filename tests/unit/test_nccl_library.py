@@ -20,6 +20,7 @@ from device_communicators import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.cuda.nccl_library import NcclLibrary, NcclUnavailableError, UniqueId
 from tests import nccl_facts, nccl_stand_in
+from tests.cases import each
 
 RECORDED = sorted(path.stem for path in nccl_facts.RECORDS.glob("*.json"))
 _SIZES = {"int": 4, "size_t": 8, "unsigned int": 4, "ncclResult_t": 4, "ncclDataType_t": 4, "ncclRedOp_t": 4}
@@ -49,28 +50,37 @@ def _kind_in_binding(kind: Any) -> Any:
     return "pointer" if kind is ctypes.c_void_p or hasattr(kind, "contents") else kind
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_signatures(version: str) -> None:
+def test_signatures() -> None:
+    each(RECORDED, _check_signatures)
+
+
+def _check_signatures(version: str) -> None:
     told = facts(version)
     compared = 0
     for name, (result, arguments, since) in nccl_library._FUNCTIONS.items():
         assert (name in told["functions"]) == (since <= told["version"]), f"{name}: {_NEW}"
         if name not in told["functions"]:
             continue
-        expected = [_kind_of(each) for each in told["functions"][name]]
-        assert [_kind_in_binding(each) for each in (result, *arguments)] == expected, name
+        expected = [_kind_of(kind) for kind in told["functions"][name]]
+        assert [_kind_in_binding(kind) for kind in (result, *arguments)] == expected, name
         compared += 1
     assert compared >= 23
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_the_library_has_the_functions_of_its_header(version: str) -> None:
+def test_the_library_has_the_functions_of_its_header() -> None:
+    each(RECORDED, _check_the_library_has_the_functions_of_its_header)
+
+
+def _check_the_library_has_the_functions_of_its_header(version: str) -> None:
     told = facts(version)
     assert set(told["symbols"]) == set(told["functions"])
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_the_layout_of_the_configuration(version: str) -> None:
+def test_the_layout_of_the_configuration() -> None:
+    each(RECORDED, _check_the_layout_of_the_configuration)
+
+
+def _check_the_layout_of_the_configuration(version: str) -> None:
     told = facts(version)
     config = nccl_library.config_type(told["version"])
     found = [[name, getattr(config, name).offset] for name, _ in config._fields_]  # type: ignore[attr-defined]
@@ -88,8 +98,11 @@ def test_a_version_between_two_that_are_known_gets_what_both_have() -> None:
     assert ctypes.sizeof(nccl_library.config_type(29999)) == known[max(known)]
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_numbers(version: str) -> None:
+def test_numbers() -> None:
+    each(RECORDED, _check_numbers)
+
+
+def _check_numbers(version: str) -> None:
     told = facts(version)
     names = {
         torch.int8: "Int8", torch.uint8: "Uint8", torch.int32: "Int32", torch.uint32: "Uint32", torch.int64: "Int64",

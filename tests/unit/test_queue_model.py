@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 import device_communicators
 from tests.unit.queue_model import CODE, Model, Variant, Violation
 
-LONG = pytest.mark.skipif(os.environ.get("FAILURE_TESTS") != "long", reason="FAILURE_TESTS isn't long")
 CSRC = Path(device_communicators.__file__).parent / "cpu" / "csrc"
 
 
@@ -25,7 +23,7 @@ def test_the_model_s_steps_are_those_of_the_code(step: str) -> None:
     [
         (Variant(), 1, 5),
         (Variant(), 2, 2),
-        pytest.param(Variant(), 2, 3, marks=LONG),  # 270,000 states, half a minute
+        pytest.param(Variant(), 2, 3, marks=pytest.mark.long),  # 270,000 states, half a minute
         (Variant(slots=1, believed_slots=1), 2, 2),
         (Variant(barriers=False), 1, 5),
         (Variant(barriers=False), 2, 1),

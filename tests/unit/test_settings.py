@@ -18,6 +18,7 @@ from device_communicators.settings import (
     TIMEOUT_S,
     Setting,
 )
+from tests.cases import each
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = (TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S)
@@ -42,14 +43,20 @@ def test_every_variable_of_ours_is_read_through_the_table() -> None:
             assert not re.search(r"environ.*PARALLEL_STATE_", path.read_text())
 
 
-@pytest.mark.parametrize("setting", settings.ALL, ids=name_of)
-@pytest.mark.parametrize("text", [None, "", "   "], ids=repr)
-def test_unset_and_empty_mean_the_default(setting: Setting[object], text: str | None) -> None:
-    assert setting.get({} if text is None else {setting.name: text}) == setting.default
+def test_unset_and_empty_mean_the_default() -> None:
+    def check(setting: Setting[object]) -> None:
+        for text in ("", "   "):
+            assert setting.get({setting.name: text}) == setting.default
+        assert setting.get({}) == setting.default
+
+    each(settings.ALL, check, name_of)
 
 
-@pytest.mark.parametrize("setting", settings.ALL, ids=name_of)
-def test_each_is_documented(setting: Setting[object]) -> None:
+def test_each_is_documented() -> None:
+    each(settings.ALL, _check_documentation, name_of)
+
+
+def _check_documentation(setting: Setting[object]) -> None:
     assert setting.name.startswith(settings.PREFIX)
     assert setting.must_be
     assert setting.help.endswith(".")
@@ -76,8 +83,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "text"), BAD, ids=lambda value: getattr(value, "name", value))
-def test_a_bad_value_says_name_value_and_remedy(setting: Setting[object], text: str) -> None:
+def test_a_bad_value_says_name_value_and_remedy() -> None:
+    each(BAD, _check_message)
+
+
+def _check_message(setting: Setting[object], text: str) -> None:
     with pytest.raises(SettingError) as caught:
         setting.get({setting.name: text})
     message = str(caught.value)

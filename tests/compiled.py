@@ -1,0 +1,54 @@
+"""What compilers make of the tests' sources, kept by digest in the user's cache: a second run of the suite finds it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
+"""Read at the import: some tests set the variable."""
+_KEPT_S = 60 * 86_400
+
+
+def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:
+    """Returns the file that `make` wrote for these facts (compiler, flags) and the bytes of these sources.
+
+    Of several processes that ask one makes it, and the others wait.
+    """
+    content = hashlib.sha256(repr([str(fact) for fact in facts]).encode())
+    for path in sorted(sources):
+        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    folder = _folder()
+    target = folder / f"{content.hexdigest()[:24]}-{name}"
+    with open(folder / f"{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                make(Path(work) / name)
+                (Path(work) / name).rename(target)
+            _forget_old(folder)
+    os.utime(target)
+    return target
+
+
+def _folder() -> Path:
+    try:
+        _CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.access(_CACHE, os.W_OK):
+            return _CACHE
+    except OSError:
+        pass
+    other = Path(tempfile.gettempdir()) / f"parallel_state_tests_{os.geteuid()}"
+    other.mkdir(mode=0o700, exist_ok=True)
+    return other
+
+
+def _forget_old(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file() and path.stat().st_mtime < time.time() - _KEPT_S:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""Runs the suite in lanes beside each other: what computes, what starts ranks, and what waits for ranks to end.
+
+    python -m tests.lanes [options of pytest]          # all lanes
+    python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
+
+Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
+end, of the others the summary; the last line counts all tests in pytest's words. The exit code is 1 where a
+lane failed or ran no test. Ctrl-C ends all lanes with everything below them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.failure.leftovers import descendants
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_MEMORY = "/dev/shm"
+LOGS = ROOT / ".lanes"
+NO_TESTS = 5
+"""pytest's exit code where nothing was collected, or -k left nothing over: no failure of one lane among several."""
+ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
+_STEP_S = 0.2
+
+
+class Lane(NamedTuple):
+    name: str
+    paths: tuple[str, ...]
+    but: tuple[str, ...] = ()
+    """What of `paths` another lane has."""
+
+
+COMPILED = ("tests/contract/test_gpu_suite.py", "tests/contract/test_extending.py", "tests/contract/test_package.py")
+"""Contract tests that compile or run programs, rather than bodies on ranks of a pool."""
+LANES = (
+    Lane("compiles", ("tests/compile", "tests/unit", "tests/gpu", *COMPILED)),
+    Lane("ranks", ("tests/contract",), but=COMPILED),
+    Lane("failures", ("tests/failure",)),
+)
+
+
+class Run:
+    """A lane's pytest and its log."""
+
+    def __init__(self, lane: Lane, options: Sequence[str]) -> None:
+        self.lane = lane
+        self.log = LOGS / f"{lane.name}.log"
+        self._options = options
+        command = [*apart(), sys.executable, "-m", "pytest", *lane.paths, *(f"--ignore={path}" for path in lane.but)]
+        with open(self.log, "w") as log:
+            self._process = subprocess.Popen(
+                [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
+            )  # fmt: skip
+
+    @property
+    def failed(self) -> bool:
+        """Whether a test failed, or none ran though all were asked for."""
+        return self.code not in (0, NO_TESTS if self._options else 0)
+
+    @property
+    def code(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
+        if self.code is None:
+            for pid in [self._process.pid, *descendants(self._process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+
+    def counts(self) -> Counter[str]:
+        return counts_of(self.log.read_text(errors="replace"))
+
+    def summary(self) -> str:
+        """Returns pytest's last lines, with the reasons of skipped tests."""
+        text = self.log.read_text(errors="replace").rstrip()
+        heading = text.rfind("\n", 0, text.rfind("short test summary info") + 1)
+        return text[heading if heading >= 0 else text.rfind("\n") :].strip()
+
+    def report(self) -> None:
+        text = self.log.read_text(errors="replace") if self.failed else self.summary()
+        print(f"== lane {self.lane.name} ==\n{text}", flush=True)
+
+
+@functools.cache
+def apart() -> tuple[str, ...]:
+    """Returns what to begin a command with so that it has a /dev/shm of its own, as large; nothing where it can't.
+
+    The failure tests look at what is left there. Without it they leave out what processes of other lanes have open.
+    """
+    if not os.path.isdir(SHARED_MEMORY):
+        return ()
+    found = os.statvfs(SHARED_MEMORY)
+    mount = f"mount -t tmpfs -o mode=1777,size={found.f_blocks * found.f_frsize} tmpfs {SHARED_MEMORY}"
+    before = ("unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "lane")
+    try:
+        return before if subprocess.run([*before, "true"], capture_output=True).returncode == 0 else ()
+    except OSError:
+        return ()
+
+
+def counts_of(text: str) -> Counter[str]:
+    """Returns the numbers of pytest's last line, such as `== 1 failed, 3 passed, 2 errors in 0.5s ==`."""
+    for line in reversed(text.splitlines()):
+        found = re.findall(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)\b", line)
+        if found and re.search(r" in [\d.]+s", line):
+            return Counter({word.removesuffix("s"): int(number) for number, word in found})
+    return Counter()
+
+
+def last_line(total: Counter[str], seconds: float) -> str:
+    words = [f"{total[word]} {word}" for word in ORDER if total[word] or word in ("passed", "failed", "skipped")]
+    return f"{', '.join(words)} in {seconds:.2f}s"
+
+
+def ended(runs: Sequence[Run]) -> Iterator[Run]:
+    """Yields each as it ends."""
+    running = list(runs)
+    while running:
+        for run in [run for run in running if run.code is not None]:
+            running.remove(run)
+            yield run
+        time.sleep(_STEP_S)
+
+
+def names_paths(options: Sequence[str]) -> bool:
+    return any(option[:1] not in ("", "-") and (ROOT / option.partition("::")[0]).exists() for option in options)
+
+
+def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
+    if names_paths(options):
+        return subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT)
+    LOGS.mkdir(exist_ok=True)
+    started_s = time.monotonic()
+    total: Counter[str] = Counter()
+    runs = [Run(lane, options) for lane in lanes]
+    print("lanes: " + ", ".join(str(run.log.relative_to(ROOT)) for run in runs), flush=True)
+    try:
+        for run in ended(runs):
+            total += run.counts()
+            if not run.failed:
+                run.report()
+            print(f"lane {run.lane.name}: exit code {run.code} after {time.monotonic() - started_s:.0f} s", flush=True)
+    finally:
+        for run in runs:
+            run.kill()
+    failed = [run for run in runs if run.failed]
+    for run in failed:
+        run.report()
+    print(last_line(total, time.monotonic() - started_s), flush=True)
+    return 1 if failed or not total["passed"] else 0
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
