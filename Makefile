@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 
-.PHONY: demo test test-gpu run-gpu-tests lint format stubs docs clean
+.PHONY: demo check test test-long long-lanes references test-gpu run-gpu-tests lint format stubs docs clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -41,9 +41,23 @@ demo: $(STAMP)
 	$(if $(BORROW),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEEDED_BY_DEMO))
 	$(BIN)/python benchmarks/inference.py $(ARGS)
 
-test: lint
+# Between two edits: what runs in a second each, and one file of each kind that starts ranks.
+CHECKED := tests/unit tests/contract/test_all_reduce.py tests/contract/test_tensor_dicts.py tests/failure/test_again.py
+check: lint
+	$(BIN)/python -m pytest -q -m "not slow and not long" $(CHECKED) $(ARGS)
+
+test: lint references
+	$(BIN)/python -m tests.lanes $(ARGS)
+
+# In full, which takes hours: all seeds, sizes and pairs; and what of the code no other target meets.
+LONG := long-lanes
+test-long: lint references $(LONG)
+
+long-lanes: $(STAMP)
+	FAILURE_TESTS=long $(BIN)/python -m tests.lanes $(ARGS)
+
+references: $(STAMP)
 	$(BIN)/python tests/references.py  # 3 MB at the first time: other programs' layouts, which ours are compared with
-	$(BIN)/python -m pytest $(ARGS)
 
 # On a machine with GPUs the torch that fits its driver is mostly there already.
 test-gpu:
@@ -70,4 +84,4 @@ docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build docs/_generated
+	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .lanes docs/_build docs/_generated
