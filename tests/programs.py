@@ -6,9 +6,16 @@ For what isn't about start or end of an interpreter: these are forked from the r
 from __future__ import annotations
 
 import os
+import runpy
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.workers import fork_context
 
@@ -52,3 +59,74 @@ def _run(code: str, environment: dict[str, str], umask: int | None, folder: str)
     if umask is not None:
         os.umask(umask)
     exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+
+
+def script(path: Path, arguments: Sequence[str]) -> str:
+    """Returns code that runs a script as `python` does, but forks the Python scripts that it starts (`python -u`)."""
+    return (
+        f"import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scripts()\n"
+        f"sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
+        f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
+    )
+
+
+def fork_scripts() -> None:
+    """From here on this process starts `python -u SCRIPT …` by a fork, torch and all; other commands as ever."""
+    started = subprocess.Popen
+
+    def start(command: Any, *args: Any, **options: Any) -> Any:
+        is_script = list(command[:2]) == [sys.executable, "-u"]
+        return _Forked(command[2:], **options) if is_script else started(command, *args, **options)
+
+    subprocess.Popen = start  # type: ignore[misc,assignment]
+
+
+class _Forked:
+    """As much of a Popen as is asked of one whose output is this process'."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: int | None = None) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(command, env, cwd)
+
+    def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+        code = 1
+        try:
+            os.closerange(3, 4096)  # sockets of others, who would wait for this process to hang up
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = list(command)
+            sys.path[:0] = [os.path.dirname(command[0]), *env.get("PYTHONPATH", "").split(os.pathsep)]
+            runpy.run_path(command[0], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)

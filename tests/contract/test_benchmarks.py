@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from measure.rounds import Plan, measure
 from measure.teams import Team, started
+
+from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +24,16 @@ def run(name: str, file: Path, *arguments: str) -> dict[str, Any]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, f"benchmarks/{name}.py", "--no-peers", "--rounds", "1", "--round-ms", "0.1"]
-    process = subprocess.run(
-        [*command, "--json", str(file), *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    options = ["--no-peers", "--rounds", "1", "--round-ms", "0.1", "--json", str(file), *arguments]
+    program = Program(script(ROOT / "benchmarks" / f"{name}.py", options), environment)
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
     content = json.loads(file.read_text())
     assert content["machine"]["cores"] > 0
     assert content["versions"]["torch"]
     assert content["commit"]
-    assert "WRONG" not in process.stderr
-    assert "p50, us" in process.stdout
+    assert "WRONG" not in err
+    assert "p50, us" in out
     for row in content["rows"]:
         assert row["wrong"] == {}
         assert all(len(samples) >= 3 for samples in row["us"].values())

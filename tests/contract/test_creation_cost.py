@@ -105,11 +105,14 @@ def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footpr
     ids=["division", "world and division"],
 )
 def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settled_at: int, rounds: int) -> None:
-    """At the end as many threads and descriptors as when it had settled, and no more memory than slack."""
+    """At the end no more threads and descriptors than when it had settled, and no more memory than slack.
+
+    But for one or two that are about to go: what stays of each round would be as many as there are rounds.
+    """
     found = pools(4).run(_again_and_again, world_too, settled_at, rounds, timeout_s=3 * DEADLINE_S)
     for rank, (settled, after) in enumerate(found):
-        assert after.threads == settled.threads, rank
-        assert after.descriptors == settled.descriptors, rank
+        assert after.threads <= settled.threads + 2, rank
+        assert after.descriptors <= settled.descriptors + 2, rank
         assert after.rss_kib - settled.rss_kib < 4 * 1024, rank
 
 

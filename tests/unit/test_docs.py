@@ -122,6 +122,7 @@ def test_the_settings_page_has_each_setting() -> None:
         assert f"`{setting.name}`" in table and setting.help[:30] in table
 
 
+@pytest.mark.slow
 def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     missing = [name for name in ("sphinx", "myst_parser", "furo") if find_spec(name) is None]
     if missing:

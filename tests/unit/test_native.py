@@ -17,6 +17,8 @@ from device_communicators import build_cache
 from device_communicators.cpu import native, native_build
 from tests.programs import Program
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")

@@ -389,6 +389,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_process() -> None:
     command = [sys.executable, "-m", "parallel_state", "plan", "--world-size", "7", "--tp", "2"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
@@ -451,6 +452,7 @@ def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: py
         assert all(change.values != {"etp": 1} or "etp" in sizes for change in changes), sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["topology"], ["plan", "--world-size", "64", "--json"], ["--help"]])
 def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback(command: list[str]) -> None:
     process = subprocess.Popen(
@@ -463,6 +465,7 @@ def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback(comman
     assert b"BrokenPipe" not in errors
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_in_a_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -12,6 +12,8 @@ import pytest
 
 from device_communicators.cpu import native_build
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "device_communicators" / "cpu" / "csrc"
 DEADLINE_S = 300

@@ -1,0 +1,56 @@
+"""The lanes of `make test`: what they count, print and return, and that they hold the whole suite once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import lanes
+from tests.lanes import LANES, ROOT, Lane
+
+PASSES = "def test_one():\n    pass\n\n\ndef test_two():\n    pass\n"
+FAILS = "import pytest\n\n\ndef test_no():\n    assert 1 == 2\n\n\n@pytest.mark.skip\ndef test_left():\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("= 3 failed, 12 passed, 2 skipped in 1.50s =", {"failed": 3, "passed": 12, "skipped": 2}),
+        ("1 passed, 3 deselected in 61.20s (0:01:01)", {"passed": 1, "deselected": 3}),
+        ("== 2 errors in 0.5s ==", {"error": 2}),
+        ("no tests ran in 0.01s", {}),
+        ("Killed", {}),
+    ],
+)
+def test_the_last_line_is_counted(line: str, counts: dict[str, int]) -> None:
+    assert lanes.counts_of(f"tests 9 passed\n{line}\n") == Counter(counts)
+
+
+def test_each_file_of_the_suite_is_in_one_lane() -> None:
+    def of(paths: tuple[str, ...]) -> list[Path]:
+        places = [ROOT / path for path in paths]
+        return [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+
+    found = Counter(file for lane in LANES for file in set(of(lane.paths)) - set(of(lane.but)))
+    assert found == Counter((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_a_lane_that_fails_is_printed_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lanes, "LOGS", tmp_path)
+    monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    for name, content in {"passes": PASSES, "fails": FAILS, "empty": ""}.items():
+        (tmp_path / f"test_{name}.py").write_text(content)
+    passes, fails, empty = (Lane(name, (f"test_{name}.py",)) for name in ("passes", "fails", "empty"))
+    options = ["-p", "no:cacheprovider"]
+    assert lanes.main(options, [passes, fails]) == 1
+    said = capsys.readouterr().out
+    assert "assert 1 == 2" in said
+    assert said.splitlines()[-1].startswith("2 passed, 1 failed, 1 skipped in ")
+    assert lanes.main(options, [passes, empty]) == 0, "a lane in which the options leave nothing over"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 passed, 0 failed, 0 skipped in ")
+    assert lanes.main([], [passes, empty]) == 1, "all were asked for"
+    assert lanes.main(["test_passes.py"], [fails]) == 0, "a path: pytest alone"
