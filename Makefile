@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
+CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
 .PHONY: demo check test test-long long-lanes references test-gpu run-gpu-tests lint format stubs docs clean
 
@@ -70,11 +71,13 @@ run-gpu-tests: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
 
 stubs: $(STAMP)
 	$(BIN)/python -c "from parallel_state import getters; getters.write_stub()"

@@ -30,7 +30,17 @@ std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPag
 
 // In the order of CANDIDATES in failure_costs_loop.py.
 enum What {
-  kNothing, kLock, kChecked, kRecord, kTick, kNotedTick, kComparedTick, kAlone, kCarried, kExchange, kComparedExchange
+  kNothing,
+  kLock,
+  kChecked,
+  kRecord,
+  kTick,
+  kNotedTick,
+  kComparedTick,
+  kAlone,
+  kCarried,
+  kExchange,
+  kComparedExchange
 };
 
 // As Counter::publish, but for the note. Not inlined, as that one isn't.

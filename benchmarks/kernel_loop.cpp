@@ -64,8 +64,8 @@ static int call_mpi(const Call& call, int collective) {
   return -1;
 }
 
-// Microseconds per iteration, or a thousand million times minus the status of a call that failed. With `touch` each iteration writes the whole
-// input and reads the whole output; time that with kind kNothing and take it off.
+// Microseconds per iteration, or a thousand million times minus the status of a call that failed. With `touch` each
+// iteration writes the whole input and reads the whole output; time that with kind kNothing and take it off.
 double time_loop(const Call* call, int collective, int iterations, int touch, std::size_t in_bytes,
                  std::size_t out_bytes) {
   static volatile std::uint64_t sink;

@@ -50,8 +50,7 @@ int main() {
     for (int dtype = 0; dtype <= static_cast<int>(Dtype::kUint8); ++dtype) {
       for (int op = 0; op <= static_cast<int>(ReduceOp::kAverage); ++op) {
         for (int sources = 2; sources <= 5; ++sources) {
-          const ReduceFunction reduce =
-              reduce_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), set);
+          const ReduceFunction reduce = reduce_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), set);
           if (reduce == nullptr) continue;
           state = 7 + dtype;
           const std::size_t bytes = kCount * size_of(static_cast<Dtype>(dtype));

@@ -1,4 +1,5 @@
-// Stands in for libcuda in tests of the peer probe: devices are those of CUDA_VISIBLE_DEVICES, their memory is the host's.
+// Stands in for libcuda in tests of the peer probe: devices are those of CUDA_VISIBLE_DEVICES, their memory is the
+// host's.
 //
 // STAND_IN says how peer access behaves; what is given back is checked. No other thread, no stream, no error handling.
 
@@ -24,18 +25,18 @@ struct Context {
 std::vector<std::string> uuids;
 std::vector<Context> contexts;
 std::set<std::pair<int, int>> peers;
-std::map<uint64_t, int> owners;                       // memory -> device
+std::map<uint64_t, int> owners;                          // memory -> device
 std::map<uint64_t, std::vector<unsigned char>> mirrors;  // what a GPU sees of a peer's memory where that is a mirror
-Context *current = nullptr;
+Context* current = nullptr;
 
-bool behaves(const char *how) {
-  const char *wanted = std::getenv("STAND_IN");
+bool behaves(const char* how) {
+  const char* wanted = std::getenv("STAND_IN");
   return wanted != nullptr && std::strcmp(wanted, how) == 0;
 }
 
-void note(const char *what) {
-  if (const char *path = std::getenv("STAND_IN_LOG")) {
-    FILE *file = std::fopen(path, "a");
+void note(const char* what) {
+  if (const char* path = std::getenv("STAND_IN_LOG")) {
+    FILE* file = std::fopen(path, "a");
     std::fprintf(file, "%s\n", what);
     std::fclose(file);
   }
@@ -43,8 +44,8 @@ void note(const char *what) {
 
 // A copy that `device` makes with its own loads and stores.
 int copy(int device, uint64_t to, uint64_t from, size_t size) {
-  auto *target = reinterpret_cast<unsigned char *>(to);
-  auto *source = reinterpret_cast<unsigned char *>(from);
+  auto* target = reinterpret_cast<unsigned char*>(to);
+  auto* source = reinterpret_cast<unsigned char*>(from);
   bool to_peer = owners.at(to) != device, from_peer = owners.at(from) != device;
   if ((to_peer && !peers.count({device, owners.at(to)})) || (from_peer && !peers.count({device, owners.at(from)})))
     return 700;  // CUDA_ERROR_ILLEGAL_ADDRESS
@@ -83,17 +84,17 @@ int cuInit(unsigned) {
   return 0;
 }
 
-int cuGetErrorName(int code, const char **text) {
+int cuGetErrorName(int code, const char** text) {
   *text = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 221 ? "CUDA_ERROR_JIT_COMPILER_NOT_FOUND" : "CUDA_ERROR";
   return 0;
 }
 
-int cuDeviceGet(int *device, int index) {
+int cuDeviceGet(int* device, int index) {
   *device = index;
   return index < static_cast<int>(uuids.size()) ? 0 : 101;
 }
 
-int cuDeviceGetUuid(unsigned char *bytes, int device) {
+int cuDeviceGetUuid(unsigned char* bytes, int device) {
   std::string digits;
   for (char each : uuids[device].substr(4))
     if (each != '-') digits += each;
@@ -103,12 +104,12 @@ int cuDeviceGetUuid(unsigned char *bytes, int device) {
   return 0;
 }
 
-int cuDeviceCanAccessPeer(int *able, int, int) {
+int cuDeviceCanAccessPeer(int* able, int, int) {
   *able = !behaves("can't access");
   return 0;
 }
 
-int cuDevicePrimaryCtxRetain(void **context, int device) {
+int cuDevicePrimaryCtxRetain(void** context, int device) {
   if (behaves("is busy")) return 46;
   contexts[device].users += 1;
   *context = &contexts[device];
@@ -121,15 +122,15 @@ int cuDevicePrimaryCtxRelease_v2(int device) {
   return 0;
 }
 
-int cuCtxSetCurrent(void *context) {
-  current = static_cast<Context *>(context);
+int cuCtxSetCurrent(void* context) {
+  current = static_cast<Context*>(context);
   return 0;
 }
 
 int cuCtxSynchronize() { return 0; }
 
-int cuCtxEnablePeerAccess(void *context, unsigned) {
-  peers.insert({current->device, static_cast<Context *>(context)->device});
+int cuCtxEnablePeerAccess(void* context, unsigned) {
+  peers.insert({current->device, static_cast<Context*>(context)->device});
   if (behaves("hangs")) pause();
   if (behaves("crashes")) {
     std::puts("the driver is about to crash");
@@ -140,12 +141,12 @@ int cuCtxEnablePeerAccess(void *context, unsigned) {
   return 0;
 }
 
-int cuCtxDisablePeerAccess(void *context) {
-  peers.erase({current->device, static_cast<Context *>(context)->device});
+int cuCtxDisablePeerAccess(void* context) {
+  peers.erase({current->device, static_cast<Context*>(context)->device});
   return 0;
 }
 
-int cuMemAlloc_v2(uint64_t *memory, size_t size) {
+int cuMemAlloc_v2(uint64_t* memory, size_t size) {
   *memory = reinterpret_cast<uint64_t>(std::malloc(size));
   owners[*memory] = current->device;
   return 0;
@@ -153,41 +154,41 @@ int cuMemAlloc_v2(uint64_t *memory, size_t size) {
 
 int cuMemFree_v2(uint64_t memory) {
   owners.erase(memory);
-  std::free(reinterpret_cast<void *>(memory));
+  std::free(reinterpret_cast<void*>(memory));
   return 0;
 }
 
-int cuMemcpyHtoD_v2(uint64_t to, const void *from, size_t size) {
-  std::memcpy(reinterpret_cast<void *>(to), from, size);
+int cuMemcpyHtoD_v2(uint64_t to, const void* from, size_t size) {
+  std::memcpy(reinterpret_cast<void*>(to), from, size);
   return owners.at(to) == current->device ? 0 : 1;
 }
 
-int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size) {
-  std::memcpy(to, reinterpret_cast<void *>(from), size);
+int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t size) {
+  std::memcpy(to, reinterpret_cast<void*>(from), size);
   return owners.at(from) == current->device ? 0 : 1;
 }
 
-int cuMemcpyPeerAsync(uint64_t to, void *, uint64_t from, void *, size_t size, void *) {
+int cuMemcpyPeerAsync(uint64_t to, void*, uint64_t from, void*, size_t size, void*) {
   if (behaves("spoils copies")) size /= 2;
   return copy(current->device, to, from, size);
 }
 
-int cuModuleLoadData(void **module, const char *text) {
+int cuModuleLoadData(void** module, const char* text) {
   *module = current;
   return behaves("can't compile") || !std::strstr(text, ".entry copy_words") ? 221 : 0;
 }
 
-int cuModuleUnload(void *) { return 0; }
+int cuModuleUnload(void*) { return 0; }
 
-int cuModuleGetFunction(void **function, void *module, const char *) {
+int cuModuleGetFunction(void** function, void* module, const char*) {
   *function = module;
   return 0;
 }
 
-int cuLaunchKernel(void *function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *,
-                   void **arguments, void **) {
+int cuLaunchKernel(void* function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
+                   void** arguments, void**) {
   if (behaves("refuses the kernel")) return 700;
-  auto to = *static_cast<uint64_t *>(arguments[0]), from = *static_cast<uint64_t *>(arguments[1]);
-  return copy(static_cast<Context *>(function)->device, to, from, 4ull * *static_cast<uint32_t *>(arguments[2]));
+  auto to = *static_cast<uint64_t*>(arguments[0]), from = *static_cast<uint64_t*>(arguments[1]);
+  return copy(static_cast<Context*>(function)->device, to, from, 4ull * *static_cast<uint32_t*>(arguments[2]));
 }
 }

@@ -21,15 +21,17 @@
 enum { Success, CudaError, SystemError, InternalError, InvalidArgument, InvalidUsage, RemoteError, InProgress };
 enum { MaxRanks = 16, MaxSplits = 16, SlotBytes = 4 << 20, BoxBytes = 1 << 20, MaxOps = 256, LogBytes = 1 << 20 };
 
-typedef struct { char internal[128]; } UniqueId;
+typedef struct {
+  char internal[128];
+} UniqueId;
 
 typedef struct { /* as nccl.h of 2.28; a caller's may be longer */
   size_t size;
   unsigned magic, version;
   int blocking, cgaClusterSize, minCTAs, maxCTAs;
-  const char *netName;
+  const char* netName;
   int splitShare, trafficClass;
-  const char *commName;
+  const char* commName;
   int collnetEnable, CTAPolicy, shrinkShare, nvlsCTAs, nChannelsPerNetPeer, nvlinkCentricSched;
 } Config;
 
@@ -50,21 +52,21 @@ typedef struct Comm {
   char name[160];
   int size, rank, blocking, splits, suspended;
   _Atomic int aborted, asyncError;
-  Shared *shared;
+  Shared* shared;
   char *slots, *boxes;
   size_t bytes;
-  struct Comm *child; /* of a split under way */
-  struct Comm **place;
+  struct Comm* child; /* of a split under way */
+  struct Comm** place;
   int round, color, key;
 } Comm;
 
 typedef struct {
   int kind; /* 's', 'r', 'b' roadcast, 'd' reduce */
-  const void *send;
-  void *recv;
+  const void* send;
+  void* recv;
   size_t count;
   int dtype, op, peer;
-  Comm *comm;
+  Comm* comm;
 } Op;
 
 static char logged[LogBytes];
@@ -74,28 +76,27 @@ static _Thread_local Op ops[MaxOps];
 static int neverReady, refuseInit, failNext;
 static int liveComms;
 
-const char *stand_in_log(void) { return logged; }
+const char* stand_in_log(void) { return logged; }
 void stand_in_clear(void) { logLength = 0, logged[0] = 0; }
 void stand_in_never_ready(int on) { neverReady = on; }
 void stand_in_refuse_init(int result) { refuseInit = result; }
 void stand_in_fail_next(int result) { failNext = result; }
-void stand_in_async_error(Comm *comm, int result) { comm->asyncError = result; }
+void stand_in_async_error(Comm* comm, int result) { comm->asyncError = result; }
 int stand_in_live(void) { return liveComms; }
 
-#define LOG(...) \
-  (logLength += logLength < LogBytes - 512 ? (size_t)snprintf(logged + logLength, 512, __VA_ARGS__) : 0)
+#define LOG(...) (logLength += logLength < LogBytes - 512 ? (size_t)snprintf(logged + logLength, 512, __VA_ARGS__) : 0)
 
 static void relax(void) { sched_yield(); }
 
 static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-int ncclGetVersion(int *version) {
-  const char *told = getenv("STAND_IN_NCCL_VERSION");
+int ncclGetVersion(int* version) {
+  const char* told = getenv("STAND_IN_NCCL_VERSION");
   *version = told ? atoi(told) : 22809;
   return Success;
 }
 
-int ncclGetUniqueId(UniqueId *id) {
+int ncclGetUniqueId(UniqueId* id) {
   static int number;
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
@@ -107,21 +108,19 @@ int ncclGetUniqueId(UniqueId *id) {
 
 /* Communicators. */
 
-static size_t room(int size) {
-  return sizeof(Shared) + (size_t)size * SlotBytes + (size_t)size * size * BoxBytes;
-}
+static size_t room(int size) { return sizeof(Shared) + (size_t)size * SlotBytes + (size_t)size * size * BoxBytes; }
 
-static Comm *attach(const char *name, int size, int rank, int blocking) {
-  const char *dir = getenv("STAND_IN_NCCL_DIR");
+static Comm* attach(const char* name, int size, int rank, int blocking) {
+  const char* dir = getenv("STAND_IN_NCCL_DIR");
   char path[512];
   snprintf(path, sizeof path, "%s/%s", dir ? dir : "/tmp", name);
   int file = open(path, O_RDWR | O_CREAT, 0600);
   if (file < 0 || ftruncate(file, (off_t)room(size))) return NULL;
-  Comm *comm = calloc(1, sizeof *comm);
+  Comm* comm = calloc(1, sizeof *comm);
   comm->bytes = room(size);
   comm->shared = mmap(NULL, comm->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
-  comm->slots = (char *)(comm->shared + 1);
+  comm->slots = (char*)(comm->shared + 1);
   comm->boxes = comm->slots + (size_t)size * SlotBytes;
   snprintf(comm->name, sizeof comm->name, "%s", name);
   comm->size = size, comm->rank = rank, comm->blocking = blocking;
@@ -130,16 +129,16 @@ static Comm *attach(const char *name, int size, int rank, int blocking) {
   return comm;
 }
 
-static int readConfig(const Config *config) {
+static int readConfig(const Config* config) {
   if (!config || config->magic != 0xcafebeef || config->size < 72 || config->size > 256) return -1;
   return config->blocking == INT_MIN ? 1 : config->blocking;
 }
 
-static int isReady(Comm *comm) { return !neverReady && comm->shared->joined == comm->size; }
+static int isReady(Comm* comm) { return !neverReady && comm->shared->joined == comm->size; }
 
 /* Goes on with a split: whether it is done. */
-static int advance(Comm *parent) {
-  Shared *shared = parent->shared;
+static int advance(Comm* parent) {
+  Shared* shared = parent->shared;
   if (!parent->place) return 1;
   if (shared->told[parent->round] < parent->size) return 0;
   if (parent->color < 0) { /* NCCL_SPLIT_NOCOLOR */
@@ -164,13 +163,13 @@ static int advance(Comm *parent) {
   return 1;
 }
 
-int ncclCommInitRankConfig(Comm **place, int size, UniqueId id, int rank, Config *config) {
+int ncclCommInitRankConfig(Comm** place, int size, UniqueId id, int rank, Config* config) {
   int blocking = readConfig(config);
   LOG("CommInitRankConfig size=%d rank=%d blocking=%d name=%s\n", size, rank, blocking,
       config && config->commName ? config->commName : "");
   if (blocking < 0 || size > MaxRanks || rank >= size) return InvalidArgument;
   if (refuseInit) return refuseInit;
-  Comm *comm = attach(id.internal, size, rank, blocking);
+  Comm* comm = attach(id.internal, size, rank, blocking);
   if (!comm) return SystemError;
   *place = comm;
   if (!blocking) return InProgress;
@@ -178,10 +177,11 @@ int ncclCommInitRankConfig(Comm **place, int size, UniqueId id, int rank, Config
   return Success;
 }
 
-int ncclCommSplit(Comm *comm, int color, int key, Comm **place, Config *config) {
+int ncclCommSplit(Comm* comm, int color, int key, Comm** place, Config* config) {
   int blocking = config ? readConfig(config) : comm->blocking;
   LOG("CommSplit color=%d key=%d blocking=%d\n", color, key, blocking);
-  if (config && config->maxCTAs != INT_MIN) LOG("Config cga=%d min=%d max=%d\n", config->cgaClusterSize, config->minCTAs, config->maxCTAs);
+  if (config && config->maxCTAs != INT_MIN)
+    LOG("Config cga=%d min=%d max=%d\n", config->cgaClusterSize, config->minCTAs, config->maxCTAs);
   if (blocking < 0 || comm->place || comm->splits == MaxSplits) return InvalidArgument;
   int round = comm->round = comm->splits++;
   comm->place = place, comm->color = color, comm->key = key;
@@ -194,17 +194,17 @@ int ncclCommSplit(Comm *comm, int color, int key, Comm **place, Config *config) 
   return Success;
 }
 
-int ncclCommGetAsyncError(Comm *comm, int *state) {
+int ncclCommGetAsyncError(Comm* comm, int* state) {
   *state = comm->asyncError ? comm->asyncError : isReady(comm) && advance(comm) ? Success : InProgress;
   return Success;
 }
 
-int ncclCommFinalize(Comm *comm) {
+int ncclCommFinalize(Comm* comm) {
   LOG("CommFinalize\n");
   return comm->blocking ? Success : InProgress;
 }
 
-int ncclCommDestroy(Comm *comm) {
+int ncclCommDestroy(Comm* comm) {
   LOG("CommDestroy\n");
   munmap(comm->shared, comm->bytes);
   liveComms--;
@@ -212,24 +212,24 @@ int ncclCommDestroy(Comm *comm) {
   return Success;
 }
 
-int ncclCommAbort(Comm *comm) { /* another thread may be in it: its memory stays */
+int ncclCommAbort(Comm* comm) { /* another thread may be in it: its memory stays */
   LOG("CommAbort\n");
   comm->aborted = 1;
   liveComms--;
   return Success;
 }
 
-const char *ncclGetErrorString(int result) {
-  static const char *texts[] = {"no error", "unhandled cuda error", "unhandled system error", "internal error",
-                                "invalid argument", "invalid usage", "remote process exited", "in progress"};
+const char* ncclGetErrorString(int result) {
+  static const char* texts[] = {"no error",         "unhandled cuda error", "unhandled system error", "internal error",
+                                "invalid argument", "invalid usage",        "remote process exited",  "in progress"};
   return result >= 0 && result < 8 ? texts[result] : "unknown result code";
 }
-const char *ncclGetLastError(Comm *comm) { return (void)comm, "the stand-in says so"; }
+const char* ncclGetLastError(Comm* comm) { return (void)comm, "the stand-in says so"; }
 
 /* Calls. */
 
-static int barrier(Comm *comm) {
-  Shared *shared = comm->shared;
+static int barrier(Comm* comm) {
+  Shared* shared = comm->shared;
   unsigned generation = shared->generation;
   if (atomic_fetch_add(&shared->arrived, 1) + 1 == comm->size) {
     shared->arrived = 0;
@@ -244,7 +244,7 @@ static int barrier(Comm *comm) {
 }
 
 /* All ranks in one call: what each gives lies in its slot afterwards. */
-static int meet(Comm *comm, uint64_t call, const void *send, size_t bytes) {
+static int meet(Comm* comm, uint64_t call, const void* send, size_t bytes) {
   if (bytes > SlotBytes) return InternalError;
   comm->shared->call[comm->rank] = call;
   if (send) memcpy(comm->slots + (size_t)comm->rank * SlotBytes, send, bytes);
@@ -255,8 +255,8 @@ static int meet(Comm *comm, uint64_t call, const void *send, size_t bytes) {
 }
 
 static uint64_t callOf(int kind, size_t count, int dtype, int op, int root) {
-  return (uint64_t)kind << 56 | (uint64_t)(dtype & 15) << 52 | (uint64_t)(op & 15) << 48 | (uint64_t)(root & 255) << 40 |
-         count;
+  return (uint64_t)kind << 56 | (uint64_t)(dtype & 15) << 52 | (uint64_t)(op & 15) << 48 |
+         (uint64_t)(root & 255) << 40 | count;
 }
 
 static float fromBf16(uint16_t x) {
@@ -271,19 +271,20 @@ static uint16_t toBf16(float x) {
   return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-#define COMBINE(a, b) (op == 0 ? (a) + (b) : op == 1 ? (a) * (b) : op == 2 ? ((b) > (a) ? (b) : (a)) : ((b) < (a) ? (b) : (a)))
-#define REDUCE(type, wide, from, to)                                                 \
-  for (size_t i = 0; i < count; i++) {                                               \
-    wide sum = from(((const type *)comm->slots)[offset + i]);                        \
-    for (int r = 1; r < comm->size; r++) {                                           \
-      wide x = from(((const type *)(comm->slots + (size_t)r * SlotBytes))[offset + i]); \
-      sum = (wide)COMBINE(sum, x);                                                   \
-    }                                                                                \
-    ((type *)out)[i] = to(sum);                                                      \
-  }                                                                                  \
+#define COMBINE(a, b) \
+  (op == 0 ? (a) + (b) : op == 1 ? (a) * (b) : op == 2 ? ((b) > (a) ? (b) : (a)) : ((b) < (a) ? (b) : (a)))
+#define REDUCE(type, wide, from, to)                                                   \
+  for (size_t i = 0; i < count; i++) {                                                 \
+    wide sum = from(((const type*)comm->slots)[offset + i]);                           \
+    for (int r = 1; r < comm->size; r++) {                                             \
+      wide x = from(((const type*)(comm->slots + (size_t)r * SlotBytes))[offset + i]); \
+      sum = (wide)COMBINE(sum, x);                                                     \
+    }                                                                                  \
+    ((type*)out)[i] = to(sum);                                                         \
+  }                                                                                    \
   break
 
-static int reduceSlots(Comm *comm, void *out, size_t offset, size_t count, int dtype, int op) {
+static int reduceSlots(Comm* comm, void* out, size_t offset, size_t count, int dtype, int op) {
   if (op < 0 || op > 3) return InvalidArgument;
   switch (dtype) {
     case 0: REDUCE(int8_t, int8_t, , );
@@ -301,31 +302,29 @@ static int reduceSlots(Comm *comm, void *out, size_t offset, size_t count, int d
   return Success;
 }
 
-static int begin(Comm *comm) {
+static int begin(Comm* comm) {
   int result = failNext;
   failNext = 0;
   if (!comm || comm->aborted || comm->suspended) return InvalidArgument;
   return result;
 }
 
-static int run(int result, Comm *comm) { /* the slots may be written again */
-  return result ? result : barrier(comm);
-}
+static int run(int result, Comm* comm) { /* the slots may be written again */ return result ? result : barrier(comm); }
 
-int ncclAllReduce(const void *send, void *recv, size_t count, int dtype, int op, Comm *comm, void *stream) {
+int ncclAllReduce(const void* send, void* recv, size_t count, int dtype, int op, Comm* comm, void* stream) {
   LOG("AllReduce count=%zu dtype=%d op=%d inplace=%d stream=%ld\n", count, dtype, op, send == recv, (long)stream);
   int result = begin(comm);
   size_t step = SlotBytes / sizes[dtype];
   for (size_t at = 0; at < count && !result; at += step) {
     size_t part = count - at < step ? count - at : step, skip = at * sizes[dtype];
-    result = meet(comm, callOf(1, part, dtype, op, 0), (const char *)send + skip, part * sizes[dtype]);
-    if (!result) result = reduceSlots(comm, (char *)recv + skip, 0, part, dtype, op);
+    result = meet(comm, callOf(1, part, dtype, op, 0), (const char*)send + skip, part * sizes[dtype]);
+    if (!result) result = reduceSlots(comm, (char*)recv + skip, 0, part, dtype, op);
     result = run(result, comm);
   }
   return result;
 }
 
-int ncclReduceScatter(const void *send, void *recv, size_t count, int dtype, int op, Comm *comm, void *stream) {
+int ncclReduceScatter(const void* send, void* recv, size_t count, int dtype, int op, Comm* comm, void* stream) {
   LOG("ReduceScatter count=%zu dtype=%d op=%d stream=%ld\n", count, dtype, op, (long)stream);
   int result = begin(comm);
   if (!result) result = meet(comm, callOf(2, count, dtype, op, 0), send, count * (size_t)comm->size * sizes[dtype]);
@@ -333,18 +332,18 @@ int ncclReduceScatter(const void *send, void *recv, size_t count, int dtype, int
   return run(result, comm);
 }
 
-int ncclAllGather(const void *send, void *recv, size_t count, int dtype, Comm *comm, void *stream) {
+int ncclAllGather(const void* send, void* recv, size_t count, int dtype, Comm* comm, void* stream) {
   LOG("AllGather count=%zu dtype=%d stream=%ld\n", count, dtype, (long)stream);
   int result = begin(comm);
   size_t bytes = count * sizes[dtype];
   if (!result) result = meet(comm, callOf(3, count, dtype, 0, 0), send, bytes);
   for (int i = 0; i < comm->size && !result; i++)
-    memcpy((char *)recv + (size_t)i * bytes, comm->slots + (size_t)i * SlotBytes, bytes);
+    memcpy((char*)recv + (size_t)i * bytes, comm->slots + (size_t)i * SlotBytes, bytes);
   return run(result, comm);
 }
 
-static int rooted(Op *it) {
-  Comm *comm = it->comm;
+static int rooted(Op* it) {
+  Comm* comm = it->comm;
   size_t bytes = it->count * sizes[it->dtype];
   int isRoot = comm->rank == it->peer, isReduce = it->kind == 'd';
   int result = meet(comm, callOf(isReduce ? 4 : 5, it->count, it->dtype, it->op, it->peer),
@@ -355,11 +354,11 @@ static int rooted(Op *it) {
 }
 
 /* Moves what can be moved of one transfer; whether it is done. */
-static int move(Op *it, size_t *done) {
-  Comm *comm = it->comm;
+static int move(Op* it, size_t* done) {
+  Comm* comm = it->comm;
   int src = it->kind == 's' ? comm->rank : it->peer, dst = it->kind == 's' ? it->peer : comm->rank;
-  Box *box = &comm->shared->box[src][dst];
-  char *data = comm->boxes + ((size_t)src * comm->size + (size_t)dst) * BoxBytes;
+  Box* box = &comm->shared->box[src][dst];
+  char* data = comm->boxes + ((size_t)src * comm->size + (size_t)dst) * BoxBytes;
   size_t bytes = it->count * sizes[it->dtype];
   while (*done < bytes) {
     uint64_t at = it->kind == 's' ? box->sent : box->taken;
@@ -369,10 +368,10 @@ static int move(Op *it, size_t *done) {
     if (part > BoxBytes - place) part = BoxBytes - place;
     if (part == 0) return 0;
     if (it->kind == 's') {
-      memcpy(data + place, (const char *)it->send + *done, part);
+      memcpy(data + place, (const char*)it->send + *done, part);
       atomic_fetch_add(&box->sent, part);
     } else {
-      memcpy((char *)it->recv + *done, data + place, part);
+      memcpy((char*)it->recv + *done, data + place, part);
       atomic_fetch_add(&box->taken, part);
     }
     *done += part;
@@ -392,7 +391,7 @@ static int runGroup(void) {
   }
   while (left && !result) {
     for (int i = 0; i < count; i++) {
-      Op *it = &ops[i];
+      Op* it = &ops[i];
       if (over[i] || (it->kind != 's' && it->kind != 'r')) continue;
       int first = 1;
       for (int k = 0; k < i; k++)
@@ -425,43 +424,43 @@ int ncclGroupEnd(void) {
   return --depth ? Success : runGroup();
 }
 
-int ncclBroadcast(const void *send, void *recv, size_t count, int dtype, int root, Comm *comm, void *stream) {
+int ncclBroadcast(const void* send, void* recv, size_t count, int dtype, int root, Comm* comm, void* stream) {
   LOG("Broadcast count=%zu dtype=%d root=%d stream=%ld\n", count, dtype, root, (long)stream);
   return enqueue((Op){'b', send, recv, count, dtype, 0, root, comm});
 }
-int ncclReduce(const void *send, void *recv, size_t count, int dtype, int op, int root, Comm *comm, void *stream) {
+int ncclReduce(const void* send, void* recv, size_t count, int dtype, int op, int root, Comm* comm, void* stream) {
   LOG("Reduce count=%zu dtype=%d op=%d root=%d stream=%ld\n", count, dtype, op, root, (long)stream);
   return enqueue((Op){'d', send, recv, count, dtype, op, root, comm});
 }
-int ncclSend(const void *send, size_t count, int dtype, int peer, Comm *comm, void *stream) {
+int ncclSend(const void* send, size_t count, int dtype, int peer, Comm* comm, void* stream) {
   LOG("Send count=%zu dtype=%d peer=%d stream=%ld\n", count, dtype, peer, (long)stream);
   return enqueue((Op){'s', send, NULL, count, dtype, 0, peer, comm});
 }
-int ncclRecv(void *recv, size_t count, int dtype, int peer, Comm *comm, void *stream) {
+int ncclRecv(void* recv, size_t count, int dtype, int peer, Comm* comm, void* stream) {
   LOG("Recv count=%zu dtype=%d peer=%d stream=%ld\n", count, dtype, peer, (long)stream);
   return enqueue((Op){'r', NULL, recv, count, dtype, 0, peer, comm});
 }
 
 /* Memory. */
 
-int ncclMemAlloc(void **place, size_t bytes) { return (*place = malloc(bytes)) ? Success : SystemError; }
-int ncclMemFree(void *memory) { return free(memory), Success; }
-int ncclCommWindowRegister(Comm *comm, void *memory, size_t bytes, void **window, int flags) {
+int ncclMemAlloc(void** place, size_t bytes) { return (*place = malloc(bytes)) ? Success : SystemError; }
+int ncclMemFree(void* memory) { return free(memory), Success; }
+int ncclCommWindowRegister(Comm* comm, void* memory, size_t bytes, void** window, int flags) {
   LOG("CommWindowRegister bytes=%zu flags=%d\n", bytes, flags);
   *window = memory;
   return comm ? Success : InvalidArgument;
 }
-int ncclCommWindowDeregister(Comm *comm, void *window) {
+int ncclCommWindowDeregister(Comm* comm, void* window) {
   LOG("CommWindowDeregister\n");
   return comm && window ? Success : InvalidArgument;
 }
 #ifndef WITHOUT_SUSPEND
-int ncclCommSuspend(Comm *comm, int flags) {
+int ncclCommSuspend(Comm* comm, int flags) {
   LOG("CommSuspend flags=%d\n", flags);
   comm->suspended = 1;
   return Success;
 }
-int ncclCommResume(Comm *comm) {
+int ncclCommResume(Comm* comm) {
   LOG("CommResume\n");
   comm->suspended = 0;
   return Success;

@@ -30,7 +30,8 @@ Status Group::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) 
   begin(timeout_s);
   const std::uint64_t call = call_of(Kind::kAllReduceAddRmsNorm, norm.rows * norm.hidden, Method::kAllReduceAddRmsNorm,
                                      mixed(norm.hidden) + static_cast<std::uint64_t>(norm.dtype));
-  const std::size_t chunk = std::max<std::size_t>(1, tuning_.large_slot_bytes / std::max<std::size_t>(1, rows.row_bytes));
+  const std::size_t chunk =
+      std::max<std::size_t>(1, tuning_.large_slot_bytes / std::max<std::size_t>(1, rows.row_bytes));
   for (std::size_t start = 0; start < norm.rows; start += chunk) {
     const std::size_t length = std::min(chunk, norm.rows - start), at = start * rows.row_bytes;
     RETURN_IF_FAILED(reduce_all(static_cast<char*>(norm.out) + at, static_cast<const char*>(norm.in) + at,

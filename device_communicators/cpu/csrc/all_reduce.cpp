@@ -9,8 +9,7 @@ namespace parallel_state {
 Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s) {
   begin(timeout_s);
   const auto digest = static_cast<std::uint64_t>(dtype);
-  const std::uint64_t call =
-      call_of(Kind::kAllReduce, count, Method::kAllReduce, digest, static_cast<int>(op));
+  const std::uint64_t call = call_of(Kind::kAllReduce, count, Method::kAllReduce, digest, static_cast<int>(op));
   return reduce_all(out, in, count, dtype, op, call);
 }
 

@@ -82,8 +82,8 @@ int number_of(at::ScalarType dtype) {
 }
 
 Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim = -1, std::int64_t root = -1) {
-  return as_called(told_of(method, x.sizes(), number_of(x.scalar_type()), reduction, static_cast<int>(dim),
-                           static_cast<int>(root)));
+  return as_called(
+      told_of(method, x.sizes(), number_of(x.scalar_type()), reduction, static_cast<int>(dim), static_cast<int>(root)));
 }
 
 // As Served::carry, of `x`. False where it failed.
@@ -173,7 +173,8 @@ struct AllReduceInPlace {
 
 struct AllReduceAddRmsNorm {
   static constexpr const char* kName = "all_reduce_add_rms_norm";
-  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, Tensor&, const Tensor&, const Tensor&, double, string_view);
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, Tensor&, const Tensor&, const Tensor&, double,
+                                               string_view);
 
   static std::tuple<Tensor, Tensor> run(const Tensor& x, Tensor& token, const Tensor& residual, const Tensor& weight,
                                         double eps, string_view group) {
@@ -187,9 +188,15 @@ struct AllReduceAddRmsNorm {
       const auto in = x.expect_contiguous(), before = residual.expect_contiguous(), scale = weight.expect_contiguous();
       Tensor out = empty(*served, x.sizes(), x), after = empty(*served, x.sizes(), x);
       const auto hidden = static_cast<std::size_t>(x.size(-1));
-      const AddRmsNorm norm{out.mutable_data_ptr(), after.mutable_data_ptr(), in->const_data_ptr(),
-                            before->const_data_ptr(), scale->const_data_ptr(), x.numel() / hidden, hidden,
-                            static_cast<float>(eps), how.dtype};
+      const AddRmsNorm norm{out.mutable_data_ptr(),
+                            after.mutable_data_ptr(),
+                            in->const_data_ptr(),
+                            before->const_data_ptr(),
+                            scale->const_data_ptr(),
+                            x.numel() / hidden,
+                            hidden,
+                            static_cast<float>(eps),
+                            how.dtype};
       const Told told = tell(Method::kAllReduceAddRmsNorm, x, how.told);
       const bool done = carry(*served, Counted::kFused, x, told, [&](Group& self, double timeout_s) {
         return self.all_reduce_add_rms_norm(norm, timeout_s);
@@ -232,8 +239,8 @@ struct ReduceScatter {
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
     Reduction how;
     const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && x.size(dim) % served->handle().size() == 0 &&
-        reduction_of(x.scalar_type(), op, &how)) {
+    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() &&
+        x.size(dim) % served->handle().size() == 0 && reduction_of(x.scalar_type(), op, &how)) {
       const auto in = x.expect_contiguous();
       Tensor out = empty(*served, resized(x, dim, x.size(dim) / served->handle().size()), x);
       const std::size_t outer = rows_before(x, dim);
@@ -263,7 +270,8 @@ struct AllToAll {
       std::int64_t rows = 0, rows_in = 0;
       for (std::size_t rank = 0; rank < size; ++rank) {
         const std::int64_t to_come = output_splits[rank].expect_int();
-        TORCH_CHECK_VALUE(to_come >= 0 && input_splits[rank].expect_int() >= 0, "splits of all_to_all must not be negative");
+        TORCH_CHECK_VALUE(to_come >= 0 && input_splits[rank].expect_int() >= 0,
+                          "splits of all_to_all must not be negative");
         out_bytes[rank] = to_come * row_bytes;
         in_bytes[rank] = input_splits[rank].expect_int() * row_bytes;
         rows += to_come;
@@ -395,7 +403,8 @@ void all_on_autograd(torch::Library& library) {
 
 void autograd(torch::Library& library) {
   library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
-  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, ReduceScatter, AllToAll, Broadcast, BroadcastInPlace>(library);
+  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, ReduceScatter, AllToAll, Broadcast, BroadcastInPlace>(
+      library);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h; a group
-// is known by its number, and one that was closed meanwhile answers kClosed.
+// The C interface of the library, for ctypes: no C++ type and no torch in it. Status codes are those of group.h; a
+// group is known by its number, and one that was closed meanwhile answers kClosed.
 
 #include <sys/mman.h>
 
@@ -54,8 +54,7 @@ std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
 // Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
-  void* const memory =
-      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
@@ -137,9 +136,9 @@ void ps_serve(const char* key, std::uint64_t group) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all doesn't
-// fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as its word,
-// shape, number of parts, and 64 sizes of parts.
+// Of the first failure: rank, microseconds, who found out (-1: this rank itself); from whom to whom an all_to_all
+// doesn't fit (-1: it does), and the bytes that are sent and expected; then this rank's call and the other's, each as
+// its word, shape, number of parts, and 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -199,8 +198,8 @@ std::uint64_t ps_served_next(const char* key) {
 
 int ps_served_records() { return Served::kRecords; }
 
-// The last operations, in no order, 6 words each and then 6 sizes: sequence, operation, dtype, dims, and microseconds of
-// its beginning and end on the monotonic clock.
+// The last operations, in no order, 6 words each and then 6 sizes: sequence, operation, dtype, dims, and microseconds
+// of its beginning and end on the monotonic clock.
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;
@@ -213,7 +212,8 @@ void ps_served_recorded(const char* key, std::int64_t* out) {
     const Record& record = served->record(index);
     *out++ = static_cast<std::int64_t>(record.sequence.load(relaxed));
     for (const auto* word : {&record.operation, &record.dtype, &record.dims}) *out++ = word->load(relaxed);
-    for (const auto* time : {&record.started_s, &record.ended_s}) *out++ = static_cast<std::int64_t>(time->load(relaxed) * 1e6);
+    for (const auto* time : {&record.started_s, &record.ended_s})
+      *out++ = static_cast<std::int64_t>(time->load(relaxed) * 1e6);
     for (const auto& size : record.sizes) *out++ = size.load(relaxed);
   }
 }
@@ -222,50 +222,56 @@ int ps_barrier(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
   return with(group, word, shape, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
 }
 
-int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t count, int dtype, int op) {
+int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+                  std::size_t count, int dtype, int op) {
   return with(group, word, shape, [=](Group& self, double timeout_s) {
     return self.all_reduce(out, in, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
   });
 }
 
-int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t outer, std::size_t inner, int dtype,
-                      int op) {
+int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+                      std::size_t outer, std::size_t inner, int dtype, int op) {
   return with(group, word, shape, [=](Group& self, double timeout_s) {
     return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
   });
 }
 
-int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t outer, std::size_t inner_bytes) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.all_gather(out, in, outer, inner_bytes, timeout_s);
-  });
+int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+                  std::size_t outer, std::size_t inner_bytes) {
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.all_gather(out, in, outer, inner_bytes, timeout_s); });
 }
 
-int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* const* outs, const std::size_t* bytes, const void* in) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
+int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* const* outs,
+               const std::size_t* bytes, const void* in) {
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, timeout_s); });
 }
 
 int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* data, std::size_t bytes, int src) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
 }
 
-int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, std::size_t bytes, int src) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
+int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+               std::size_t bytes, int src) {
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
 }
 
-int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in, const std::size_t* out_bytes,
-                  const std::size_t* in_bytes) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s);
-  });
+int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+                  const std::size_t* out_bytes, const std::size_t* in_bytes) {
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s); });
 }
 
 // See AddRmsNorm in group.h.
-int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, void* residual_out, const void* in,
-                               const void* residual, const void* weight, std::size_t rows, std::size_t hidden,
-                               float eps, int dtype) {
+int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out,
+                               void* residual_out, const void* in, const void* residual, const void* weight,
+                               std::size_t rows, std::size_t hidden, float eps, int dtype) {
   const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
-  return with(group, word, shape, [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+  return with(group, word, shape,
+              [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
 // The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.

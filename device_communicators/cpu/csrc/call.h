@@ -11,21 +11,37 @@ namespace parallel_state {
 
 // What moves the bytes of a call.
 enum class Kind : std::uint64_t {
-  kBarrier = 1, kAllReduce, kReduceScatter, kAllGather, kGatherv, kBroadcast, kScatter, kAllToAll, kAllReduceAddRmsNorm,
+  kBarrier = 1,
+  kAllReduce,
+  kReduceScatter,
+  kAllGather,
+  kGatherv,
+  kBroadcast,
+  kScatter,
+  kAllToAll,
+  kAllReduceAddRmsNorm,
   kMessage
 };
 
-// What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other: a
-// rank may reduce in place while the others don't.
+// What the caller called, by its number in METHODS of user_call.py. Those of one class, up to eight, match each other:
+// a rank may reduce in place while the others don't.
 enum class Method : std::uint8_t {
-  kNone = 0, kAllReduce = 8, kAllReduceInPlace, kAllGather = 16, kReduceScatter = 24, kBroadcast = 32,
-  kBroadcastInPlace, kAllToAll = 56, kBarrier = 64, kAllReduceAddRmsNorm = 72
+  kNone = 0,
+  kAllReduce = 8,
+  kAllReduceInPlace,
+  kAllGather = 16,
+  kReduceScatter = 24,
+  kBroadcast = 32,
+  kBroadcastInPlace,
+  kAllToAll = 56,
+  kBarrier = 64,
+  kAllReduceAddRmsNorm = 72
 };
 constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
 
-// A call in words that fit a line of shared memory: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1, a
-// byte each from the lowest; above them 24 bits of a digest of the shape, and of sizes, that must be equal. `shape` is
-// only shown, see `packed_shape`.
+// A call in words that fit a line of shared memory: method, dtype (c10::ScalarType), reduction + 1, dim + 1, root + 1,
+// a byte each from the lowest; above them 24 bits of a digest of the shape, and of sizes, that must be equal. `shape`
+// is only shown, see `packed_shape`.
 struct Told {
   std::uint64_t word = 0;
   std::uint64_t shape = 0;
@@ -81,10 +97,10 @@ inline std::uint64_t digest_of(const std::size_t* parts, int count) {
 
 constexpr std::uint64_t kNoCall = 0;  // compares with none
 
-#define RETURN_IF_FAILED(expression)                  \
-  do {                                                \
-    const Status status_ = (expression);              \
-    if (status_ != Status::kDone) return status_;     \
+#define RETURN_IF_FAILED(expression)              \
+  do {                                            \
+    const Status status_ = (expression);          \
+    if (status_ != Status::kDone) return status_; \
   } while (false)
 
 }  // namespace parallel_state

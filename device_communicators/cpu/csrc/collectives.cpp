@@ -41,8 +41,9 @@ constexpr auto kEveryone = [](int) { return true; };
 
 }  // namespace
 
-// Moves `bytes` per rank through slots, in as many exchanges as it takes. In each, `write(slot, start, length)` fills this
-// rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that `wanted(rank)`.
+// Moves `bytes` per rank through slots, in as many exchanges as it takes. In each, `write(slot, start, length)` fills
+// this rank's slot, or doesn't; then `read(rank, slot, start, length)` takes another rank's, of those that
+// `wanted(rank)`.
 template <typename Write, typename Wanted, typename Read>
 Status Group::move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read) {
   const std::size_t slot_bytes = slot_bytes_for(bytes);
@@ -201,8 +202,8 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
 Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                          double timeout_s) {
   begin(timeout_s);
-  // Each rank tells how much it sends to each other and expects from it: the longest block says how many exchanges there
-  // are. All ranks see all of it, so all find the same where what is sent isn't what is expected.
+  // Each rank tells how much it sends to each other and expects from it: the longest block says how many exchanges
+  // there are. All ranks see all of it, so all find the same where what is sent isn't what is expected.
   tell_parts(in_bytes);
   const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
   const std::size_t row = 2 * static_cast<std::size_t>(size_);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-
 namespace parallel_state {
 
 Group::Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy)
@@ -34,7 +33,8 @@ std::uint64_t Group::call_of(Kind kind, std::uint64_t size, Method method, std::
   const std::uint64_t facts = static_cast<std::uint64_t>(kind) | static_cast<std::uint64_t>(reduction + 1) << 8 |
                               static_cast<std::uint64_t>(root + 1) << 16;
   const std::uint64_t told = mixed(facts * 0x9e3779b97f4a7c15ULL + (told_.word & ~kVariants) + digest);
-  // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then on.
+  // With those before it: a rank that only gave, and didn't see that the others were in another call, differs from then
+  // on.
   history_ = mixed(told + size + history_);
   return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
@@ -87,8 +87,8 @@ Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
   return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
 }
 
-// Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for, unless
-// it has gone on since: a rank that only gives, as the source of broadcasts does, may be far ahead.
+// Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for,
+// unless it has gone on since: a rank that only gives, as the source of broadcasts does, may be far ahead.
 bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
@@ -110,7 +110,8 @@ Status Group::look(std::uint64_t tick, std::uint64_t call) {
   return Status::kDone;
 }
 
-// Whether any rank was in another call than this one at a tick that both have published; the first such tick that is kept.
+// Whether any rank was in another call than this one at a tick that both have published; the first such tick that is
+// kept.
 bool Group::in_another_call() {
   const auto note = [&](int of, std::uint64_t tick) {
     return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);

@@ -7,8 +7,9 @@
 // Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all before. A slot is
 // written again only when all others have entered an exchange after the one in which they read it last.
 //
-// With its tick a rank tells what it does, as a digest of the whole call: the others compare before they touch its data.
-// The words behind the digest, of its last 64 ticks, lie in its archive, for the error of a rank that finds another.
+// With its tick a rank tells what it does, as a digest of the whole call: the others compare before they touch its
+// data. The words behind the digest, of its last 64 ticks, lie in its archive, for the error of a rank that finds
+// another.
 //
 // Not thread-safe: one call at a time. The caller owns the segment and keeps it mapped while the group lives.
 #pragma once
@@ -30,14 +31,21 @@
 namespace parallel_state {
 
 enum class Status : int {
-  kDone = 0, kTimedOut = 1, kPeerDied = 2, kMismatch = 3, kClosed = 4, kInterrupted = 5, kUnsupported = 6, kBusy = 8,
+  kDone = 0,
+  kTimedOut = 1,
+  kPeerDied = 2,
+  kMismatch = 3,
+  kClosed = 4,
+  kInterrupted = 5,
+  kUnsupported = 6,
+  kBusy = 8,
   kUnmapped = 9
 };
 
-// residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to the
-// dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. All are [rows, hidden],
-// weight is [hidden], of one dtype, a float of 16 or 32 bits. `out` may be `in`, and `residual_out` may be `residual`;
-// but for that they don't overlap.
+// residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
+// the dtype, added in float32 and rounded again; the norm is computed in float32 and rounded once. All are [rows,
+// hidden], weight is [hidden], of one dtype, a float of 16 or 32 bits. `out` may be `in`, and `residual_out` may be
+// `residual`; but for that they don't overlap.
 struct AddRmsNorm {
   void* out;
   void* residual_out;
@@ -76,8 +84,8 @@ class Group {
   // What the next call is told as; without it, as what it is.
   void tell(Told told) { told_ = told; }
 
-  // The group is the part on this host of one that spans several: who gives doesn't look what the others do, as ranks of
-  // other hosts may be waiting for it, and hear of a mismatch by what comes next.
+  // The group is the part on this host of one that spans several: who gives doesn't look what the others do, as ranks
+  // of other hosts may be waiting for it, and hear of a mismatch by what comes next.
   void be_part() { is_part_ = true; }
 
   // Sizes may be zero: the ranks meet nonetheless, so that one that has something finds out.
@@ -97,9 +105,10 @@ class Group {
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s);
 
-  // The ranks' arenas, all of one capacity, for as long as the group lives. A contiguous input of all_reduce, all_gather
-  // (of one row), reduce_scatter (of one row) or broadcast that lies in this rank's arena is read where it lies; ranks
-  // need not be alike in that. A process that can't map another's input any more fails the call, with kUnmapped.
+  // The ranks' arenas, all of one capacity, for as long as the group lives. A contiguous input of all_reduce,
+  // all_gather (of one row), reduce_scatter (of one row) or broadcast that lies in this rank's arena is read where it
+  // lies; ranks need not be alike in that. A process that can't map another's input any more fails the call, with
+  // kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
@@ -163,16 +172,19 @@ class Group {
 
   static constexpr std::uint64_t kPrivate = Windows::kOutside;
   struct Inputs {
-    const char* at[kMaxRanks];  // of those that are shared
-    int shared = 0;             // how many are
+    const char* at[kMaxRanks];    // of those that are shared
+    int shared = 0;               // how many are
     std::uint64_t is_shared = 0;  // by rank, a bit each
-    const char* of(int rank, const char* otherwise) const { return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise; }
+    const char* of(int rank, const char* otherwise) const {
+      return (is_shared >> rank & 1) != 0 ? at[rank] : otherwise;
+    }
   };
   std::uint64_t offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes);
   Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes);
   Status close(std::uint64_t call);
   Status look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found);
-  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
+                       std::uint64_t call);
   Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
   Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
@@ -203,8 +215,8 @@ class Group {
   int suspect_ = -1;
   int reporter_ = -1;
   Told told_;
-  std::uint64_t history_ = 0;  // a digest of all calls so far
-  std::uint64_t parts_ = 0;  // how many the call has
+  std::uint64_t history_ = 0;        // a digest of all calls so far
+  std::uint64_t parts_ = 0;          // how many the call has
   std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
   Shown expected_;
   Shown found_;

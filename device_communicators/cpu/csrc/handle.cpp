@@ -68,8 +68,8 @@ void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descrip
 void Handle::note(Status status, double elapsed_s) {
   {
     const std::lock_guard<std::mutex> lock(failure_mutex_);
-    failure_ = {status, group_.suspect(), group_.reporter(), group_.expected(), group_.found(), group_.misfit(),
-                elapsed_s};
+    failure_ = {status,         group_.suspect(), group_.reporter(), group_.expected(),
+                group_.found(), group_.misfit(),  elapsed_s};
     failed_ = true;
   }
   // What another one found out is known already; the dead are seen by all.

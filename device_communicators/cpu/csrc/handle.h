@@ -34,7 +34,15 @@ struct Failure {
 
 // Operations that the registered ops count by themselves.
 enum class Counted : int {
-  kAllReduce, kAllReduceInPlace, kAllGather, kReduceScatter, kBroadcast, kBroadcastInPlace, kAllToAll, kBarrier, kFused,
+  kAllReduce,
+  kAllReduceInPlace,
+  kAllGather,
+  kReduceScatter,
+  kBroadcast,
+  kBroadcastInPlace,
+  kAllToAll,
+  kBarrier,
+  kFused,
   kCount
 };
 
@@ -198,8 +206,8 @@ class Served {
   Record records_[kRecords];
 };
 
-// A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand it
-// on to, must refuse it, too. It is taken once.
+// A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand
+// it on to, must refuse it, too. It is taken once.
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 

@@ -12,9 +12,7 @@ Interpreter python;
 pthread_t main_thread;
 void* raised[3] = {nullptr, nullptr, nullptr};  // by the main thread, for the main thread
 
-bool in_main_thread() {
-  return known.load(std::memory_order_acquire) && pthread_equal(pthread_self(), main_thread);
-}
+bool in_main_thread() { return known.load(std::memory_order_acquire) && pthread_equal(pthread_self(), main_thread); }
 
 }  // namespace
 

@@ -1,14 +1,14 @@
-// Ctrl-C while a thread of a Python program sleeps here: the interpreter has noted the signal, and runs its handler only
-// when it is asked to. The library knows Python by three functions that are handed to it.
+// Ctrl-C while a thread of a Python program sleeps here: the interpreter has noted the signal, and runs its handler
+// only when it is asked to. The library knows Python by three functions that are handed to it.
 #pragma once
 
 namespace parallel_state {
 
 struct Interpreter {
-  int (*take_lock)();               // PyGILState_Ensure
-  int (*check_signals)();           // PyErr_CheckSignals: -1 where a handler raised
+  int (*take_lock)();                     // PyGILState_Ensure
+  int (*check_signals)();                 // PyErr_CheckSignals: -1 where a handler raised
   void (*fetch)(void**, void**, void**);  // PyErr_Fetch: what it raised
-  void (*let_lock)(int);            // PyGILState_Release
+  void (*let_lock)(int);                  // PyGILState_Release
 };
 
 // `main_thread` is the one that runs handlers, a pthread_t.

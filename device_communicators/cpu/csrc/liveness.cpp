@@ -38,8 +38,7 @@ std::shared_ptr<const Pidfd> pidfd_of(std::int64_t pid) {
 
 }  // namespace
 
-Pidfd::Pidfd(std::int64_t pid)
-    : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0))) {}
+Pidfd::Pidfd(std::int64_t pid) : descriptor_(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0))) {}
 
 Pidfd::~Pidfd() {
   if (descriptor_ >= 0) close(descriptor_);
@@ -71,7 +70,8 @@ Loss ProcessLiveness::loss(int awaited) const {
   if (is_doomed()) return {kOutside, -1, 0};
   for (int rank = 0; members_ != nullptr && rank < static_cast<int>(pidfds_.size()); ++rank) {
     const std::uint32_t failed = members_[rank].failed.load(std::memory_order_acquire);
-    if (rank != me_ && failed != 0) return {static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16)};
+    if (rank != me_ && failed != 0)
+      return {static_cast<int>(failed & 0xffffU) - 1, rank, static_cast<int>(failed >> 16)};
   }
   return {has_left(awaited) || has_ended(awaited) ? awaited : -1, -1, 0};
 }

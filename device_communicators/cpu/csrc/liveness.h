@@ -1,11 +1,11 @@
 // Which ranks of a host are lost to the others: their process has ended, or they gave up.
 //
 // A rank that waits for one which is alive may wait in vain all the same: that one has failed, or waits itself for one
-// that died. So a wait ends with the death of any rank of the group, and with the failure of any, whose reason is passed
-// on. A rank that left on purpose is missed only by who still waits for it: what it owed has been published.
+// that died. So a wait ends with the death of any rank of the group, and with the failure of any, whose reason is
+// passed on. A rank that left on purpose is missed only by who still waits for it: what it owed has been published.
 //
-// The awaited rank may also have failed in another group, by the death of a rank that isn't in this one. So this process
-// dooms the group when it hears of a death in the group's failure domain, and all waits end.
+// The awaited rank may also have failed in another group, by the death of a rank that isn't in this one. So this
+// process dooms the group when it hears of a death in the group's failure domain, and all waits end.
 #pragma once
 
 #include <atomic>
@@ -27,9 +27,9 @@ struct alignas(64) Member {
 constexpr int kOutside = 64;
 
 struct Loss {
-  int rank = -1;       // who is to blame; -1: nobody is lost
-  int reporter = -1;   // who found out, where that was another rank
-  int status = 0;      // with which status it failed there
+  int rank = -1;      // who is to blame; -1: nobody is lost
+  int reporter = -1;  // who found out, where that was another rank
+  int status = 0;     // with which status it failed there
 };
 
 // A descriptor that tells a process' end; all groups of this process share it.
@@ -76,7 +76,7 @@ class ProcessLiveness : public Liveness {
   bool has_ended(int rank) const;
 
   std::vector<std::shared_ptr<const Pidfd>> pidfds_;  // null: not to be watched
-  std::atomic<std::uint64_t> ended_{0};  // by rank, a bit each
+  std::atomic<std::uint64_t> ended_{0};               // by rank, a bit each
   std::atomic<bool> doomed_{false};
   Member* const members_;
   const int me_;

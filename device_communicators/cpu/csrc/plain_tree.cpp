@@ -11,21 +11,21 @@ namespace {
 
 // As `plain_tree.py` fills it in.
 struct Python {
-  void* (*type_of)(void*);                                            // PyObject_Type: a new reference
-  void (*let_go)(void*);                                              // Py_DecRef
-  std::ptrdiff_t (*list_size)(void*);                                 // PyList_Size
-  void* (*list_item)(void*, std::ptrdiff_t);                          // PyList_GetItem: borrowed
-  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);           // PyDict_Next: borrowed
+  void* (*type_of)(void*);                                   // PyObject_Type: a new reference
+  void (*let_go)(void*);                                     // Py_DecRef
+  std::ptrdiff_t (*list_size)(void*);                        // PyList_Size
+  void* (*list_item)(void*, std::ptrdiff_t);                 // PyList_GetItem: borrowed
+  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // PyDict_Next: borrowed
   const void* list;
   const void* dict;
-  const void* const* leaves;                                          // types, the most frequent first
+  const void* const* leaves;  // types, the most frequent first
   std::ptrdiff_t leaf_count;
-  const void* const* others;                                          // leaves that are no keys
+  const void* const* others;  // leaves that are no keys
   std::ptrdiff_t other_count;
-  std::ptrdiff_t (*dict_size)(void*);                                 // PyDict_Size
-  const void* const* texts;                                           // leaves that a dict of any size may have as keys
+  std::ptrdiff_t (*dict_size)(void*);  // PyDict_Size
+  const void* const* texts;            // leaves that a dict of any size may have as keys
   std::ptrdiff_t text_count;
-  std::ptrdiff_t most_other_keys;                                     // a larger dict has texts for keys
+  std::ptrdiff_t most_other_keys;  // a larger dict has texts for keys
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
@@ -89,7 +89,9 @@ class KeyCheck {
   Found value(const std::uint8_t*& at, const std::uint8_t* end, Depth depth, Kind* kind = nullptr) const {
     if (at == end) return Found::kMalformed;
     const std::uint8_t head = *at++;
-    const auto tell = [kind](Kind found) { if (kind != nullptr) *kind = found; };
+    const auto tell = [kind](Kind found) {
+      if (kind != nullptr) *kind = found;
+    };
     const auto skip = [&at, end](std::uint64_t bytes) {
       if (bytes > static_cast<std::uint64_t>(end - at)) return Found::kMalformed;
       at += bytes;

@@ -13,8 +13,8 @@ constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 60;
 
 }  // namespace
 
-RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me,
-                 const ProcessLiveness& processes, WaitPolicy policy)
+RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
+                 WaitPolicy policy)
     : shape_(shape),
       me_(me),
       left_(static_cast<Left*>(control)),
@@ -45,12 +45,9 @@ QueueStatus RingEnd::await(int index, std::uint64_t target) {
   suspect_ = ranks_[index];
   if (!waits_) return QueueStatus::kTimedOut;
   switch (wait_for(counters_[index], target, policy_, deadline_, *this, index)) {
-    case WaitResult::kReached:
-      return QueueStatus::kDone;
-    case WaitResult::kTimedOut:
-      return QueueStatus::kTimedOut;
-    case WaitResult::kInterrupted:
-      return QueueStatus::kInterrupted;
+    case WaitResult::kReached: return QueueStatus::kDone;
+    case WaitResult::kTimedOut: return QueueStatus::kTimedOut;
+    case WaitResult::kInterrupted: return QueueStatus::kInterrupted;
     default:
       lost_ = loss(index);
       if (lost_.rank >= 0) suspect_ = lost_.rank;
@@ -79,9 +76,9 @@ QueueStatus QueueWriter::resume(double timeout_s) {
     const std::uint64_t chunk = written_ + 1;
     const QueueStatus status = reuse(chunk);
     if (status != QueueStatus::kDone) return status;
-    fill(slot(chunk));                   // model: write
+    fill(slot(chunk));  // model: write
     written_ = chunk;
-    counter(0).publish(chunk, chunk);    // model: publish, look, wake
+    counter(0).publish(chunk, chunk);  // model: publish, look, wake
   }
   return QueueStatus::kDone;
 }
@@ -132,7 +129,7 @@ QueueStatus QueueReader::enter() {
   const QueueStatus status = await(0, chunk);  // model: await_chunk
   if (status != QueueStatus::kDone) return status;
   ChunkHeader found;
-  std::memcpy(&found, slot(chunk), sizeof found);           // model: read
+  std::memcpy(&found, slot(chunk), sizeof found);  // model: read
   const bool first = left_ == 0;
   if (found.magic != kMagic || found.chunk != chunk || found.message != messages_ + (first ? 1 : 0) ||
       found.head_bytes > found.total_bytes || found.total_bytes > kMostBytes ||

@@ -25,7 +25,14 @@
 
 namespace parallel_state {
 
-enum class QueueStatus : int { kDone = 0, kTimedOut = 1, kPeerDied = 2, kMalformed = 3, kInterrupted = 4, kGivenUp = 5 };
+enum class QueueStatus : int {
+  kDone = 0,
+  kTimedOut = 1,
+  kPeerDied = 2,
+  kMalformed = 3,
+  kInterrupted = 4,
+  kGivenUp = 5
+};
 
 // The form of a ring, equal on all sides. Zero bytes are an empty ring.
 struct RingShape {
@@ -64,7 +71,7 @@ class RingEnd : public Liveness {
 
   // Tells the other ends that this one writes or reads no more, and a call that another thread is in to return.
   void leave();
-  int suspect() const { return suspect_; }  // whose death or absence the last call failed with: a rank
+  int suspect() const { return suspect_; }        // whose death or absence the last call failed with: a rank
   const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
   // Whether there is sense in waiting for the end with this index, the writer being 0.
   bool is_alive(int index) const override {
@@ -110,8 +117,8 @@ class QueueWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Takes in the message of these pieces, the first `heads` of which are its head; writes what fits within the timeout. After
-  // kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
+  // Takes in the message of these pieces, the first `heads` of which are its head; writes what fits within the timeout.
+  // After kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
 
@@ -120,7 +127,7 @@ class QueueWriter : public RingEnd {
   void fill(char* slot);
 
   std::vector<Piece> pieces_;
-  std::size_t piece_ = 0;       // where in the message the next chunk begins
+  std::size_t piece_ = 0;  // where in the message the next chunk begins
   std::uint64_t offset_ = 0;
   ChunkHeader header_{};
   bool unfinished_ = false;
@@ -147,12 +154,12 @@ class QueueReader : public RingEnd {
   QueueStatus enter();
   void release();
 
-  ChunkHeader header_{};        // of the message that is being read
-  std::uint64_t left_ = 0;      // bytes of it that weren't read yet
-  std::uint64_t offset_ = 0;    // in the chunk
+  ChunkHeader header_{};      // of the message that is being read
+  std::uint64_t left_ = 0;    // bytes of it that weren't read yet
+  std::uint64_t offset_ = 0;  // in the chunk
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;
-  std::uint64_t read_ = 0;      // the last chunk that was given back
+  std::uint64_t read_ = 0;  // the last chunk that was given back
   std::uint64_t messages_ = 0;
 };
 

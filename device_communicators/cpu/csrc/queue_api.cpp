@@ -28,8 +28,8 @@ struct Report {
   std::int64_t total_bytes;  // of the message that `ps_queue_next` found
   std::int64_t head_bytes;
   std::int64_t fingerprint;
-  std::int64_t left_bytes;   // how many of its bytes weren't read yet
-  std::int64_t reporter;     // who gave up, after kGivenUp, and with which status of group.h
+  std::int64_t left_bytes;  // how many of its bytes weren't read yet
+  std::int64_t reporter;    // who gave up, after kGivenUp, and with which status of group.h
   std::int64_t reason;
 };
 

@@ -82,7 +82,7 @@ const char* name_of(Isa isa) {
 
 ReduceFunction find([[maybe_unused]] Isa isa, Dtype dtype, ReduceOp op) {
 #if defined(__x86_64__)
-  const ReduceFunction fused = op != ReduceOp::kSum   ? nullptr
+  const ReduceFunction fused = op != ReduceOp::kSum  ? nullptr
                                : isa == Isa::kAvx512 ? avx512::find_sum(dtype)
                                : isa == Isa::kAvx2   ? avx2::find_sum(dtype)
                                                      : nullptr;

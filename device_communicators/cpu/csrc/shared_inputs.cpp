@@ -1,9 +1,9 @@
 // Tensors that lie in the ranks' arenas, memory which all ranks have mapped: they aren't copied to slots.
 //
-// With its first tick of a call a rank says whether its input lies in its arena, by a flag in the tick's note, and where,
-// beside its counter. The others then read the input where it lies. So ranks need not be alike in this: one whose arena
-// is full passes an ordinary tensor. Where any input is shared, a closing tick ends the call: nobody returns, and may
-// write to his tensor, before all have read it.
+// With its first tick of a call a rank says whether its input lies in its arena, by a flag in the tick's note, and
+// where, beside its counter. The others then read the input where it lies. So ranks need not be alike in this: one
+// whose arena is full passes an ordinary tensor. Where any input is shared, a closing tick ends the call: nobody
+// returns, and may write to his tensor, before all have read it.
 #include <algorithm>
 #include <memory>
 

@@ -1,5 +1,5 @@
-// How big the slots are, at which sizes one way of doing a collective hands over to the next, and how a large one is cut.
-// The figures are from benchmarks/kernels.py; where each comes from is said beside it.
+// How big the slots are, at which sizes one way of doing a collective hands over to the next, and how a large one is
+// cut. The figures are from benchmarks/kernels.py; where each comes from is said beside it.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ constexpr int kLargeSlots = 4;   // what the pipeline of large_all_reduce needs
 // Symmetric tensors need two exchanges but no copy: that pays from 8 KiB on with two ranks, from 16 with four.
 struct Tuning {
   std::size_t small_slot_bytes;
-  std::size_t large_slot_bytes;  // a chunk of a large tensor
-  std::size_t one_shot_bytes;    // up to here, all_reduce is one exchange in which each rank reads all inputs
+  std::size_t large_slot_bytes;       // a chunk of a large tensor
+  std::size_t one_shot_bytes;         // up to here, all_reduce is one exchange in which each rank reads all inputs
   std::size_t symmetric_slots_bytes;  // up to here, symmetric tensors go through slots like others
 };
 
@@ -30,8 +30,8 @@ inline Tuning tuning_of(int ranks) {
   return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB};
 }
 
-// `count` elements cut into chunks that fit `chunk_bytes`, and each chunk into a slice for each rank, as even as can be.
-// Slices are whole cache lines; at the end they are shorter, or empty.
+// `count` elements cut into chunks that fit `chunk_bytes`, and each chunk into a slice for each rank, as even as can
+// be. Slices are whole cache lines; at the end they are shorter, or empty.
 struct Slices {
   Slices(std::size_t count, std::size_t width, int ranks, std::size_t chunk_bytes) : count(count), ranks(ranks) {
     const std::size_t line = std::max<std::size_t>(1, 64 / width);

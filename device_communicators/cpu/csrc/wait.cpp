@@ -14,7 +14,7 @@
 namespace parallel_state {
 namespace {
 
-constexpr std::int64_t kSliceNs = 20'000'000;  // a sleeper looks this often whether the other still lives
+constexpr std::int64_t kSliceNs = 20'000'000;       // a sleeper looks this often whether the other still lives
 constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // and this often where a wake-up may be lost
 constexpr int kProbes = 8;         // at once: a rank that is about to publish does so within a hundred nanoseconds
 constexpr int kSpinsPerLook = 32;  // a look at the clock costs as much as a pause or two
@@ -117,9 +117,9 @@ void Counter::own() {
   fences.store(barriers ? 0 : 1, std::memory_order_relaxed);
 }
 
-// A value and the look for sleepers after it must not change places, or a sleeper and the owner miss each other. A fence
-// here would hold the owner up until its slot's lines have come from the other cores: 0.4 us of 2.1 at 8 KiB. So the
-// sleeper, who has time, makes all cores pass a barrier (`sleep_for`); here only the compiler is told.
+// A value and the look for sleepers after it must not change places, or a sleeper and the owner miss each other. A
+// fence here would hold the owner up until its slot's lines have come from the other cores: 0.4 us of 2.1 at 8 KiB. So
+// the sleeper, who has time, makes all cores pass a barrier (`sleep_for`); here only the compiler is told.
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
   // Release: who sees this note sees the value before it, and so knows which value the note is about (`differs`).
   notes[next % kNotes].store(note, std::memory_order_release);

@@ -52,8 +52,8 @@ struct alignas(128) Counter {
 
   std::atomic<std::uint64_t> value{0};
   std::atomic<std::uint32_t> sleepers{0};
-  std::atomic<std::uint16_t> core{0};    // 1 + that on which the owner published last
-  std::atomic<std::uint8_t> fences{0};   // whether the owner publishes with a fence, see `publish`
+  std::atomic<std::uint16_t> core{0};        // 1 + that on which the owner published last
+  std::atomic<std::uint8_t> fences{0};       // whether the owner publishes with a fence, see `publish`
   std::atomic<std::uint64_t> notes[kNotes];  // by value % kNotes
   // Where the owner's tensors lie, for collectives on symmetric memory; written before a value, read after it.
   std::atomic<std::uint64_t> in_at{0};

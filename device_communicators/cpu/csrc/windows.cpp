@@ -32,7 +32,8 @@ char* map_again(void* page, std::size_t bytes) {
 }  // namespace
 
 bool has_populate() {
-  static const bool can = madvise(nullptr, 0, MADV_POPULATE_WRITE) == 0;  // an advice that is unknown fails on nothing, too
+  static const bool can =
+      madvise(nullptr, 0, MADV_POPULATE_WRITE) == 0;  // an advice that is unknown fails on nothing, too
   return can;
 }
 

@@ -1,6 +1,6 @@
-// A stretch of a shared file as far as this process uses it: windows that are mapped when they are asked for, each about
-// twice as large as the one before, and never moved. So the address space that is taken follows the use, and what was
-// handed out stays valid while the object lives.
+// A stretch of a shared file as far as this process uses it: windows that are mapped when they are asked for, each
+// about twice as large as the one before, and never moved. So the address space that is taken follows the use, and what
+// was handed out stays valid while the object lives.
 //
 // No descriptor is kept: from a size of 0, mremap maps the file of a shared mapping once more, beginning with the page
 // that it is given. A kernel that can't, or a process without address space, gets null from `at`.
@@ -33,7 +33,9 @@ class Windows {
   Windows& operator=(const Windows&) = delete;
 
   std::size_t capacity() const { return capacity_; }
-  bool holds(std::uint64_t offset, std::size_t bytes) const { return bytes <= capacity_ && offset <= capacity_ - bytes; }
+  bool holds(std::uint64_t offset, std::size_t bytes) const {
+    return bytes <= capacity_ && offset <= capacity_ - bytes;
+  }
 
   // Where `bytes` from `offset` on, which the stretch holds, are mapped; null where they can't be.
   char* at(std::uint64_t offset, std::size_t bytes);
@@ -57,7 +59,7 @@ class Windows {
   char* const first_page_;
   const std::size_t capacity_;
   const std::size_t first_window_bytes_;
-  std::mutex mutex_;  // who maps
+  std::mutex mutex_;           // who maps
   std::atomic<int> count_{0};  // release after a window was written, acquire before it is read
   Window windows_[kMost];
 };

@@ -32,7 +32,9 @@ static_assert(2 * MAX_BLOCKS <= PART_PACKETS, "two parts of each member have a p
 class Team {
  public:
   __device__ __forceinline__ Team(const Block& block, u32 size)
-      : size(size), own(blockIdx.x % size), epochs_(shared_array<u32, MAX_BLOCKS, 1>()),
+      : size(size),
+        own(blockIdx.x % size),
+        epochs_(shared_array<u32, MAX_BLOCKS, 1>()),
         parts_(shared_array<u32, MAX_BLOCKS, 2>()) {
     const Control* const control = reinterpret_cast<const Control*>(block.call.regions[block.call.rank]);
     for (u32 j = threadIdx.x; j < size; j += blockDim.x) epochs_[j] = control->epoch[blockIdx.x - own + j];
@@ -153,8 +155,12 @@ class NormPiece {
 
  public:
   __device__ __forceinline__ NormPiece(const Call& call, Ranks<SIZE> ranks, u32 pairs, u32 members)
-      : call_(call), ranks_(ranks), block_(call), team_(block_, members),
-        ys_(shared_array<Pair, PART_PACKETS, 5>()), weights_(shared_array<Pair, PART_PACKETS, 6>()) {
+      : call_(call),
+        ranks_(ranks),
+        block_(call),
+        team_(block_, members),
+        ys_(shared_array<Pair, PART_PACKETS, 5>()),
+        weights_(shared_array<Pair, PART_PACKETS, 6>()) {
     const u32 each = (pairs + members - 1) / members;
     begin_ = each * team_.own;
     count_ = begin_ + each < pairs ? each : pairs - begin_;
@@ -272,9 +278,7 @@ __device__ __forceinline__ void add_rms_norm(const Call& call) {
   const u32 teams = gridDim.x / members, team = blockIdx.x / members;
   if (teams == 0) trap();  // a grid that isn't of cuda_call.py's making, whose result would be nothing
   if (team < teams && team < call.rows) {
-    with_ranks(call.size, [&](auto ranks) {
-      norm_rows<T, NORM>(call, ranks, pairs, members, team, teams);
-    });
+    with_ranks(call.size, [&](auto ranks) { norm_rows<T, NORM>(call, ranks, pairs, members, team, teams); });
   }
   end_kernel(call);
 }

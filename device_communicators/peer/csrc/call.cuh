@@ -48,7 +48,8 @@ enum CallFlag : u32 {
 };
 
 // A report is one 64-bit word, written once by each thread that gave up, the last one wins, but for one that waited for
-// OWN_BLOCK, whose report doesn't replace another's: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch (32).
+// OWN_BLOCK, whose report doesn't replace another's: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch
+// (32).
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
 // In place of a rank: another block of this rank's, which waits for somebody itself.

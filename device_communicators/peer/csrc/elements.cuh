@@ -153,14 +153,10 @@ struct Ranks<0> {
 template <class Body>
 __device__ __forceinline__ void with_ranks(u32 size, Body body) {
   switch (size) {
-    case 2:
-      return body(Ranks<2>{});
-    case 4:
-      return body(Ranks<4>{});
-    case 8:
-      return body(Ranks<8>{});
-    default:
-      return body(Ranks<0>{size});
+    case 2: return body(Ranks<2>{});
+    case 4: return body(Ranks<4>{});
+    case 8: return body(Ranks<8>{});
+    default: return body(Ranks<0>{size});
   }
 }
 
