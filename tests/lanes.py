@@ -39,15 +39,27 @@ class Lane(NamedTuple):
     paths: tuple[str, ...]
     but: tuple[str, ...] = ()
     """What of `paths` another lane has."""
+    niceness: int = 0
 
 
-COMPILED = ("tests/contract/test_gpu_suite.py", "tests/contract/test_extending.py", "tests/contract/test_package.py")
-"""Contract tests that compile or run programs, rather than bodies on ranks of a pool."""
+def _files(folder: str, *stems: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{stem}.py" for stem in stems if (ROOT / folder / f"{stem}.py").exists())
+
+
+COMPILERS = _files("tests/unit", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native")
+PROGRAMS = _files(
+    "tests/contract", "test_benchmarks", "test_collectives_ranks", "test_docs_code", "test_extending", "test_gpu_suite",
+    "test_inference", "test_package",
+)  # fmt: skip
+"""Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
-    Lane("compiles", ("tests/compile", "tests/unit", "tests/gpu", *COMPILED)),
-    Lane("ranks", ("tests/contract",), but=COMPILED),
     Lane("failures", ("tests/failure",)),
+    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=5),
+    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=10),
+    Lane("compiles", ("tests/compile", *COMPILERS), niceness=10),
 )
+"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, which are
+as nice as they are busy; the last two, of one process each, are left at the end, for two cores."""
 
 
 class Run:
@@ -62,6 +74,7 @@ class Run:
             self._process = subprocess.Popen(
                 [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
+                preexec_fn=lambda: os.nice(lane.niceness),
             )  # fmt: skip
 
     @property
