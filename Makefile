@@ -42,10 +42,9 @@ demo: $(STAMP)
 	$(if $(BORROW),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEEDED_BY_DEMO))
 	$(BIN)/python benchmarks/inference.py $(ARGS)
 
-# Between two edits: what runs in a second each, and one file of each kind that starts ranks.
-CHECKED := tests/unit tests/contract/test_all_reduce.py tests/contract/test_tensor_dicts.py tests/failure/test_again.py
+# Between two edits: unit tests that take no seconds, and some of those with ranks.
 check: lint
-	$(BIN)/python -m pytest -q -m "not slow and not long" $(CHECKED) $(ARGS)
+	$(BIN)/python -m tests.lanes check $(ARGS)
 
 test: lint references
 	$(BIN)/python -m tests.lanes $(ARGS)

@@ -1,6 +1,7 @@
 """Runs the suite in lanes beside each other: what computes, what starts ranks, and what waits for ranks to end.
 
     python -m tests.lanes [options of pytest]          # all lanes
+    python -m tests.lanes check [options of pytest]    # the inner loop's: what isn't slow, and some of each kind of ranks
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
@@ -60,6 +61,15 @@ LANES = (
 )
 """By what they wait for: the first for ranks to notice something in time, so that it goes before the others, which are
 as nice as they are busy; the last two, of one process each, are left at the end, for two cores."""
+
+CHECK = (
+    Lane("units", ("tests/unit",)),
+    Lane(
+        "some",
+        _files("tests/contract", "test_all_reduce", "test_send_recv", "test_tensor_dicts", "test_state")
+        + _files("tests/failure", "test_mismatches"),
+    ),
+)
 
 
 class Run:
@@ -182,9 +192,13 @@ def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
+def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
+    return (["-m", "not slow", *words[1:]], CHECK) if words[:1] == ["check"] else (words, LANES)
+
+
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _stop)
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(*_chosen(sys.argv[1:])))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -18,7 +18,7 @@ everything, unless it is `partial`; it gets hosts if it says `several_hosts`; on
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +89,14 @@ class Member:
     def can_hear(self, peer: int) -> bool:
         """Whether `peer` can tell this rank something: nobody speaks in a simulated group but itself."""
         return not self.simulated or peer == self.rank
+
+    def with_roots(self, cases: Sequence[T], roots: Sequence[int] | None = None) -> list[tuple[int, T]]:
+        """Each case with a root that this rank can hear, in turn, and each root with the first; in long runs, all."""
+        found = [peer for peer in range(self.size) if self.can_hear(peer)] if roots is None else roots
+        if LONG:
+            return [(root, case) for root in found for case in cases]
+        turns = [(found[number % len(found)], case) for number, case in enumerate(cases)]
+        return turns + [(root, cases[0]) for root in found]
 
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
         """Whether the group carries the request, which it must where that is `defined`, and only there."""

@@ -17,6 +17,7 @@ from tests.contract.cases import (
     multiplied,
     sliced,
 )
+from tests.extent import LONG
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)
@@ -31,6 +32,8 @@ def _body(member: Member) -> None:
             xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
             x = xs[member.rank]
             for gather_dim in part.dims:
+                if (scatter_dim < 0) != (gather_dim < 0) and not LONG:
+                    continue  # each dim by both of its names, but not each by one and the other by the other
                 with member.case(f"{dtype} {form} scattered along {scatter_dim}, gathered along {gather_dim}"):
                     unchanged = Unchanged(x)
                     found = member.group.all_to_all(x, scatter_dim, gather_dim)

@@ -12,17 +12,14 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    for src in range(member.size):
-        if not member.can_hear(src):
-            continue
-        for dtype, form in EVERY_DTYPE + EVERY_FORM:
-            xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
-            x = xs[member.rank]
-            with member.case(f"{dtype} {form} from rank {src}"):
-                unchanged = Unchanged(x)
-                found = member.group.broadcast(x, src)
-                unchanged.check()
-                check_moved(found, xs[src], x, alone=member.size == 1)
+    for src, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM):
+        xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
+        x = xs[member.rank]
+        with member.case(f"{dtype} {form} from rank {src}"):
+            unchanged = Unchanged(x)
+            found = member.group.broadcast(x, src)
+            unchanged.check()
+            check_moved(found, xs[src], x, alone=member.size == 1)
 
 
 def test_broadcast(carrier: Carrier) -> None:
@@ -30,19 +27,16 @@ def test_broadcast(carrier: Carrier) -> None:
 
 
 def _in_place_body(member: Member) -> None:
-    for src in range(member.size):
-        if not member.can_hear(src):
+    for src, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM):
+        xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
+        x = xs[member.rank]
+        if form.layout == "expanded":
             continue
-        for dtype, form in EVERY_DTYPE + EVERY_FORM:
-            xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
-            x = xs[member.rank]
-            if form.layout == "expanded":
-                continue
-            with member.case(f"in place, {dtype} {form} from rank {src}"):
-                expected = xs[src].clone()
-                place = InPlace(x)
-                place.check(member.group.broadcast_(x, src), alone=member.size == 1)
-                check_moved(x, expected, alone=True)
+        with member.case(f"in place, {dtype} {form} from rank {src}"):
+            expected = xs[src].clone()
+            place = InPlace(x)
+            place.check(member.group.broadcast_(x, src), alone=member.size == 1)
+            check_moved(x, expected, alone=True)
 
 
 def test_broadcast_in_place(carrier: Carrier) -> None:

@@ -12,20 +12,19 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    for dst in range(member.size):
-        for dtype, form in EVERY_DTYPE + EVERY_FORM:
-            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
-            x = xs[member.rank]
-            for dim in form.dims:
-                with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
-                    unchanged = Unchanged(x)
-                    found = member.group.gather(x, dst, dim)
-                    unchanged.check()
-                    if member.rank != dst:
-                        assert found is None, "only dst gets something"
-                        continue
-                    assert found is not None
-                    check_moved(found, joined(xs, dim), x, alone=member.size == 1)
+    for dst, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM, range(member.size)):
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
+        x = xs[member.rank]
+        for dim in form.dims:
+            with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
+                unchanged = Unchanged(x)
+                found = member.group.gather(x, dst, dim)
+                unchanged.check()
+                if member.rank != dst:
+                    assert found is None, "only dst gets something"
+                    continue
+                assert found is not None
+                check_moved(found, joined(xs, dim), x, alone=member.size == 1)
 
 
 def test_gather(carrier: Carrier) -> None:

@@ -23,22 +23,19 @@ EVERY_FORM = [(torch.float32, form) for form in forms(SLICES)]
 
 def _body(member: Member, told: str) -> None:
     cases = EVERY_DTYPE + EVERY_FORM if told == "by every caller" else EVERY_FORM[::3]  # the same but for a message
-    for src in range(member.size):
-        if not member.can_hear(src):
-            continue
-        for dtype, part in cases:
-            for dim in part.dims:
-                form = Form(multiplied(part.shape, dim, member.size), part.layout)
-                x = any_bytes(form, dtype, src)
-                with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):
-                    given = x if member.rank == src else None
-                    unchanged = Unchanged(x)
-                    if told == "by every caller":
-                        found = member.group.scatter(given, src, dim, size=part.shape, dtype=dtype)
-                    else:
-                        found = member.group.scatter(given, src, dim)
-                    unchanged.check()
-                    check_moved(found, sliced(x, dim, member.size, member.rank), x, alone=member.size == 1)
+    for src, (dtype, part) in member.with_roots(cases):
+        for dim in part.dims:
+            form = Form(multiplied(part.shape, dim, member.size), part.layout)
+            x = any_bytes(form, dtype, src)
+            with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):
+                given = x if member.rank == src else None
+                unchanged = Unchanged(x)
+                if told == "by every caller":
+                    found = member.group.scatter(given, src, dim, size=part.shape, dtype=dtype)
+                else:
+                    found = member.group.scatter(given, src, dim)
+                unchanged.check()
+                check_moved(found, sliced(x, dim, member.size, member.rank), x, alone=member.size == 1)
 
 
 def test_scatter(carrier: Carrier) -> None:
