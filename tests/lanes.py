@@ -1,7 +1,7 @@
 """Runs the suite in lanes beside each other: what computes, what starts ranks, and what waits for ranks to end.
 
     python -m tests.lanes [options of pytest]          # all lanes
-    python -m tests.lanes check [options of pytest]    # the inner loop's: what isn't slow, and some of each kind of ranks
+    python -m tests.lanes check [options of pytest]    # for the inner loop: what isn't slow, and some with ranks
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
