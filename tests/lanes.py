@@ -197,7 +197,9 @@ def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stop)
+    # In the background, or below nohup, a process ignores signals that tests send to ranks: no handler is inherited.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, _stop)
     try:
         sys.exit(main(*_chosen(sys.argv[1:])))
     except KeyboardInterrupt:

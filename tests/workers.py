@@ -83,6 +83,10 @@ class WorkerPool:
         return results
 
     def _begin(self, function: Callable[..., Any], args: tuple[Any, ...], layout: tuple[int, int] | None) -> None:
+        ended = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        if ended:
+            self.kill()
+            raise WorkersFailedError(dict.fromkeys(ended, "the process has ended since the last run"))
         if not self._processes:
             self._start()
         task = pickle.dumps((function, args, layout))
