@@ -72,7 +72,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return nccl_stand_in.build(tmp_path_factory.mktemp("nccl"))
 
 
-@pytest.fixture(params=[Size(3, 3), Size(4, 2)], ids=str)
+@pytest.fixture(scope="module", params=[Size(3, 3), pytest.param(Size(4, 2), marks=pytest.mark.long)], ids=str)
 def carrier(request: pytest.FixtureRequest, pools: Callable[[int], WorkerPool], stand_in: Path) -> Carrier:
     return StandInCarrier(request.param, pools, stand_in)
 

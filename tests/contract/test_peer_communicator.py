@@ -88,7 +88,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {peer_stand_in.FOLDER: str(folder), peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
 
 
-@pytest.fixture(params=[Size(3, 3), Size(4, 2)], ids=str)
+@pytest.fixture(scope="module", params=[Size(3, 3), Size(4, 2)], ids=str)
 def carrier(request: pytest.FixtureRequest, pools: Pools, stand_in: dict[str, str]) -> Carrier:
     return StandInCarrier(request.param, pools, stand_in)
 
