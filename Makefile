@@ -40,7 +40,7 @@ endif
 
 demo: $(STAMP)
 	$(if $(BORROW),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEEDED_BY_DEMO))
-	$(BIN)/python benchmarks/inference.py $(ARGS)
+	$(BIN)/python benchmarks/inference/demo.py $(ARGS)
 
 # Between two edits: unit tests that take no seconds, and some of those with ranks.
 check: lint

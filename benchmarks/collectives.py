@@ -2,15 +2,15 @@
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
-    python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs: collectives_ranks.py
+    python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
     torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
 
-Peers are optional (`python benchmarks/peers.py setup`). Sizes are the bytes that one rank holds. All ranks run the same
-number of calls and the slowest one's time counts. Candidates: `op` is a torch.ops call, `coordinator` the method that
-a model calls; without "in place" the result is a new tensor. vLLM's calls work in place.
+Peers are optional (`python -m parallel_state.tools.bench.peers setup`). Sizes are the bytes that one rank holds. All
+ranks run the same number of calls and the slowest one's time counts. Candidates: `op` is a torch.ops call,
+`coordinator` the method that a model calls; without "in place" the result is a new tensor. vLLM's calls work in place.
 
-Two loops (`measure/tensors.py`): *tight* repeats the call on one buffer; *produced* writes the input before and reads
-the output after each. The tables show the produced loop less its two copies, the JSON holds everything.
+Two loops: *tight* repeats the call on one buffer; *produced* writes the input before and reads the output after each.
+The tables show the produced loop less its two copies, the JSON holds everything.
 """
 
 from __future__ import annotations
@@ -21,20 +21,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import collectives_ranks
-import collectives_ways
-from measure import options as shared
-from measure.picture import draw
-from measure.report import bandwidths, p50, print_rows, print_table, size_name, write_json
-from measure.rounds import Row, measure_all
-from measure.teams import Team, started
-from measure.tensors import COPIES, OPERATIONS
-from peers import MPIS
-
 from parallel_state.startup import environment
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench import ranks as in_each_rank
+from parallel_state.tools.bench.collectives import COPIES, GLOO, OPERATIONS, OURS, OWN, VLLM
+from parallel_state.tools.bench.peers import MPIS, SIZES_OF_VLLM
+from parallel_state.tools.bench.picture import draw
+from parallel_state.tools.bench.report import (
+    bandwidths,
+    nccl_bytes,
+    p50,
+    print_rows,
+    print_table,
+    size_name,
+    write_json,
+)
+from parallel_state.tools.bench.rounds import Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
 
+TORCH, MPI = "parallel_state.tools.bench.collectives", "parallel_state.tools.bench.mpi"
+"""Modules of teams."""
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
-OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place")
 PAIRS = (
     *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "Intel MPI", "MPICH")),
     ("op, in place", "Open MPI (int16)"),
@@ -47,13 +54,12 @@ PAIRS = (
 
 def make_teams(options: argparse.Namespace, ranks: int) -> list[Team]:
     peers = shared.peers(options)
-    settings = {"pin": not options.no_pin, "vllm": None}
-    if peers.vllm is not None:
-        settings["vllm"] = str(peers.root)
-    teams = [Team("torch", "collectives_torch", ranks, settings)]
+    settings = {"pin": not options.no_pin, "vllm": str(peers.root)}
+    names = [OWN, GLOO] + [VLLM] * (peers.vllm is not None and ranks in SIZES_OF_VLLM)
+    teams = [Team(name, TORCH, ranks, settings) for name in names]
     for mpi in (mpi for mpi in peers.mpis if mpi.name in options.mpis):
         launcher, variables = mpi.command(peers.root, ranks, []), mpi.environment()
-        teams.append(Team(mpi.name, "collectives_mpi", ranks, settings, launcher=launcher, environment=variables))
+        teams.append(Team(mpi.name, MPI, ranks, settings, launcher=launcher, environment=variables))
     return teams
 
 
@@ -93,7 +99,8 @@ def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
     speeds = []
     for row in rows:
         best = min(p50(row.us[name]) for name in OURS if row.us.get(name))
-        speeds.append(bandwidths(row.case["operation"], row.case["bytes"], best, row.case["ranks"]))
+        operation, ranks = row.case["operation"], row.case["ranks"]
+        speeds.append(bandwidths(operation, nccl_bytes(operation, row.case["bytes"], ranks), best, ranks))
     lines = [(name, [speed[at] for speed in speeds]) for at, name in enumerate(("algbw", "busbw"))]
     if rows:
         print_table(f"{title}: the best of ours, 10⁹ B/s", [size_name(row.case["bytes"]) for row in rows], lines)
@@ -122,7 +129,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; on GPUs one for each")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
-    parser.add_argument("--modes", nargs="+", choices=collectives_ranks.MODES, default=collectives_ranks.MODES)
+    parser.add_argument("--modes", nargs="+", choices=in_each_rank.MODES, default=in_each_rank.MODES)
     parser.add_argument("--loops", nargs="+", choices=("tight", "produced"), default=("tight", "produced"))
     parser.add_argument("--dtype", default="bfloat16")
     names = [mpi.name for mpi in MPIS]
@@ -131,9 +138,9 @@ def main() -> int:
     parser.add_argument("--svg", type=Path, help="a picture")
     options = parser.parse_args()
     if in_ranks(options):
-        options.operations = options.operations or collectives_ways.OPERATIONS
-        options.sizes = options.sizes or collectives_ranks.SIZES
-        return collectives_ranks.main(options)
+        options.operations = options.operations or in_each_rank.OPERATIONS
+        options.sizes = options.sizes or in_each_rank.SIZES
+        return in_each_rank.main(options)
     options.operations, options.sizes = options.operations or OPERATIONS, options.sizes or SIZES
     options.ranks = options.ranks or [2]
     rows = []

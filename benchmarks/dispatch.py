@@ -13,12 +13,25 @@ registered op that it puts between the two on GPUs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from measure import options as shared
-from measure.report import print_rows, size_name, write_json
-from measure.rounds import Row, measure_all
-from measure.teams import Team, started
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench import peers
+from parallel_state.tools.bench.collectives import OWN, VLLM, load, ours_by_op, start_ours, start_torch
+from parallel_state.tools.bench.report import print_rows, size_name, write_json
+from parallel_state.tools.bench.rounds import Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.worker import Timing, timed
+
+__all__ = ["load", "make"]
 
 MODES = ("inference_mode", "no_grad", "grad", "requires_grad")
 PAIRS = (
@@ -47,15 +60,156 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4 << 10, 8 << 10])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args()
-    peers = shared.peers(options)
-    settings = {"pin": not options.no_pin, "vllm": str(peers.root) if peers.vllm is not None else None}
+    found = shared.peers(options)
+    settings = {"pin": not options.no_pin, "vllm": str(found.root)}
+    names = [OWN, VLLM] if found.vllm is not None else [OWN]
     rows = []
     for ranks in options.ranks:
-        with started([Team("torch", "dispatch_torch", ranks, settings)]) as teams:
+        with started([Team(name, __file__, ranks, settings) for name in names]) as teams:
             rows += measure_all(teams, cases(options, ranks), shared.plan(options))
     report(rows)
     if options.json:
         write_json(options.json, rows, shared.recorded(options))
+
+
+_LIBRARY = torch.library.Library("dispatch_benchmark", "DEF")
+_GROUPS: dict[str, Any] = {}
+
+
+def make(name: str, settings: dict[str, Any]) -> DispatchTeam:
+    return VllmTeam(settings) if name == VLLM else OwnTeam(settings)
+
+
+class DispatchTeam:
+    """One or two ranks of one library."""
+
+    rank: int
+    size: int
+
+    def ways(self) -> dict[str, Callable[[Tensor], Any]]:
+        raise NotImplementedError
+
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        self.mode = values["mode"]
+        count = values["bytes"] // 2
+        with _modes(self.mode):
+            self.x = torch.zeros(count, dtype=torch.bfloat16)
+        if self.mode == "requires_grad":
+            self.x.requires_grad_()
+        self.calls = self.ways()
+        if self.mode == "requires_grad":
+            self.calls = {name: call for name, call in self.calls.items() if "in place" not in name}
+        return list(self.calls)
+
+    def check(self, name: str) -> str | None:
+        with _modes(self.mode):
+            x = torch.full_like(self.x, self.rank + 1.0)
+            if self.mode == "requires_grad":
+                x.requires_grad_()
+            try:
+                y = self.calls[name](x)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            expected = torch.full_like(self.x, sum(range(1, self.size + 1)))
+            return None if y is not None and torch.equal(y, expected) else f"{name}: wrong on rank {self.rank}"
+
+    def run(self, name: str, calls: int) -> Timing:
+        call, x = self.calls[name], self.x
+        with _modes(self.mode):
+            return timed(lambda: call(x), calls)
+
+
+class OwnTeam(DispatchTeam):
+    """Ranks of this library, of torch.distributed on its default group, and of ways that do nothing."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.group = start_ours()
+        if not dist.is_initialized():  # one rank needs no default group, but torch.distributed does
+            dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        if self.size == 1:
+            _define_noops()
+
+    def ways(self) -> dict[str, Callable[[Tensor], Any]]:
+        world = dist.group.WORLD
+
+        def through_torch(x: Tensor) -> Tensor:
+            dist.all_reduce(x)
+            return x
+
+        def through_functional(x: Tensor) -> Tensor:
+            return functional.wait_tensor(functional.all_reduce(x, "sum", world))
+
+        found = {"coordinator": self.group.all_reduce, "coordinator, in place": self.group.all_reduce_}
+        if self.size > 1:
+            found["op"] = ours_by_op(self.group, "all_reduce", {})
+            found["op, in place"] = ours_by_op(self.group, "all_reduce_", {})
+        found |= {"torch.distributed, in place": through_torch, "functional collective": through_functional}
+        return found | _NOOPS
+
+
+class VllmTeam(DispatchTeam):
+    """Ranks of vLLM's own coordinator."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size, _ = start_torch()
+        self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
+
+    def ways(self) -> dict[str, Callable[[Tensor], Any]]:
+        name = self.group.unique_name
+        found = {"vLLM coordinator, in place": self.group.all_reduce}
+        if self.size > 1:
+            op = torch.ops.vllm.all_reduce
+            found["vLLM op by name, in place"] = lambda x: op(x, group_name=name)
+        return found
+
+
+def _modes(mode: str) -> contextlib.AbstractContextManager[Any]:
+    return {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}.get(mode, torch.enable_grad)()
+
+
+# Ways that do nothing: what is left of each is its own cost.
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x
+
+
+def _noop_in_place(x: Tensor, group: str) -> None:
+    if group not in _GROUPS:
+        raise KeyError(group)
+
+
+def _noop(x: Tensor, group: str) -> Tensor:
+    if group not in _GROUPS:
+        raise KeyError(group)
+    return torch.empty_like(x).copy_(x)
+
+
+_NOOPS: dict[str, Callable[[Tensor], Any]] = {}
+
+
+def _define_noops() -> None:
+    """An op registered in Python that looks its group up by name, and the same by torch's custom_op."""
+    _GROUPS["tp:0"] = object()
+    _LIBRARY.define("noop_(Tensor(a!) x, str group) -> ()")
+    _LIBRARY.impl("noop_", _noop_in_place, "CPU")
+    _LIBRARY.define("noop(Tensor x, str group) -> Tensor")
+    _LIBRARY.impl("noop", _noop, "CPU")
+    decorated = torch.library.custom_op("dispatch_benchmark::decorated", _noop, mutates_args=())
+    namespace = torch.ops.dispatch_benchmark
+
+    def in_place(x: Tensor) -> Tensor:
+        namespace.noop_(x, "tp:0")
+        return x
+
+    _NOOPS["plain function"] = _plain
+    _NOOPS["no-op in Python, in place"] = in_place
+    _NOOPS["no-op in Python, copies"] = lambda x: namespace.noop(x, "tp:0")
+    _NOOPS["no-op by custom_op, copies"] = lambda x: decorated(x, "tp:0")
+    _NOOPS["no-op of torch (aten.clone)"] = torch.ops.aten.clone
+    _NOOPS["no-op of torch, in place (aten.squeeze_)"] = torch.ops.aten.squeeze_
 
 
 if __name__ == "__main__":

@@ -14,21 +14,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from failure_costs_loop import bytes_of
-from measure import options as shared
-from measure.report import p50, print_rows, print_table, size_name, write_json
-from measure.rounds import Row, measure_all
-from measure.teams import Team, started
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from device_communicators.cpu import native_build
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench.collectives import ours_by_op, start_ours
+from parallel_state.tools.bench.report import p50, print_rows, print_table, size_name, write_json
+from parallel_state.tools.bench.rounds import Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.worker import Timing, timed
 
-PARTS = ("C++", "mode", "gloo")
+LOOPS = "C++"
+"""A part, and its team: what calls carry, without Python or torch; `failure_loop.cpp` has the loops."""
+PARTS = (LOOPS, "mode", "gloo")
 MOST_CALLS = 1_000_000
 BYTES = 8 << 10
 TARGET_NS = 100
@@ -71,7 +81,7 @@ def of_loops(options: argparse.Namespace) -> list[Row]:
             memory[str(ranks)] = f"/proc/{os.getpid()}/fd/{file}"
         settings = {"pin": not options.no_pin, "library": library, "memory": memory}
         cases = [{"part": "C++", "ranks": ranks, "bytes": BYTES, "most_calls": MOST_CALLS} for ranks in (1, 2)]
-        with started([Team("C++", "failure_costs_loop", 2, settings)]) as teams:
+        with started([Team(LOOPS, __file__, 2, settings)]) as teams:
             return measure_all(teams, cases, shared.plan(options))
 
 
@@ -80,7 +90,7 @@ def of_modes(options: argparse.Namespace) -> list[Row]:
     for after, value in (("", "0"), (DEBUG, "1")):
         settings = {"pin": not options.no_pin, "after": after}
         environment = {"PARALLEL_STATE_DEBUG": value, "PARALLEL_STATE_SHARED_MEMORY": "on"}
-        teams.append(Team(f"shared memory{after}", "failure_costs_torch", 2, settings, environment=environment))
+        teams.append(Team(f"shared memory{after}", __file__, 2, settings, environment=environment))
     with started(teams) as there:
         return measure_all(there, [{"part": "mode", "ranks": 2, "bytes": BYTES}], shared.plan(options))
 
@@ -91,7 +101,7 @@ def over_gloo(options: argparse.Namespace) -> list[Row]:
         settings = {"pin": not options.no_pin, "after": ""}
         environment = {"PARALLEL_STATE_DEBUG": "0", "PARALLEL_STATE_SHARED_MEMORY": "off"}
         cases = [{"part": "gloo", "ranks": ranks, "bytes": size} for size in options.sizes]
-        with started([Team("gloo", "failure_costs_torch", ranks, settings, environment=environment)]) as teams:
+        with started([Team("gloo", __file__, ranks, settings, environment=environment)]) as teams:
             rows += measure_all(teams, cases, shared.plan(options))
     return rows
 
@@ -157,6 +167,147 @@ def main() -> None:
     report(rows)
     if options.json:
         write_json(options.json, rows, shared.recorded(options))
+
+
+CANDIDATES = (
+    "empty loop", "lock", "lock and check", "record", "tick", "tick, note", "tick, note, comparison",
+    "group alone", "group, recorded", "exchange", "exchange, compared",
+)  # fmt: skip
+"""In the order of `What` in failure_loop.cpp."""
+OF_ONE = CANDIDATES[:-2]
+OF_TWO = CANDIDATES[-4:]
+
+
+def make(name: str, settings: dict[str, Any]) -> LoopTeam | CallTeam:
+    return LoopTeam(settings) if name == LOOPS else CallTeam(settings)
+
+
+class LoopTeam:
+    """Two ranks; pieces that concern one rank alone run on the first, and the second waits meanwhile."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._library = ctypes.CDLL(settings["library"])
+        self._library.failure_loop_bytes.restype = ctypes.c_size_t
+        self._library.failure_loop_new.restype = ctypes.c_void_p
+        self._library.failure_loop_new.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_size_t)
+        self._library.failure_loop_run.restype = ctypes.c_double
+        self._library.failure_loop_run.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        self._library.failure_loop_check.restype = ctypes.c_char_p
+        self._library.failure_loop_check.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        self._memory = settings["memory"]
+        # Locks are cheaper in a process that has only ever had one thread; ranks of torch have several.
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        ranks = values["ranks"]
+        self._idle = self.rank >= ranks
+        if not self._idle:
+            # Each case has fresh memory: what another has left in it would be no beginning.
+            memory = os.open(self._memory[str(ranks)], os.O_RDWR)
+            self._ranks = self._library.failure_loop_new(memory, self.rank, ranks, values["bytes"] // 4)
+            os.close(memory)
+        return list(OF_ONE if ranks == 1 else OF_TWO)
+
+    def check(self, name: str) -> str | None:
+        if self._idle:
+            return None
+        problem = self._library.failure_loop_check(self._ranks, CANDIDATES.index(name)).decode()
+        return f"{name}: {problem}" if problem else None
+
+    def run(self, name: str, calls: int) -> Timing:
+        if self._idle:
+            return Timing()
+        what = CANDIDATES.index(name)
+        self._library.failure_loop_run(self._ranks, what, max(1, calls // 10))
+        elapsed_s = self._library.failure_loop_run(self._ranks, what, calls)
+        if elapsed_s < 0:
+            raise RuntimeError(f"{name} failed")
+        return Timing(elapsed_s=elapsed_s)
+
+
+def bytes_of(library: str, ranks: int) -> int:
+    """Of the memory that `ranks` ranks share."""
+    loaded = ctypes.CDLL(library)
+    loaded.failure_loop_bytes.restype = ctypes.c_size_t
+    return int(loaded.failure_loop_bytes(ranks))
+
+
+CALL_BYTES = 512
+"""What each rank tells of its call in debug mode."""
+
+
+class CallTeam:
+    """A world, set apart from others by its environment; `settings["after"]` follows its candidates' names."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(1)
+        self.group = start_ours()
+        self.rank, self.size = self.group.rank_in_group, self.group.world_size
+        self._after = settings["after"]
+        self._own = torch.full((CALL_BYTES,), self.rank, dtype=torch.uint8)
+        self._told = torch.empty(self.size * CALL_BYTES, dtype=torch.uint8)
+
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        self._x = torch.zeros(values["bytes"] // 4)
+        self._told.fill_(self.size)  # what no rank sends
+        calls = self._over_gloo() if values["part"] == "gloo" else self._over_shared_memory()
+        self._calls = {name + self._after: call for name, call in calls.items()}
+        return list(self._calls)
+
+    def _over_shared_memory(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {
+            "op, in place": ours_by_op(self.group, "all_reduce_", {}),
+            "all_reduce": self.group.all_reduce,
+            "record in Python": self._record,
+            EXCHANGE: self._exchange,
+        }
+
+    def _over_gloo(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        def of_torch(x: Tensor) -> Tensor:
+            dist.all_reduce(x, group=self.group.cpu_group)
+            return x
+
+        return {
+            "torch.distributed": of_torch,
+            "all_reduce": self.group.all_reduce,
+            "all_reduce_": self.group.all_reduce_,
+        }
+
+    def _record(self, x: Tensor) -> Tensor:
+        """What a call that Python carries adds to the ring; its number is the next one on every rank."""
+        self.group.route.note("all_reduce_", x).ended_s = time.monotonic()
+        return x
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        self.group.cpu_group._allgather_base(self._told, self._own).wait()
+        return x
+
+    def check(self, name: str) -> str | None:
+        x = (torch.arange(self._x.numel()) % 7 + self.rank).float()
+        expected = sum((torch.arange(self._x.numel()) % 7 + rank).float() for rank in range(self.size))
+        with torch.inference_mode():
+            try:
+                y = self._calls[name](x)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        if name.startswith("record"):
+            return self._unrecorded(name)
+        if name.startswith(EXCHANGE):
+            ranks = torch.arange(self.size, dtype=torch.uint8).repeat_interleave(CALL_BYTES)
+            return None if torch.equal(self._told, ranks) else f"{name}: not every rank's bytes have come"
+        return None if torch.equal(y, expected) else f"{name} of {list(x.shape)} is wrong on rank {self.rank}"
+
+    def _unrecorded(self, name: str) -> str | None:
+        last = self.group.route.operations()[-1]
+        found = (last.name, last.shape, last.sequence, bool(last.ended_s), bool(last.site))
+        wanted = ("all_reduce_", tuple(self._x.shape), self.group.route.sequence, True, self.group.route.in_debug_mode)
+        return None if found == wanted else f"{name}: {found} is in the ring instead of {wanted}"
+
+    def run(self, name: str, calls: int) -> Timing:
+        call, x = self._calls[name], self._x
+        with torch.inference_mode():
+            return timed(lambda: call(x), calls)
 
 
 if __name__ == "__main__":

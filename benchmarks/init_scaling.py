@@ -17,6 +17,7 @@ ranks of each node, and the groups' step an agreement of all ranks on what they 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -24,17 +25,37 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from forked_ranks import Footprint, Result, TrialFailedError, enter_own_network
-from init_scaling_counts import CITED, GROWING, check_constant, counts_of, times_of
-from init_scaling_picture import draw
-from init_scaling_report import print_counts, print_real
-from init_scaling_trials import STEPS, VARIANTS, Trial, divisions, preload, run_trial
+import torch.distributed as dist
+from init_scaling_ranks import (
+    CITED,
+    GROWING,
+    CountingStore,
+    Footprint,
+    Result,
+    TrialFailedError,
+    calls_counted,
+    check_constant,
+    counts_of,
+    enter_own_network,
+    run_ranks,
+    times_of,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+import parallel_state as ps
+from parallel_state import resolve_layout
+from parallel_state.groups.division import made_at_start
+from parallel_state.layout.axes import AXES
+from parallel_state.layout.ranks import Layout
+from parallel_state.startup import rendezvous
+from parallel_state.tools.bench.picture import Panel, draw
 
 TRIAL_S = 120.0
 RANKS = (2, 4, 8, 16, 32, 64)
@@ -69,7 +90,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(dumps(result))
     if options.plot:
-        options.plot.write_text(draw(result))
+        options.plot.write_text(picture(result))
     for failure in result["failures"]:
         print(f"failed: {failure}", file=sys.stderr)
     sys.exit(1 if result["failures"] else 0)
@@ -209,6 +230,318 @@ def dumps(result: dict[str, Any]) -> str:
         text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if rows else json.dumps(value)
         parts.append(f' "{name}": {text}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+# Part A: real ranks start, make their groups, and check the first all-reduce over each.
+
+VARIANTS = ("ours", "new_group", "device_mesh", "ours, all kinds", "new_group, all kinds")
+STEPS = ("init", "groups", "collectives")
+MEGATRON_KINDS = (
+    "dp_cp", "dp", "cp", "model", "tp", "pp", "embedding", "position_embedding", "tp_dp_cp", "tp_dp", "tp_cp", "ep",
+    "etp", "tp_ep", "tp_ep_pp", "edp",
+)  # fmt: skip
+"""All that its initialize_model_parallel makes, in its order; it makes three of them a second time for gloo."""
+
+Mark = Callable[[str], None]
+
+
+class Division(NamedTuple):
+    """A layout of real ranks."""
+
+    name: str
+    world_size: int
+    sizes: dict[str, int]
+
+    @property
+    def layout(self) -> Layout:
+        return resolve_layout(self.world_size, self.sizes, ranks_per_node=self.world_size)
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        return {axis.size_parameter: self.sizes[axis.name] for axis in AXES if axis.name in self.sizes}
+
+
+def divisions(world_size: int) -> list[Division]:
+    """The layouts of this many ranks: dense from 2 on, with context and expert axes from 8 on."""
+    pp = 2 if world_size >= 4 else 1
+    found = [Division("dense", world_size, {"tp": 2, "pp": pp})]
+    if world_size >= 8:
+        ep = 2 if world_size == 8 else 4
+        found.append(Division("experts", world_size, {"tp": 2, "pp": 2, "cp": 2, "ep": ep}))
+    return found
+
+
+class Trial(NamedTuple):
+    """What is measured once."""
+
+    division: Division
+    variant: str
+    lazy: bool
+    """Whether gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1) instead of all at creation."""
+
+
+class Report(NamedTuple):
+    """What a rank tells beside its times."""
+
+    steps: dict[str, dict[str, int]]
+    """After each step: operations on the store by kind, where they are counted, `groups` it is in, `calls` for them."""
+    modules: list[str]
+    """What was imported meanwhile."""
+
+
+def preload(deadline: float) -> list[str]:
+    """Imports what any variant imports while it starts, which it then doesn't do in each rank; returns the names.
+
+    In an engine, it is there by then or is imported once; in forks on few cores, it would be most of the time.
+    """
+    division = Division("dense", 2, {"tp": 2})
+    names: dict[str, None] = {}
+    for variant in VARIANTS:
+        report = run_trial(Trial(division, variant, False), deadline)[0].value
+        names.update(dict.fromkeys(report.modules))
+    for name in names:
+        importlib.import_module(name)
+    return list(names)
+
+
+def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
+    """Each rank's result; with `count`, where times mean nothing, their value has operations on the store too."""
+    lists = _lists(trial.division, trial.variant)  # before the start: Megatron's own arithmetic isn't what is compared
+    function = partial(_rank, trial, lists, count)
+    return run_ranks(trial.division.world_size, function, deadline)
+
+
+def _lists(division: Division, variant: str) -> list[list[list[int]]]:
+    """Of each kind of group the lists of all its groups."""
+    layout = division.layout
+    kinds = MEGATRON_KINDS if variant.endswith("all kinds") else made_at_start(layout, division.sizes)
+    return [layout.groups(kind) for kind in kinds]
+
+
+def _rank(
+    trial: Trial, lists: Sequence[Sequence[Sequence[int]]], count: bool, rank: int, port: int, mark: Mark
+) -> Report:
+    loaded = set(sys.modules)
+    size = str(trial.division.world_size)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=size,
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCH_GLOO_LAZY_INIT=str(int(trial.lazy)),
+    )
+    stores = _count_store_operations() if count else []
+    steps: dict[str, dict[str, int]] = {}
+
+    with calls_counted() as calls:
+
+        def ended(step: str) -> None:
+            mark(step)
+            operations: Counter[str] = sum((store.counts for store in stores), Counter())
+            steps[step] = {**operations, "groups": calls["member of"], "calls": calls["make"]}
+
+        if trial.variant.startswith("ours"):
+            _ours(trial, ended)
+        elif trial.variant == "device_mesh":
+            _device_mesh(trial, ended)
+        else:
+            _plain(lists, ended)
+    return Report(steps, sorted(set(sys.modules) - loaded))
+
+
+def _ours(trial: Trial, ended: Mark) -> None:
+    ps.init_distributed_environment(backend="gloo")
+    ended("init")
+    ps.initialize_model_parallel(**trial.division.arguments, eager=trial.variant.endswith("all kinds"))
+    ended("groups")
+    for group in (ps.get_world_group(), *ps.get_parallel_groups().groups.values()):
+        total = group.all_reduce(torch.tensor([group.rank]))
+        _check(total, group.ranks)
+    ended("collectives")
+
+
+def _plain(lists: Sequence[Sequence[Sequence[int]]], ended: Mark) -> None:
+    dist.init_process_group("gloo")
+    ended("init")
+    rank = dist.get_rank()
+    mine: list[tuple[Any, Sequence[int]]] = [(dist.group.WORLD, range(dist.get_world_size()))]
+    for kind in lists:
+        for ranks in kind:
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                mine.append((group, ranks))
+    ended("groups")
+    _reduce_each(mine)
+    ended("collectives")
+
+
+def _device_mesh(trial: Trial, ended: Mark) -> None:
+    """One mesh of the dense layers, and one of the experts', as torchtitan has them; axes of one rank left out."""
+    dist.init_process_group("gloo")
+    ended("init")
+    layout = trial.division.layout
+    mine: list[tuple[Any, Sequence[int]]] = [(dist.group.WORLD, range(dist.get_world_size()))]
+    for kind in ("tp", "ep") if "ep" in trial.division.sizes else ("tp",):
+        axes = [(name, size) for name, size in reversed(layout.grid_of(kind).axes) if size > 1]
+        mesh = init_device_mesh("cpu", tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
+        mine += [(mesh.get_group(name), dist.get_process_group_ranks(mesh.get_group(name))) for name, _ in axes]
+    ended("groups")
+    _reduce_each(mine)
+    ended("collectives")
+
+
+def _reduce_each(groups: Sequence[tuple[Any, Sequence[int]]]) -> None:
+    for group, ranks in groups:
+        total = torch.tensor([dist.get_rank()])
+        dist.all_reduce(total, group=group)
+        _check(total, ranks)
+
+
+def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
+    if total.tolist() != [sum(ranks)]:
+        raise RuntimeError(f"the sum of the ranks {list(ranks)} must be {sum(ranks)}, but is {total.tolist()}")
+
+
+def _count_store_operations() -> list[CountingStore]:
+    """From now on each connection that this process makes to a store is counted, in the list that is returned."""
+    of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has its name
+    stores: list[CountingStore] = []
+    for module, name in ((rendezvous, "_tcp_store"), (of_torch, "_create_c10d_store")):
+        setattr(module, name, _counting(getattr(module, name), stores))
+    return stores
+
+
+def _counting(make: Callable[..., dist.Store], stores: list[CountingStore]) -> Callable[..., CountingStore]:
+    def counting(*args: Any, **named: Any) -> CountingStore:
+        stores.append(CountingStore(make(*args, **named)))
+        return stores[-1]
+
+    return counting
+
+
+# The tables: medians, and ratios to ours.
+
+_HEAD = (
+    f"  {'':22}{'init':>8}{'groups':>8}{'first':>8}{'total ms':>10}{'÷ ours':>8}{'cpu ms':>8}{'groups':>8}{'calls':>7}"
+    f"{'store':>8}{'threads':>9}{'fds':>6}{'RSS MiB':>9}"
+)
+
+
+def steps_ms(row: Mapping[str, Any]) -> list[float]:
+    """Median milliseconds of each step, and of all: by the slowest rank."""
+    samples = [[init, groups - init, first - groups, first] for init, groups, first in row["ms"]]
+    return [median(column) for column in zip(*samples, strict=True)]
+
+
+def store_operations(row: Mapping[str, Any]) -> int:
+    """By all ranks together, in all steps."""
+    return sum(sum(kinds.values()) for kinds in row["store_all_ranks"].values())
+
+
+def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
+    """`first`: collectives. Groups, calls, threads: a rank's; fds and RSS: their growth; store: all ranks together."""
+    titles = dict.fromkeys((row["ranks"], row["layout"], row["lazy"]) for row in rows)
+    for title in titles:
+        group = [row for row in rows if (row["ranks"], row["layout"], row["lazy"]) == title]
+        sizes = " · ".join(f"{name} {size}" for name, size in group[0]["sizes"].items())
+        how = ", gloo connects lazily" if group[0]["lazy"] else ""
+        print(f"\n{group[0]['ranks']} ranks, {sizes}{how}, median of {len(group[0]['ms'])}\n{_HEAD}")
+        totals = {row["variant"]: steps_ms(row)[3] for row in group}
+        for row in group:
+            init, groups, first, total = steps_ms(row)
+            ours = totals.get("ours, all kinds" if row["variant"].endswith("all kinds") else "ours", total)
+            cpu = median(sample[-1] for sample in row["cpu_ms"])
+            print(
+                f"  {row['variant']:22}{init:8.0f}{groups:8.0f}{first:8.0f}{total:10.0f}{total / ours:8.2f}{cpu:8.1f}"
+                f"{row['groups']:8}{row['calls']:7}{store_operations(row):8}{row['threads']:9}{row['descriptors']:6}"
+                f"{row['rss_kib'] / 1024:9.1f}",
+                flush=True,
+            )
+
+
+def print_counts(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> None:
+    """Of the rank that makes most calls: the first, the middle and the last one were looked at."""
+    print("\none rank of many, on torch's fake backend")
+    print(f"  {'ranks':>6}  {'layout':40}{'':18}{'calls':>7}{'groups':>8}{'rank sets':>11}{'store':>7}{'ms':>10}")
+    keys = ("world_size", "tp", "pp", "cp", "ep", "etp", "variant")
+    samples = {tuple(row[key] for key in keys): row["ms"] for row in times}
+    for key in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        costs = [row["cost"] for row in rows if tuple(row[key] for key in keys) == key]
+        worst = max(costs, key=lambda cost: (cost["calls"], cost["groups"]))
+        title = " · ".join(f"{name} {size}" for name, size in zip(keys[1:6], key[1:6], strict=True))
+        ms = f"{median(samples[key]):10.1f}" if key in samples else ""
+        print(
+            f"  {key[0]:6}  {title:40}{key[6]:18}{worst['calls']:7}{worst['groups']:8}{worst['rank_sets']:11}"
+            f"{sum(worst['store'].values()):7}{ms}"
+        )
+    for row in times:
+        if row["variant"] == "ours, layout only":
+            print(f"  {row['world_size']:6}  layout and this rank's lists alone: {median(row['ms']):.1f} ms")
+
+
+# The picture.
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+def picture(result: Mapping[str, Any]) -> str:
+    """Returns small panels of lines, as SVG; panels without points are left out."""
+    panels: list[Panel] = []
+    if result["counts"]:
+        panels.append(_panel("calls of torch that make groups, on each rank", "calls", _calls(result["counts"])))
+    if result["times"]:
+        panels.append(_panel("initialize_model_parallel, fake backend", "ms", _times(result["times"])))
+    if result["real"]:
+        panels.append(_panel("until the first all-reduces, gloo (experts)", "ms", _total(result["real"])))
+        panels.append(_panel("operations of all ranks on the store (experts)", "operations", _store(result["real"])))
+    ours = [name for panel in panels for name in panel.lines if name.startswith("ours")]
+    return draw(panels, list(dict.fromkeys(ours)))
+
+
+def _panel(title: str, unit: str, series: Series) -> Panel:
+    return Panel(title, series, unit, lambda ranks: f"{ranks:,}")
+
+
+def _calls(rows: Sequence[Mapping[str, Any]]) -> Series:
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        if row["cp"] > 1:  # the layout that grows, not the cited ones
+            points = found.setdefault(row["variant"], {})
+            points[row["world_size"]] = max(points.get(row["world_size"], 0), row["cost"]["calls"])
+    return {name: sorted(points.items()) for name, points in found.items()}
+
+
+def _times(rows: Sequence[Mapping[str, Any]]) -> Series:
+    found: Series = {}
+    for row in rows:
+        if not row["variant"].endswith("only"):
+            found.setdefault(row["variant"], []).append((row["world_size"], median(row["ms"])))
+    return found
+
+
+def _total(rows: Sequence[Mapping[str, Any]]) -> Series:
+    found: Series = {}
+    for row in _shown(rows):
+        found.setdefault(_name(row), []).append((row["ranks"], steps_ms(row)[3]))
+    return found
+
+
+def _store(rows: Sequence[Mapping[str, Any]]) -> Series:
+    found: Series = {}
+    for row in _shown(rows):
+        found.setdefault(_name(row), []).append((row["ranks"], store_operations(row)))
+    return found
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["layout"] == "experts" and not row["variant"].endswith("all kinds")]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return row["variant"] + (", lazy gloo" if row["lazy"] else "")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python benchmarks/messages.py --kinds object --readers 1 --json found.json
 
 A sample is one message: from the sender's call to the last reader's return, while the readers already wait. Peers are
-optional (`python benchmarks/peers.py setup`). What is received is compared before and after timing.
+optional (`python -m parallel_state.tools.bench.peers setup`). What is received is compared before and after timing.
 
 `object` is a dict as a scheduler sends it; `many` is 1 MB of small values, `blob` 1 MB of bytes; `idle` means that the
 sender sleeps for 5 ms before each. `broadcast` sends a dict of ten tensors and some numbers, `pipeline` two tensors
@@ -16,17 +16,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from measure import options as shared
-from measure.report import print_rows, write_json
-from measure.rounds import Row, measure_all
-from measure.teams import Team, started
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM
+from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, TOKENS, WITH_SPEC, ZMQ
+from parallel_state.tools.bench.peers import SIZES_OF_VLLM
+from parallel_state.tools.bench.report import print_rows, write_json
+from parallel_state.tools.bench.rounds import Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
 
-KINDS = ("object", "broadcast", "pipeline")
-OBJECTS = ("1 KB", "10 KB", "1 MB many", "1 MB blob")
-TOKENS = {"decode": 1, "prefill": 256}
-OURS, WITH_SPEC, COPY = "parallel_state", "parallel_state, spec", "(copying the bytes)"
-PEERS = ("gloo", "vLLM", "zmq + msgpack", COPY)
-PAIRS = ((WITH_SPEC, OURS), *((ours, peer) for ours in (OURS, WITH_SPEC) for peer in PEERS))
+PEERS = (GLOO, VLLM, ZMQ, COPY)
+PAIRS = ((WITH_SPEC, OWN), *((ours, peer) for ours in (OWN, WITH_SPEC) for peer in PEERS))
+MODULE = "parallel_state.tools.bench.messages"
 MOST_CALLS, MOST_IDLE_CALLS = 60, 10
 
 
@@ -63,12 +63,14 @@ def main() -> None:
     peers = shared.peers(options)
     settings = {
         "pin": not options.no_pin,
-        "vllm": str(peers.root) if peers.vllm is not None else None,
-        "site": str(peers.site) if peers.site is not None else None,
+        "vllm": str(peers.root),
+        "site": str(peers.site),
     }
+    names = [OWN, GLOO] + [VLLM] * (peers.vllm is not None) + [ZMQ] * (peers.site is not None)
     rows = []
     for readers in options.readers:
-        with started([Team("torch", "messages_torch", readers + 1, settings)]) as teams:
+        chosen = [name for name in names if name != VLLM or readers + 1 in SIZES_OF_VLLM]
+        with started([Team(name, MODULE, readers + 1, settings) for name in chosen]) as teams:
             rows += measure_all(teams, cases(options, readers), shared.plan(options))
     report(rows)
     if options.json:

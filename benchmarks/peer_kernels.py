@@ -7,7 +7,7 @@
 *Alone* (`push, graph` and so on) is rank 0's kernel with all that the other ranks send already there: it does all that
 it does in a group, into N regions that are all local, but waits for nobody. So these times are **lower bounds** of the
 real thing, which has links between the regions, and ranks that come late. A call takes one epoch here, which limits its
-size; how it is set up: `peer_kernels_regions.py`. Several calls are made at one go, each in regions of its own, after
+size; how it is set up: `peer_kernels_ranks.py`. Several calls are made at one go, each in regions of its own, after
 one or two small fills that set them all back, whose time is included. A two-shot's peers don't finish its second half
 here: it does all its work, and only its own shards are sums.
 
@@ -19,7 +19,7 @@ would be the time of N launches.
 its time, as a share of what a plain copy of 1 GiB moves in this run. What fits into the GPU's cache may have more than
 1. `fused` is all_reduce, add and RMS norm in one kernel; beside it the same in three: an all_reduce kernel, torch's
 add, torch's rms_norm. `host` is what a launch costs the host; with the op and the group above it: `collectives.py`
-under torchrun. NCCL and torch's symmetric memory: `peer_kernels_others.py`. Not run on a GPU.
+under torchrun. NCCL and torch's symmetric memory are there with one rank each. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import options as shared
-from measure.devices import Clock, describe
-from measure.picture import draw
-from measure.report import figure, p50, print_rows, print_table, size_name, write_json
-from measure.rounds import Row, measure_all
-from peer_kernels_others import Others
-from peer_kernels_regions import EmulatedMachine, GpuMachine, Machine
-from peer_kernels_team import APART, FUSED, TOGETHER, KernelTeam
+from peer_kernels_ranks import APART, FUSED, TOGETHER, EmulatedMachine, GpuMachine, KernelTeam, Machine, Others
 
 from device_communicators.cuda.driver import KernelError
 from device_communicators.peer.group import DTYPES
 from device_communicators.peer.thresholds import ALGORITHMS
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench.devices import Clock, describe
+from parallel_state.tools.bench.picture import draw
+from parallel_state.tools.bench.report import figure, p50, print_rows, print_table, size_name, write_json
+from parallel_state.tools.bench.rounds import Row, measure_all
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 NORM_SIZES = (8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from measure.worker import Timing, timed
+from parallel_state.tools.bench.worker import Timing, timed
 
 
 def make(name: str, settings: dict[str, Any]) -> EmptyTeam:

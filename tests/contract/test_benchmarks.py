@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measure.rounds import Plan, measure
-from measure.teams import Team, started
+
+from parallel_state.tools.bench.rounds import Plan, measure
+from parallel_state.tools.bench.teams import Team, started
 
 from tests.programs import Program, script
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import collectives_ranks
-import collectives_ways
 import pytest
 import torch
+
+from parallel_state.tools.bench import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "collectives.py"
@@ -63,24 +63,26 @@ def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
     """A replay is a call here: the buffers, the numbers of calls and the checks are tried."""
     script = tmp_path / "graphs.py"
     script.write_text(
-        "import sys, collectives, collectives_ranks\n"
-        "collectives_ranks.usable_modes = lambda asked, device: (list(asked), {})\n"
+        "import sys, collectives\n"
+        "from parallel_state.tools.bench import ranks\n"
+        "ranks.usable_modes = lambda asked, device: (list(asked), {})\n"
         "sys.exit(collectives.main())\n"
     )
     process, content, _ = torchrun(tmp_path, script, "--sizes", "4096", "--modes", "eager", "graph")
     assert process.returncode == 0, process.stdout + process.stderr
-    assert {row["case"]["operation"] for row in content["rows"]} == set(collectives_ways.OPERATIONS)
+    assert {row["case"]["operation"] for row in content["rows"]} == set(ranks.OPERATIONS)
     for row in content["rows"]:
         assert {f"{name}, graph" for name in OURS | {"torch.distributed"}} <= row["us"].keys(), row["refused"]
-        assert row["calls"]["parallel_state, graph"] % collectives_ranks.MANY == 0
+        assert row["calls"]["parallel_state, graph"] % ranks.MANY == 0
 
 
 @pytest.mark.slow
 def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(
-        "import sys, collectives, collectives_ways\n"
-        "collectives_ways._of_torch = lambda *_: (lambda x: x, lambda x: x)\n"
+        "import sys, collectives\n"
+        "from parallel_state.tools.bench import ranks\n"
+        "ranks._of_torch = lambda *_: (lambda x: x, lambda x: x)\n"
         "sys.exit(collectives.main())\n"
     )
     arguments = ("--sizes", "1024", "--modes", "eager", "--operations", "all_reduce")
@@ -108,12 +110,12 @@ def test_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "parallel_state, eager" in row["us"]
 
 
-@pytest.mark.parametrize("operation", collectives_ways.OPERATIONS)
+@pytest.mark.parametrize("operation", ranks.OPERATIONS)
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
     dtype, device = torch.bfloat16, torch.device("cpu")
-    count = collectives_ways.count_of(operation, 1000, dtype, size)
-    xs = [collectives_ways.given(count, rank, dtype, device) for rank in range(size)]
+    count = ranks.count_of(operation, 1000, dtype, size)
+    xs = [ranks.given(count, rank, dtype, device) for rank in range(size)]
     assert all(x.shape == (count,) and x.dtype == dtype for x in xs)
     part = count // size
     for rank in range(size):
@@ -126,7 +128,7 @@ def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
             "broadcast": xs[0],
             "all_to_all": torch.cat([x[rows] for x in xs]),
         }[operation]
-        assert torch.equal(collectives_ways.answer(operation, count, rank, size, dtype, device), expected)
+        assert torch.equal(ranks.answer(operation, count, rank, size, dtype, device), expected)
 
 
 @pytest.mark.parametrize(
@@ -135,10 +137,10 @@ def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
 )
 def test_bandwidths_are_counted_as_in_nccl_tests(operation: str, busbw: float) -> None:
     """1 MiB in 1048.576 us, 8 ranks; sizes too: an all_gather's is its output's."""
-    found = collectives_ranks.figures(operation, 1 << 20, [1000.0, 1048.576, 2000.0], 8)
+    found = ranks.figures(operation, 1 << 20, [1000.0, 1048.576, 2000.0], 8)
     assert found["p50_us"] == 1048.576
     assert found["p99_us"] == 2000.0
     assert found["algbw"] == pytest.approx(1.0)
     assert found["busbw"] == pytest.approx(busbw)
     gathers = operation == "all_gather"
-    assert collectives_ways.count_of(operation, 1 << 20, torch.bfloat16, 8) == (1 << 16 if gathers else 1 << 19)
+    assert ranks.count_of(operation, 1 << 20, torch.bfloat16, 8) == (1 << 16 if gathers else 1 << 19)

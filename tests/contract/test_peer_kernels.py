@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import peer_kernels
-import peer_kernels_regions
+import peer_kernels_ranks
 import pytest
 import torch
 import torch.distributed as dist
 from peer_kernels import KernelRow
-from peer_kernels_others import Others
-from peer_kernels_regions import EmulatedMachine, Regions
-from peer_kernels_team import KernelTeam
+from peer_kernels_ranks import EmulatedMachine, KernelTeam, Others, Regions
 
 from device_communicators.cuda.driver import (
     MAX_BLOCKS,
@@ -106,7 +104,7 @@ def test_a_kernel_that_does_too_little_is_never_timed(
 
 def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Not set back, rank 0 is an epoch ahead of what is there: it gives up, and on a GPU CUDA would be gone."""
-    monkeypatch.setattr(peer_kernels_regions, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(peer_kernels_ranks, "DEADLINE_S", 0.1)
     monkeypatch.setattr(Regions, "rewind", lambda self, blocks, members: None)
     assert peer_kernels.main([*FEW, "--sizes", "1024"]) == 1
     assert "peer kernels: run failed: all_reduce_" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from measure.graphs import Captured
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, settings
@@ -24,6 +23,7 @@ from device_communicators.cuda import nccl_library
 from device_communicators.machine import gpu_sharing
 from device_communicators.nccl.communicator import NcclCommunicator
 from parallel_state.messages.messenger import Messenger
+from parallel_state.tools.bench.devices import Captured
 from tests import nccl_stand_in
 from tests.contract.attempts import environment
 from tests.workers import WorkerPool, serve

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_proof_machine import unproven
-from measure.report import commit
+from gpu_proof import unproven
 
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import gpu_sharing
 from device_communicators.machine.topology_reading import read_topology
+from parallel_state.tools.bench.report import commit
 
 _TOLD = 300
 """Characters of a failure's or a skip's reason in Markdown; the JSON has more."""

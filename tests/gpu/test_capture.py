@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from measure.graphs import Captured, captured
 from torch import Tensor
 
 import parallel_state as ps
+from parallel_state.tools.bench.devices import Captured, captured
 from tests.gpu.ranks import CARRIERS, REPLAYS, GpuRanks, device, nccl_of, needs_a_gpu, on_gpu, synchronize
 from tests.gpu.test_messages import plain, same
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from measure.graphs import captured
 
 import parallel_state as ps
 from device_communicators.errors import CommunicationError, PeerDiedError
+from parallel_state.tools.bench.devices import captured
 from tests.gpu.ranks import GpuRanks, device, nccl_of, needs_a_gpu, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]

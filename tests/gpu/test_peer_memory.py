@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from measure.graphs import captured
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route, settings
@@ -31,6 +30,7 @@ from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.memory import IpcWay, SymmetricWay, Way
 from device_communicators.peer.thresholds import ALGORITHMS
+from parallel_state.tools.bench.devices import captured
 from tests import cuda_on_cpu, peer_stand_in
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers

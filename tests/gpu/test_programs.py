@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from measure.teams import python_path
 
+from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import DRY, needs_a_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_the_demo(tmp_path: Path, record_property: Callable[[str, object], None]
     text = tmp_path / "text.md"
     text.write_text(TEXT)
     arguments = ("--input", text, "--query", "which animal is quiet?", "--batch-size", "8", "--tp", "2", "--pp", "2")
-    report = start(BENCHMARKS / "inference.py", "--device", DEVICE, *arguments, *flags).stdout
+    report = start(BENCHMARKS / "inference" / "demo.py", "--device", DEVICE, *arguments, *flags).stdout
     assert f"4 processes on {DEVICE}" in report
     assert ("layers compiled" in report) == ("--compile" in flags)
     assert ("stages in CUDA graphs" in report) == ("--cuda-graph" in flags)

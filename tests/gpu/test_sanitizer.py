@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from measure.teams import python_path
 
 from device_communicators.cuda import build as cuda_build
 from device_communicators.cuda.driver import KernelError
+from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import needs_a_gpu
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu_proof
-import gpu_proof_machine
 import pytest
 import torch
 from gpu_proof import STAGES, Proof, Step
@@ -179,10 +178,10 @@ def test_the_ten_stages_fit_their_minutes() -> None:
 
 
 def test_ways_that_one_gpu_cant_prove_are_listed() -> None:
-    one = " ".join(gpu_proof_machine.unproven(1))
+    one = " ".join(gpu_proof.unproven(1))
     for what in ("peer access", "NVLink", "multicast", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1", "InfiniBand"):
         assert what in one
-    assert gpu_proof_machine.unproven(2) == []
+    assert gpu_proof.unproven(2) == []
 
 
 def test_a_carried_model_has_half_the_bytes(tmp_path: Path) -> None:

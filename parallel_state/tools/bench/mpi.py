@@ -1,26 +1,27 @@
-"""The candidates of `collectives` that are MPI, through mpi4py, on buffers of torch tensors.
+"""Collectives of MPI as candidates, through mpi4py, on buffers of torch tensors.
 
-No module of this library is imported here: these processes have another environment (see `peers`).
+These processes may have an environment of their own (see `peers`), which borrows torch and what else is there.
 Open MPI has no type for bf16 and adds int16 instead: as many bytes, and a cheaper sum; its answer is then not the one
 of the others, and only that it moved and added the right bytes is checked.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-import peers
 import torch
-from measure.tensors import Exchange, TensorTeam
-from mpi4py import MPI  # type: ignore[import-not-found]
 from torch import Tensor
 
-TYPES = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T}
+from parallel_state.tools.bench import peers
+from parallel_state.tools.bench.collectives import Exchange, TensorTeam
+
+TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 
 
 def make(name: str, settings: dict[str, Any]) -> MpiTeam:
-    return MpiTeam(next(mpi for mpi in peers.MPIS if mpi.name == name))
+    return MpiTeam(peers.mpi_named(name))
 
 
 class MpiTeam(TensorTeam):
@@ -28,24 +29,25 @@ class MpiTeam(TensorTeam):
 
     def __init__(self, mpi: peers.Mpi) -> None:
         torch.set_num_threads(1)
-        self.mpi = mpi
-        self.communicator = MPI.COMM_WORLD
+        self.mpi, self.api = mpi, importlib.import_module("mpi4py.MPI")  # which is MPI_Init
+        self.communicator = self.api.COMM_WORLD
         self.rank, self.size = self.communicator.rank, self.communicator.size
+        self.communicator.Barrier()
 
     def close(self) -> None:
-        MPI.Finalize()
+        self.api.Finalize()
 
     def about(self) -> str:
-        return MPI.Get_library_version().splitlines()[0]
+        return self.api.Get_library_version().splitlines()[0]
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
-        kind, name = TYPES.get(dtype), self.mpi.name
+        kind, name = getattr(self.api, TYPES.get(dtype, ""), None), self.mpi.name
         if dtype == torch.bfloat16:
             adds = operation in ("all_reduce", "reduce_scatter")
             if self.mpi.bfloat16 is not None:
-                kind = MPI.Datatype.fromhandle(self.mpi.bfloat16)
+                kind = self.api.Datatype.fromhandle(self.mpi.bfloat16)
             else:
-                kind, name = MPI.INT16_T, name + (" (int16)" if adds else "")
+                kind, name = self.api.INT16_T, name + (" (int16)" if adds else "")
         if kind is None:
             return {}
         return {name: Exchange(self._of_mpi(operation, shape, kind))}
@@ -65,19 +67,19 @@ class MpiTeam(TensorTeam):
         return dtype == torch.bfloat16 and self.mpi.bfloat16 is None and adds
 
     def _of_mpi(self, operation: str, shape: tuple[int, ...], kind: Any) -> Callable[[Tensor], Tensor]:
-        communicator, size = self.communicator, self.size
+        api, communicator, size = self.api, self.communicator, self.size
         buffers: dict[int, list[Any]] = {}
 
         def of(x: Tensor) -> list[Any]:
-            """What mpi4py takes for a tensor; remembered, as a program of its own would."""
+            """Returns what mpi4py takes for a tensor; remembered, as a program of its own would."""
             found = buffers.get(x.data_ptr())
             if found is None:
-                found = [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), kind]
+                found = [api.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel(), kind]
                 buffers[x.data_ptr()] = found
             return found
 
         def all_reduce(x: Tensor) -> Tensor:
-            communicator.Allreduce(MPI.IN_PLACE, of(x))
+            communicator.Allreduce(api.IN_PLACE, of(x))
             return x
 
         def broadcast(x: Tensor) -> Tensor:
@@ -112,4 +114,5 @@ class MpiTeam(TensorTeam):
             communicator.Alltoall([whole[0], x.numel() // size, kind], [there[0], x.numel() // size, kind])
             return out
 
-        return locals()[operation]
+        call: Callable[[Tensor], Tensor] = locals()[operation]
+        return call

@@ -1,8 +1,8 @@
 """The demo: all-MiniLM-L6-v2, real weights, as a small tensor- and pipeline-parallel engine on `parallel_state`.
 
     make demo                                                 TP 2 x PP 2 over this repository's README
-    python benchmarks/inference.py --input notes.md --query "what happens when a process dies?"
-    torchrun --nproc-per-node 4 benchmarks/inference.py       the same, started by torchrun
+    python benchmarks/inference/demo.py --input notes.md --query "what happens when a process dies?"
+    torchrun --nproc-per-node 4 benchmarks/inference/demo.py       the same, started by torchrun
 
 The driver (global rank 0) cuts a text into sentences, embeds them and the query on all ranks, prints the best matches,
 and checks every embedding against the unsharded model on one process. The exit code is 1 if they differ.
@@ -15,7 +15,7 @@ How a batch travels:
     last stage   world.send_tensor_dict                     driver
 
 With `--device cuda` ranks may share a GPU where there are fewer, `--cuda-graph` captures each stage once for each shape
-of batch (`inference_graphs.py`), also of compiled layers. Neither has been run on a GPU yet.
+of batch (`StageGraphs`), also of compiled layers. Neither has been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -23,11 +23,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import minilm
 import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from torch import Tensor
 
 from parallel_state import (
@@ -39,27 +44,27 @@ from parallel_state import (
     get_pp_group,
     get_tp_group,
     get_world_group,
+    graph_capture,
     init_distributed_environment,
     initialize_model_parallel,
     is_rank_zero,
     launch,
 )
 from parallel_state.startup import environment
+from parallel_state.tools.bench.devices import Captured, captured
 
 try:
-    import inference_report
     import minilm
-    from inference_graphs import TOKENS, StageGraphs
-    from inference_report import Place
-    from measure.devices import share_gpus
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
+
+    from parallel_state.tools.bench.devices import share_gpus
 except ModuleNotFoundError as error:
     sys.exit(f"The demo needs {error.name!r}, which is not installed: pip install 'parallel-state[demo]'")
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 TOLERANCE = 1e-5  # fp32; another order of summing gives some 1e-7
 RUN_TIMEOUT_S = 1800
 
@@ -169,8 +174,8 @@ def run_rank(options: argparse.Namespace) -> bool:
     driver = Driver(engine, options) if engine.is_driver else None
     routes = engine.survey()
     if driver:
-        driver.show_layout()
-        inference_report.show_routes(driver.console, routes)
+        driver.describe()
+        show_routes(driver.console, routes)
     engine.prepare(driver.batches if driver else None)
     engine.encode(driver.batches[-engine.dp.world_size :] if driver else None)  # warms up, and compiles
     engine.world.barrier()
@@ -181,9 +186,48 @@ def run_rank(options: argparse.Namespace) -> bool:
     destroy_distributed_environment()
     if driver is None:
         return True
-    inference_report.show_traffic(driver.console, traffic)
+    show_traffic(driver.console, traffic)
     driver.show_matches(embeddings)
     return driver.check(embeddings)
+
+
+# ---- stages in CUDA graphs: not run on a GPU -------------------------------------------------------------------------
+
+
+Shape = tuple[int, int]
+TOKENS = 32
+"""Batches are padded to multiples of it, so that few graphs do for all."""
+
+
+class StageGraphs:
+    """Called as the stage is; what it gives is overwritten by the next call with inputs of the same shape."""
+
+    def __init__(self, stage: minilm.Stage) -> None:
+        self._stage = stage
+        self._graphs: dict[Shape, tuple[Batch, Captured]] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @torch.inference_mode()
+    def capture(self, shapes: Sequence[Shape]) -> None:
+        """A graph for each [texts, tokens]. Every rank calls it, with the same shapes in the same order."""
+        with graph_capture() as capture:
+            for shape in shapes:
+                inputs = self._stage.example(*shape)
+                self._stage(inputs)  # compiles, and starts what can't start within a capture
+                self._graphs[shape] = inputs, captured(lambda inputs=inputs: self._stage(inputs), capture.stream)
+
+    def __call__(self, inputs: Batch) -> Batch:
+        texts, tokens = inputs["token_ids" if "token_ids" in inputs else "mask"].shape
+        held, graph = self._graphs[texts, tokens]
+        for name, x in held.items():
+            x.copy_(inputs[name])
+        return graph.replay()
+
+    def close(self) -> None:
+        """The graphs go; they must be gone before the groups that they use."""
+        self._graphs.clear()
 
 
 # ---- the driver: text in, report out ---------------------------------------------------------------------------------
@@ -217,14 +261,14 @@ class Driver:
         self.console.print(f"{texts} sentences in {elapsed:.2f} s: [bold]{texts / elapsed:.0f} sentences/s[/]\n")
         return embeddings
 
-    def show_layout(self) -> None:
+    def describe(self) -> None:
         engine = self.engine
         stages, replicas, ranks = engine.pp.world_size, engine.dp.world_size, engine.world.world_size
         how = f"{ranks} process{'' if ranks == 1 else 'es'} on {engine.world.device.type}"
         how += f" ({engine.sharing})" if engine.sharing else ""
         how += ", layers compiled" * self.options.compile + ", stages in CUDA graphs" * self.options.cuda_graph
         title = f"[bold]TP {engine.tp.world_size} x PP {stages} x DP {replicas}[/]: {how}"
-        inference_report.show_layout(self.console, title, engine.places)
+        show_layout(self.console, title, engine.places)
 
     def show_matches(self, embeddings: Tensor) -> None:
         """The sentences next to the query; the dot product is the cosine, as embeddings have length 1."""
@@ -249,6 +293,61 @@ class Driver:
         verdict = "[green]the same[/]" if same else "[red]NOT the same[/]"
         self.console.print(f"largest difference: [bold]{difference:.1e}[/] (limit {TOLERANCE:.0e}): {verdict}")
         return same
+
+
+class Place(NamedTuple):
+    """Where a rank stands in the layout."""
+
+    stage: int
+    replica: int
+    shard: int
+
+
+def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
+    """The ranks of each stage and replica; `places` are those of all ranks."""
+    stages, replicas = (1 + max(place[axis] for place in places) for axis in (0, 1))
+    console.print(title)
+    table = Table("stage", *(f"replica {replica}" for replica in range(replicas)), box=None, header_style="dim")
+    for stage in range(stages):
+        ranks: list[list[int]] = [[] for _ in range(replicas)]
+        for rank, place in enumerate(places):
+            if place.stage == stage:
+                ranks[place.replica].append(rank)
+        table.add_row(f"{stage}: {minilm.describe_stage(stage, stages)}", *(f"ranks {escape(str(r))}" for r in ranks))
+    console.print(table, "")
+
+
+def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
+    """Who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
+    console.print("[bold]routes[/]")
+    for axis in survey[0]:
+        groups = defaultdict(list)
+        for rank in survey:
+            _, *route = rank[axis]["route"].splitlines()  # the first line names the group
+            if rank[axis]["ranks"] not in groups["\n".join(route)]:
+                groups["\n".join(route)].append(rank[axis]["ranks"])
+        for route, members in groups.items():
+            title = escape(f"{axis} {' '.join(map(str, members))}")
+            console.print(f"{title}\n[dim]{escape(route)}[/]", soft_wrap=True)
+    console.print()
+
+
+def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
+    """Calls and bytes of one rank of each group, the one with most; groups with the same numbers share a row."""
+    table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
+    table.columns[2].justify = table.columns[3].justify = "right"
+    for axis in survey[0]:
+        most: dict[tuple[str, str], tuple[int, int]] = {}
+        for rank in survey:
+            for operation, numbers in rank[axis]["traffic"].items():
+                key = operation, str(rank[axis]["ranks"])
+                most[key] = max(most.get(key, (0, 0)), tuple(numbers))
+        rows = defaultdict(list)
+        for (operation, ranks), numbers in most.items():
+            rows[operation, numbers].append(ranks)
+        for (operation, (calls, size)), groups in rows.items():
+            table.add_row(escape(f"{axis} {' '.join(groups)}"), operation, f"{calls:,}", f"{size:,}")
+    console.print("[bold]traffic[/] of one rank of each group, warm-up included", table, "", sep="\n")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What was measured, as tables, and as JSON with all that one needs to judge it."""
+"""Tells what was measured: figures, tables, and JSON with all that one needs to judge them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measure.rounds import Row
-from measure.strangers import NOTICED
+from parallel_state.tools.bench.rounds import NOTICED, Row
+from parallel_state.tools.bench.worker import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-PACKAGES = ("torch", "numpy", "msgspec")
-BUS_FACTORS: dict[str, Callable[[int], float]] = {  # of the bytes that a rank holds, as nccl-tests count
+PACKAGES = ("torch", "parallel-state", "numpy", "msgspec")
+BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,
+    "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
     "all_to_all": lambda n: (n - 1) / n,
 }
+"""busbw ÷ algbw of n ranks, by nccl-tests' doc/PERFORMANCE.md."""
 
 
 def p50(samples: Sequence[float]) -> float:
@@ -39,16 +39,21 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """Median over median; None where one of them has no figures."""
+    """Returns median over median; None where one of them has no figures."""
     if not row.us.get(ours) or not row.us.get(peer):
         return None
     return p50(row.us[ours]) / p50(row.us[peer])
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth, 10⁹ B/s."""
+    """Returns algorithm and bus bandwidth, 10⁹ B/s; sizes as `nccl_bytes` counts them."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
+
+
+def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
+    """Returns the size as nccl-tests count it, where a rank gives so many bytes: an all_gather's is its output's."""
+    return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 
 def size_name(size_bytes: int) -> str:
@@ -59,7 +64,7 @@ def size_name(size_bytes: int) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three digits."""
+    """Formats a value with three digits."""
     if value is None:
         return "–"
     for least, digits in ((99.5, 0), (9.95, 1), (0.0995, 2)):
@@ -69,7 +74,7 @@ def figure(value: float | None) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]]) -> None:
-    """A line for each name, figures to the right."""
+    """Prints a line for each name, figures to the right."""
     rows = list(rows)
     if not rows:
         return
@@ -84,7 +89,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Se
 
 
 def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Medians and p99 in microseconds, a line for each candidate, a column for each row; then ratios of `pairs`."""
+    """Prints medians and p99 in microseconds, a line a candidate, a column a row; then ratios of `pairs`."""
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     columns = [column(row) for row in rows]
     for what, of in (("p50", p50), ("p99", p99)):
@@ -101,7 +106,7 @@ def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pa
 
 
 def machine() -> dict[str, Any]:
-    """Where this ran, and on what."""
+    """Returns where this ran, and on what."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -125,25 +130,29 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """With a + where the working tree differs from it; of a copy without git what BENCHMARK_COMMIT says, or unknown."""
+    """Returns the commit, with a + where the tree differs from it; without git BENCHMARK_COMMIT's value, or unknown."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     told = ""
     with contextlib.suppress(OSError):  # there is no git
-        told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+        if (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
+            told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
     return told or os.environ.get("BENCHMARK_COMMIT") or "unknown"
 
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
-    content = {
-        "benchmark": Path(sys.argv[0]).name,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "settings": dict(settings),
-        "rows": [_rounded(row) for row in rows],
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=None, separators=(",", ":")).replace('{"case"', '\n{"case"') + "\n")
+    path.write_text(dumps({"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}, rows))
+
+
+def circumstances() -> dict[str, Any]:
+    """Returns what one needs to judge figures."""
+    return {"commit": commit(), "machine": machine(), "versions": versions()}
+
+
+def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """Returns JSON with a row a line."""
+    content = {**about, "rows": [_rounded(row) for row in rows]}
+    return json.dumps(content, separators=(",", ":")).replace('{"case"', '\n{"case"') + "\n"
 
 
 def _rounded(row: Row) -> dict[str, Any]:
@@ -153,5 +162,5 @@ def _rounded(row: Row) -> dict[str, Any]:
 
 
 def _nanoseconds(us: float) -> float:
-    """Rounded to them, but what takes only some of them to thousandths."""
+    """Rounds to nanoseconds, but what takes only some of them to thousandths."""
     return round(us, 3 if us >= 1 else 6)

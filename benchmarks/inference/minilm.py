@@ -1,7 +1,7 @@
 """all-MiniLM-L6-v2 for the demo: text to batches, sharded layers, and the plain model to check them with.
 
 What belongs here: everything that knows MiniLM (names of weights, shapes, pooling). Which rank runs which stage on
-which batch is `inference.py`'s matter. The sharded layers talk to other ranks with one call only,
+which batch is `demo.py`'s matter. The sharded layers talk to other ranks with one call only,
 `get_tp_group().all_reduce`. `PlainModel`, at the end, shares no code with them.
 """
 

@@ -1,4 +1,7 @@
-"""The candidates of `messages`: how each of them sends and receives, and the loop that times one message at a time."""
+"""Messages as candidates: how each library sends and receives, values, and the loop that times one at a time.
+
+A sample is one message: from the sender's call to the last reader's return, while the readers already wait.
+"""
 
 from __future__ import annotations
 
@@ -10,108 +13,64 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peers
 import torch
 import torch.distributed as dist
-from collectives_torch import use_once
-from measure.worker import Timing
-from messages import COPY, OURS, TOKENS, WITH_SPEC
 
 import parallel_state as ps
+from parallel_state.tools.bench import peers
+from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM, load, start_ours, start_torch
+from parallel_state.tools.bench.worker import Timing
 
+__all__ = ["load", "make"]
+
+KINDS = ("object", "broadcast", "pipeline")
+OBJECTS = ("1 KB", "10 KB", "1 MB many", "1 MB blob")
+TOKENS = {"decode": 1, "prefill": 256}
+WITH_SPEC, COPY, ZMQ = "parallel_state, spec", "(copying the bytes)", "zmq + msgpack"
 HIDDEN = 4096
 GAP_S = 100e-6  # between "all readers are about to wait" and the sender's call
 DEADLINE_S = 60.0
 
 
 class Exchange(NamedTuple):
-    """How rank 0 sends the case's value, and how another rank receives it."""
+    """Sends the case's value from rank 0, and receives it on another rank."""
 
     send: Callable[[], Any]
     receive: Callable[[], Any]
 
 
 def make(name: str, settings: dict[str, Any]) -> MessageTeam:
-    return MessageTeam(settings)
+    return TEAMS[name](settings)
 
 
 class MessageTeam:
-    """Rank 0 sends, all others read."""
+    """Ranks of one library, of which rank 0 sends and all others read."""
+
+    rank: int
+    size: int
+    measures_copies = False
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        torch.set_num_threads(1)
-        ps.init_distributed_environment(backend="gloo")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        ps.initialize_model_parallel(self.size)
-        self.group = ps.get_tp_group()
-        use_once(self.group)
-        self.vllm = None
-        if settings["vllm"] is not None and self.size in (2, 3, 4, 8):
-            self.vllm = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))], queue=True)
-        self.sockets = _Sockets(settings, self.rank, self.size) if settings["site"] is not None else None
+        self.start(settings)
         self.entered = _Entered(Path(settings["folder"]), self.rank, self.size)
+
+    def start(self, settings: dict[str, Any]) -> None:
+        """Makes the groups; sets `rank` and `size`."""
+        raise NotImplementedError
+
+    def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
+        raise NotImplementedError
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self.idle_s = values["idle_ms"] / 1e3
         self.value = _object(values["what"]) if values["kind"] == "object" else _tensors(values["kind"], values["what"])
         self.tensors = [x for x in self.value.values() if isinstance(x, torch.Tensor)]
-        self.exchanges = {"object": self._objects, "broadcast": self._broadcasts, "pipeline": self._pipeline}[
-            values["kind"]
-        ]()
-        names = list(self.exchanges)
-        if self.tensors:
+        self.calls = self.exchanges(values["kind"], self.value)
+        names = list(self.calls)
+        if self.tensors and self.measures_copies:
             self.room = [torch.empty_like(x) for x in self.tensors]
             names.append(COPY)
         return names
-
-    def _objects(self) -> dict[str, Exchange]:
-        group, value = self.group, self.value
-        found = {
-            OURS: Exchange(lambda: group.broadcast_object(value, 0), lambda: group.broadcast_object(None, 0)),
-            "gloo": Exchange(lambda: _broadcast_object_of_torch(value), lambda: _broadcast_object_of_torch(None)),
-        }
-        if self.vllm is not None:
-            queue = self.vllm.mq_broadcaster
-            found["vLLM"] = Exchange(lambda: queue.enqueue(value), lambda: queue.dequeue(timeout=DEADLINE_S))
-        if self.sockets is not None:
-            sockets = self.sockets
-            found["zmq + msgpack"] = Exchange(lambda: sockets.send(value), sockets.receive)
-        return found
-
-    def _broadcasts(self) -> dict[str, Exchange]:
-        group, value = self.group, self.value
-        spec = ps.TensorDictSpec.of(value)
-        found = {
-            OURS: Exchange(lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict(None, 0)),
-            WITH_SPEC: Exchange(
-                lambda: group.broadcast_tensor_dict(value, 0, spec=spec),
-                lambda: group.broadcast_tensor_dict(None, 0, spec=spec),
-            ),
-            "gloo": Exchange(lambda: _broadcast_dict_of_torch(value), lambda: _broadcast_dict_of_torch(None)),
-        }
-        if self.vllm is not None:
-            vllm = self.vllm
-            found["vLLM"] = Exchange(lambda: vllm.broadcast_tensor_dict(value, 0), lambda: vllm.broadcast_tensor_dict())
-        return found
-
-    def _pipeline(self) -> dict[str, Exchange]:
-        group, value = self.group, self.value
-        spec = ps.TensorDictSpec.of(value)
-        found = {
-            OURS: Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0)),
-            WITH_SPEC: Exchange(
-                lambda: group.send_tensor_dict(value, 1, spec=spec), lambda: group.recv_tensor_dict(0, spec=spec)
-            ),
-            "gloo": Exchange(lambda: _send_dict_of_torch(value), _receive_dict_of_torch),
-        }
-        if self.vllm is not None:
-            vllm = self.vllm
-            found["vLLM"] = Exchange(lambda: vllm.send_tensor_dict(value, 1), lambda: vllm.recv_tensor_dict(0))
-        return found
-
-    def close(self) -> None:
-        if self.vllm is not None:
-            self.vllm.destroy()
 
     def check(self, name: str) -> str | None:
         if name == COPY:
@@ -119,16 +78,16 @@ class MessageTeam:
         with torch.inference_mode():
             self.entered.meet()
             if self.rank == 0:
-                self.exchanges[name].send()
+                self.calls[name].send()
                 return None
-            received = self.exchanges[name].receive()
+            received = self.calls[name].receive()
         return None if _equal(received, self.value) else f"{name}: rank {self.rank} received something else"
 
     def run(self, name: str, calls: int) -> Timing:
         with torch.inference_mode():
             if name == COPY:
                 return self._copies(calls)
-            exchange = self.exchanges[name]
+            exchange = self.calls[name]
             if self.rank == 0:
                 return Timing(starts_ns=[self._send(exchange.send) for _ in range(calls + 1)][1:])
             return Timing(ends_ns=[self._receive(exchange.receive) for _ in range(calls + 1)][1:])
@@ -151,7 +110,7 @@ class MessageTeam:
         return time.monotonic_ns()
 
     def _copies(self, calls: int) -> Timing:
-        """Rank 0 alone: once through the bytes."""
+        """Copies the bytes once, on rank 0 alone."""
         started = time.perf_counter()
         for _ in range(calls if self.rank == 0 else 0):
             for x, room in zip(self.tensors, self.room, strict=True):
@@ -159,8 +118,98 @@ class MessageTeam:
         return Timing(elapsed_s=time.perf_counter() - started)
 
 
+class OwnTeam(MessageTeam):
+    """Ranks of this library."""
+
+    measures_copies = True
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.group = start_ours()
+        self.rank, self.size = self.group.rank_in_group, self.group.world_size
+
+    def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
+        group = self.group
+        if kind == "object":
+            return {OWN: Exchange(lambda: group.broadcast_object(value, 0), lambda: group.broadcast_object(None, 0))}
+        spec = ps.TensorDictSpec.of(value)
+        if kind == "broadcast":
+            return {
+                OWN: Exchange(
+                    lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict(None, 0)
+                ),
+                WITH_SPEC: Exchange(
+                    lambda: group.broadcast_tensor_dict(value, 0, spec=spec),
+                    lambda: group.broadcast_tensor_dict(None, 0, spec=spec),
+                ),
+            }
+        return {
+            OWN: Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0)),
+            WITH_SPEC: Exchange(
+                lambda: group.send_tensor_dict(value, 1, spec=spec), lambda: group.recv_tensor_dict(0, spec=spec)
+            ),
+        }
+
+
+class TorchTeam(MessageTeam):
+    """Ranks of torch.distributed over gloo, by its usual ways: pickled metadata, then tensor by tensor."""
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size, _ = start_torch()
+
+    def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
+        return {
+            "object": {
+                GLOO: Exchange(lambda: _broadcast_object_of_torch(value), lambda: _broadcast_object_of_torch(None))
+            },
+            "broadcast": {
+                GLOO: Exchange(lambda: _broadcast_dict_of_torch(value), lambda: _broadcast_dict_of_torch(None))
+            },
+            "pipeline": {GLOO: Exchange(lambda: _send_dict_of_torch(value), _receive_dict_of_torch)},
+        }[kind]
+
+
+class VllmTeam(MessageTeam):
+    """Ranks of vLLM's own coordinator, with its message queue."""
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size, _ = start_torch()
+        self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))], queue=True)
+
+    def close(self) -> None:
+        self.group.destroy()
+
+    def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
+        group, queue = self.group, self.group.mq_broadcaster
+        return {
+            "object": {VLLM: Exchange(lambda: queue.enqueue(value), lambda: queue.dequeue(timeout=DEADLINE_S))},
+            "broadcast": {
+                VLLM: Exchange(lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict())
+            },
+            "pipeline": {VLLM: Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0))},
+        }[kind]
+
+
+class ZmqTeam(MessageTeam):
+    """Ranks that have zmq by itself: a pair of sockets for each reader, objects as msgpack."""
+
+    def start(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.sockets = _Sockets(settings, self.rank, self.size)
+
+    def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
+        return {ZMQ: Exchange(lambda: self.sockets.send(value), self.sockets.receive)} if kind == "object" else {}
+
+
+TEAMS: dict[str, Callable[[dict[str, Any]], MessageTeam]] = {
+    OWN: OwnTeam,
+    GLOO: TorchTeam,
+    VLLM: VllmTeam,
+    ZMQ: ZmqTeam,
+}
+
+
 class _Entered:
-    """How many messages each rank has begun with, in memory that all map: the sender waits until no reader is behind.
+    """Counts the messages that each rank has begun with, in shared memory: the sender waits until no reader is behind.
 
     Polls with naps, so that it takes no core from a reader; readers go right on.
     """
@@ -184,7 +233,7 @@ class _Entered:
 
 
 class _Sockets:
-    """zmq by itself: a pair of sockets for each reader, objects as msgpack."""
+    """Sends and receives by zmq."""
 
     def __init__(self, settings: dict[str, Any], rank: int, size: int) -> None:
         sys.path.append(settings["site"])
@@ -213,6 +262,13 @@ class _Sockets:
 
 
 # The values.
+
+
+def case_bytes(kind: str, what: str) -> int:
+    """Returns a message's size: of objects about what it is pickled, of dicts their tensors'."""
+    if kind == "object":
+        return {"1 KB": 1 << 10, "10 KB": 10 << 10}.get(what, 1 << 20)
+    return TOKENS[what] * HIDDEN * 2 * (2 if kind == "pipeline" else 10)
 
 
 def _object(what: str) -> Any:

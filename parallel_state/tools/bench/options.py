@@ -1,4 +1,4 @@
-"""The command line that all benchmarks share."""
+"""Gives the command line that all scripts in `benchmarks/` share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from peers import DEFAULT, Peers
-
-from measure.rounds import Plan
-
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+from parallel_state.tools.bench.peers import DEFAULT, SETUP, Peers
+from parallel_state.tools.bench.rounds import Plan
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -18,7 +15,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=int, default=30, help="rounds of each case; slow cases get fewer")
     found.add_argument("--round-ms", type=float, default=5.0, help="what a round of one candidate should take")
     found.add_argument("--case-s", type=float, default=8.0, help="most seconds for a case, about")
-    found.add_argument("--peers", type=Path, default=DEFAULT, help="folder that peers.py set up")
+    found.add_argument("--peers", type=Path, default=DEFAULT, help="folder where the peers were set up")
     found.add_argument("--no-peers", action="store_true", help="this library and torch.distributed only")
     found.add_argument("--no-pin", action="store_true", help="don't give each rank a core of its own")
     found.add_argument("--json", type=Path, help="raw samples, machine, commit and versions")
@@ -30,15 +27,15 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def peers(options: argparse.Namespace) -> Peers:
-    """Those that are there; the missing ones are named."""
+    """Returns the peers that are there, and names the missing ones."""
     if options.no_peers:
-        return Peers(Path("/nonexistent"))
+        return Peers(Path("/nonexistent"), with_own_mpi=False)
     found = Peers(options.peers.resolve())
     if found.missing():
-        print(f"without {', '.join(found.missing())}: python benchmarks/peers.py setup")
+        print(f"without {', '.join(found.missing())}: {SETUP}")
     return found
 
 
 def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    """The options as they go into the JSON, without places on this machine."""
+    """Returns the options as they go into the JSON, without places on this machine."""
     return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}

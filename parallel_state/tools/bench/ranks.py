@@ -1,51 +1,206 @@
-"""`collectives.py` on GPUs and under torchrun: every rank runs this, and the first one prints.
+"""Collectives timed by the ranks themselves: on GPUs and under torchrun every rank runs this, and the first one prints.
 
 Each communicator of the group's route by itself, the route as a whole, and torch.distributed, eagerly, compiled
 (`torch.compile(fullgraph=True)`) and in CUDA graphs. Every candidate is checked before and after it is timed; they
 take turns, round by round; a round is timed by events of the device, after a barrier and some untimed calls, and the
-slowest rank's time counts. algbw and busbw are nccl-tests' (doc/PERFORMANCE.md there), as are sizes. `host` is what a
-call costs the host from Python's entry to its return, the device not waited for. torch's eager all_reduce and broadcast
-work in place, as does what says so; the others give new tensors. Not run on a GPU.
+slowest rank's time counts. algbw and busbw are nccl-tests' (doc/PERFORMANCE.md there), as are sizes: the bytes of an
+all_reduce's, broadcast's and all_to_all's tensor, of an all_gather's output and of a reduce_scatter's input. `host` is
+what a call costs the host from Python's entry to its return, the device not waited for. torch's eager all_reduce and
+broadcast work in place, as does what says so; the others give new tensors. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
-from collectives_ways import ROUTE, TORCH, Way, Ways, answer, count_of, given
-from measure import options as shared
-from measure.devices import Clock, describe, share_gpus
-from measure.graphs import captured
-from measure.picture import draw
-from measure.report import p50, p99, print_rows, print_table, size_name, write_json
-from measure.rounds import Row
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 import parallel_state as ps
-from device_communicators import settings
+from device_communicators import Route, register_route, settings, unique_name
 from device_communicators.errors import UnsupportedError
+from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
+from parallel_state.tools.bench import options as shared
+from parallel_state.tools.bench.devices import Clock, captured, describe, share_gpus
+from parallel_state.tools.bench.picture import draw
+from parallel_state.tools.bench.report import bandwidths, p50, p99, print_rows, print_table, size_name, write_json
+from parallel_state.tools.bench.rounds import Row
 
+Call = Callable[[Tensor], Tensor]
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+TORCH = "torch.distributed"
+ROUTE = "parallel_state"
+_IN_PLACE = ", in place"
+# Newer versions of torch have new names, and warn of the old ones.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MODES = ("eager", "compiled", "graph")
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
 """Calls in one graph, by which a replay's own cost is divided; with large tensors, few."""
 HOST_CALLS, HOST_ROUNDS = 20, 10
 RUN_S = 3600.0
-BUS_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "all_to_all": lambda n: (n - 1) / n,
-}
-"""busbw ÷ algbw, by nccl-tests."""
+
+# The candidates: how each is called, and which answer is right.
+
+
+@dataclass(frozen=True)
+class Way:
+    """One carrier of an operation."""
+
+    name: str
+    call: Call
+    """Gives the result, which may be the input."""
+    compilable: Call | None
+    """What torch.compile is given; None where there is no such thing."""
+    capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
+    """Within it CUDA graphs are captured."""
+
+
+class Ways:
+    """The ways of one group; every rank makes it."""
+
+    def __init__(self, group: ps.GroupCoordinator) -> None:
+        self._group = group
+        self._routes: dict[str, Route] = {}
+        for each in group.route.communicators:
+            # The group's own communicator, under a name by which ops find it alone.
+            context = replace(group.context, name=unique_name(f"only_{each.name}"))
+            self._routes[each.name] = Route(context, [each], {}, group.route.paths)
+            register_route(self._routes[each.name])
+
+    def close(self) -> None:
+        """Unregisters the routes; the communicators go on, under the group's name only."""
+        for route in self._routes.values():
+            route.serve_ops(False)
+        self._routes.clear()
+
+    def of(self, operation: str) -> list[Way]:
+        """Returns every way, the same on all ranks."""
+        return [*self._ours(operation), *self._torchs(operation)]
+
+    def _ours(self, operation: str) -> Iterator[Way]:
+        group, device = self._group, self._group.device
+        methods: dict[str, Call] = {
+            "all_reduce": group.all_reduce,
+            "all_gather": lambda x: group.all_gather(x, 0),
+            "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
+            "broadcast": lambda x: group.broadcast(x, 0),
+            "all_to_all": lambda x: group.all_to_all(x),
+        }
+        method = methods[operation]
+        yield Way(ROUTE, method, method, group.graph_capture)
+        in_place: dict[str, Call] = {"all_reduce": group.all_reduce_, "broadcast": lambda x: group.broadcast_(x, 0)}
+        if operation in in_place:
+            yield Way(ROUTE + _IN_PLACE, in_place[operation], None, group.graph_capture)
+        for name, route in self._routes.items():
+            op = _op(operation, group._token, route.context.key, group.world_size)
+            yield Way(name, op, op, partial(prepared, route, None, device))
+
+    def _torchs(self, operation: str) -> Iterator[Way]:
+        eager, compilable = _of_torch(operation, self._group.device_group, self._group.world_size)
+        yield Way(TORCH, eager, compilable, lambda: side_stream(self._group.device))
+
+
+def _op(operation: str, token: Tensor, key: str, size: int) -> Call:
+    """The registered op."""
+    ops: Any = torch.ops.parallel_state
+
+    def all_to_all(x: Tensor) -> Tensor:
+        splits = [x.shape[0] // size] * size
+        return ops.all_to_all(x, token, splits, splits, key)
+
+    return {
+        "all_reduce": lambda x: ops.all_reduce(x, token, "sum", key),
+        "all_gather": lambda x: ops.all_gather(x, token, 0, key),
+        "reduce_scatter": lambda x: ops.reduce_scatter(x, token, 0, "sum", key),
+        "broadcast": lambda x: ops.broadcast(x, token, 0, key),
+        "all_to_all": all_to_all,
+    }[operation]
+
+
+def _of_torch(operation: str, group: Any, size: int) -> tuple[Call, Call]:
+    """Returns calls as users make them: c10d's own eagerly, functional collectives under the compiler."""
+
+    def all_reduce(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    def all_gather(x: Tensor) -> Tensor:
+        out = x.new_empty(size * x.shape[0])
+        _ALL_GATHER(out, x, group=group)
+        return out
+
+    def reduce_scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] // size)
+        _REDUCE_SCATTER(out, x, group=group)
+        return out
+
+    def broadcast(x: Tensor) -> Tensor:
+        dist.broadcast(x, group_src=0, group=group)
+        return x
+
+    def all_to_all(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    compilable: dict[str, Call] = {
+        "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
+        "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),
+        "reduce_scatter": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, group),
+        "broadcast": lambda x: functional.broadcast(x, 0, group),
+        "all_to_all": lambda x: functional.all_to_all_single(x, None, None, group),
+    }
+    eager: Call = locals()[operation]
+    return eager, compilable[operation]
+
+
+# Inputs and answers: small integers, of which the sums of up to 16 ranks are exact in bf16.
+
+
+def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
+    """Returns the elements that a rank gives, for a size as nccl-tests count it."""
+    count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
+    return count // ranks if operation == "all_gather" else count
+
+
+def _ramp(count: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`(start + i) % 7`, made of pieces, as whole numbers would take four times the memory."""
+    period = ((torch.arange(7) + start) % 7).to(dtype).to(device)
+    return period.repeat(-(-count // 7))[:count].contiguous()
+
+
+def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what a rank gives."""
+    return _ramp(count, 0, dtype, device).add_(rank)
+
+
+def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what a rank gets where each gives `given(count, …)`."""
+    part, ones = count // size, sum(range(size))
+    if operation == "all_reduce":
+        return _ramp(count, 0, dtype, device).mul_(size).add_(ones)
+    if operation == "reduce_scatter":
+        return _ramp(part, rank * part, dtype, device).mul_(size).add_(ones)
+    if operation == "all_gather":
+        return torch.cat([given(count, each, dtype, device) for each in range(size)])
+    if operation == "broadcast":
+        return given(count, 0, dtype, device)
+    return torch.cat([_ramp(part, rank * part, dtype, device).add_(each) for each in range(size)])
+
+
+# This rank's part.
 
 
 @dataclass
@@ -157,7 +312,7 @@ class Ranks:
         return Candidate(name, run, one.replay, step)
 
     def _right(self, candidate: Candidate, row: RankRow) -> bool:
-        """Whether its answer is right on every rank; else the row says so, and has no figures of it."""
+        """Returns True if its answer is right on every rank; else the row says so, and has no figures of it."""
         self.x.copy_(self.source)
         y = candidate.check()
         self.clock.finish()
@@ -169,7 +324,7 @@ class Ranks:
         return not wrong
 
     def _calls(self, candidate: Candidate) -> int:
-        """How many calls fill a round: the same number on all ranks."""
+        """Returns how many calls fill a round: the same number on all ranks."""
         least = max(2, candidate.step)
         took = [self._timed(candidate, least) / least for _ in range(2)][-1]
         call_s = max(self.group.all_gather_object(took))
@@ -207,7 +362,7 @@ class Ranks:
                 found: list[float] = []
                 for _ in range(HOST_ROUNDS):
                     self.group.barrier()
-                    found += self.clock.host_seconds(lambda each=each: each.run(1), HOST_CALLS)
+                    found += self.clock.host_seconds(partial(each.run, 1), HOST_CALLS)
                 row.host_us[each.name] = p50(found) * 1e6
 
 
@@ -220,16 +375,16 @@ def _repeated(name: str, call: Callable[[Tensor], Tensor], x: Tensor) -> Candida
 
 
 def usable_modes(asked: Sequence[str], device: torch.device) -> tuple[list[str], dict[str, str]]:
-    """Those that the device has; and why not the others."""
+    """Returns the modes that the device has, and why it lacks the others."""
     if device.type == "cuda" or "graph" not in asked:
         return list(asked), {}
     return [mode for mode in asked if mode != "graph"], {"graph": "the CPU has no CUDA graphs"}
 
 
 def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) -> dict[str, float]:
-    """p50 and p99 in microseconds; bandwidths by the median, in 10⁹ B/s."""
-    algbw = size_bytes / p50(us) / 1e3
-    return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": algbw * BUS_FACTORS[operation](ranks)}
+    """Returns p50 and p99 in microseconds; bandwidths by the median, in 10⁹ B/s."""
+    algbw, busbw = bandwidths(operation, size_bytes, p50(us), ranks)
+    return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
 
 
 # What rank 0 says.
@@ -282,7 +437,7 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> bool:
-    """The whole life of one rank; whether every answer was right."""
+    """Lives one rank's life; returns True if every answer was right."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # to be measured, whatever the default is
@@ -321,7 +476,7 @@ def _write(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, s
 
 
 def main(options: argparse.Namespace) -> int:
-    """In the ranks that somebody else started, or in own ones. The exit code is 1 where an answer was wrong."""
+    """Runs in the ranks that somebody else started, or in own ones. Returns 1 where an answer was wrong, else 0."""
     if environment.detect(rendezvous=False).world_size > 1:
         return 0 if run_rank(options) else 1
     count = options.ranks[0] if options.ranks else max(2, torch.cuda.device_count())

@@ -1,13 +1,14 @@
-"""One process of a team: does what the benchmark's own process asks for, and sleeps between.
+"""Serves as one process of a team: does what the benchmark's own process asks for, and sleeps between.
 
-    python worker.py SOCKET MODULE TEAM        started by `teams`; MODULE makes the team: make(name, settings)
+    python worker.py SOCKET MODULE TEAM        started by `teams`; MODULE is a name or a file
 
-The module's team has `rank` and `size`, and these methods, which every rank is asked for at the same time:
+The module has `make(name, settings)` and may have `load(name, settings)`, which imports what the start-up time leaves
+out. The team it makes has `rank` and `size`, and these methods, which every rank is asked for at the same time:
 
     prepare(values) -> list[str]     the candidates for a case, the same on every rank
-    check(name) -> str | None        one call of the candidate; what is wrong with its answer
-    run(name, calls) -> Timing       untimed calls that bring the ranks together, then `calls` timed ones
-    close()                          where there is something to end; every rank
+    check(name) -> str | None        makes one call of the candidate; returns what is wrong with its answer
+    run(name, calls) -> Timing       makes untimed calls that bring the ranks together, then `calls` timed ones
+    close()                          optional; ends what must be ended on every rank
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import signal
 import socket
@@ -25,15 +27,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 CLOSE_S = 3
-BENCHMARKS = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
+"""The folder of both packages: a checkout, or site-packages."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One rank's times of some calls: the time of all, or the moments at which each began or ended here.
+    """Holds one rank's times of some calls: the time of all, or the moments at which each began or ended there.
 
     Moments are nanoseconds of the clock that all processes of a host share; a call lasts from the only beginning to the
     last end.
@@ -42,6 +46,18 @@ class Timing:
     elapsed_s: float = 0.0
     starts_ns: list[int] = field(default_factory=list)
     ends_ns: list[int] = field(default_factory=list)
+
+
+class WrongAnswer(str):
+    """Describes a wrong answer, as `check` returns it, and counts its wrong elements."""
+
+    elements = 0
+
+    @classmethod
+    def of(cls, elements: int, text: str) -> WrongAnswer:
+        problem = cls(text)
+        problem.elements = elements
+        return problem
 
 
 class Team(Protocol):
@@ -54,7 +70,7 @@ class Team(Protocol):
 
 
 def timed(call: Callable[[], object], calls: int) -> Timing:
-    """As `Team.run`, for a candidate that is one call without arguments."""
+    """Runs and times `calls` calls without arguments, after a tenth as many untimed ones."""
     for _ in range(max(1, calls // 10)):
         call()
     started = time.perf_counter()
@@ -72,7 +88,7 @@ def pin(rank: int, size: int, cores: list[int]) -> None:
 
 
 def serve(connection: Connection, team: Any) -> None:
-    """Until the other side hangs up."""
+    """Answers until the other side hangs up."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -89,22 +105,36 @@ def serve(connection: Connection, team: Any) -> None:
         gc.collect()
 
 
+def _import(module: str) -> ModuleType:
+    if not module.endswith(".py"):
+        return importlib.import_module(module)
+    sys.path.insert(0, str(Path(module).parent))
+    return importlib.import_module(Path(module).stem)
+
+
 def main() -> None:
-    address, module, name = sys.argv[1:]
+    address, module_name, name = sys.argv[1:]
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a benchmark that is killed leaves nothing behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's: it hangs up
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
     connection = Connection(channel.detach())
     settings = connection.recv()
     try:
-        sys.path[0] = str(BENCHMARKS)  # instead of this file's folder, whose modules are the package's
-        team = importlib.import_module(module).make(name, settings)
+        module = _import(module_name)
+        if hasattr(module, "load"):
+            module.load(name, settings)
+        connection.send(("loaded", os.getpid()))
+        connection.recv()
+        team = module.make(name, settings)
+        connection.send(("made", team.rank))
         if settings["pin"]:
             pin(team.rank, team.size, settings["cores"])
+    except EOFError:
+        return
     except Exception:
         connection.send(("failed", traceback.format_exc()))
         return
-    connection.send(("ready", (team.rank, os.getpid())))
     serve(connection, team)
     connection.close()
     if hasattr(team, "close"):
@@ -114,4 +144,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if str(ROOT) in sys.path:
+        del sys.path[0]  # this file's folder, whose modules are the package's
+    else:
+        sys.path[0] = str(ROOT)
+    # Timings are pickled by their class's name, which in this file, run as a script, would be __main__'s.
+    importlib.import_module("parallel_state.tools.bench.worker").main()

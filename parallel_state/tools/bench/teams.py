@@ -1,4 +1,4 @@
-"""The processes of one runtime, started and asked from outside.
+"""Starts the processes of one runtime, and asks them from outside.
 
 A team waits for its orders in a read of a socket, which costs nothing: only the team whose turn it is uses the cores.
 Each wait has a deadline; a team that failed or didn't answer is ended.
@@ -14,30 +14,36 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
-WORKER = Path(__file__).resolve().parent / "worker.py"
-ROOT = WORKER.parent.parent.parent
+from parallel_state.tools.bench.worker import ROOT
+
+WORKER = Path(__file__).resolve().with_name("worker.py")
 START_S = 120.0
 END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders first: behind them may be what this machine's Python lacks."""
+    """Returns PYTHONPATH with these folders first: behind them may be what this machine's Python lacks."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class TeamError(RuntimeError):
-    """A team that failed, or was not heard of in time."""
+    """A team failed, or didn't answer in time."""
+
+    @property
+    def reason(self) -> str:
+        """The last line that says something: of a traceback that is the exception."""
+        return next((line.strip() for line in reversed(str(self).splitlines()) if line.strip()), "no reason was given")
 
 
 class Team:
-    """`size` processes that run `module`'s team `name`. Started here, met by `meet`; `close` ends them."""
+    """`size` processes that run `module`'s team `name`. Started here, made ready by `meet`; `close` ends them."""
 
     def __init__(
         self,
@@ -52,6 +58,8 @@ class Team:
         """`launcher`: the command that starts all ranks when a script's arguments follow, else one process each."""
         self.name = name
         self.size = size
+        self.start_s = 0.0
+        """From the order to start until the last rank had made its groups and its first collective."""
         self._folder = tempfile.TemporaryDirectory(prefix="team_")  # also for files between the ranks
         cores = sorted(os.sched_getaffinity(0))
         self._settings = {"pin": True, "cores": cores, "folder": self._folder.name, **settings}
@@ -64,7 +72,7 @@ class Team:
         self._socket.bind(address)
         self._socket.listen(size)
         script = ["-u", str(WORKER), address, module, name]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), **(environment or {})}
+        common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         if launcher is not None:
             self._start([*launcher, *script], common)
         else:
@@ -72,11 +80,13 @@ class Team:
                 self._start([sys.executable, *script], {**common, **self._torch_variables(rank)})
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
-        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+        )  # Ctrl-C reaches this process, which ends them
         self._processes.append(process)
 
     def _torch_variables(self, rank: int) -> dict[str, str]:
-        """As torchrun's: a rank finds the others through a store that this process has."""
+        """Returns torchrun's variables: a rank finds the others through a store that this process has."""
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
@@ -87,19 +97,25 @@ class Team:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
+    def load(self, timeout_s: float = START_S) -> None:
+        """Waits until every rank has imported what it needs."""
+        deadline = time.monotonic() + timeout_s
+        for _ in range(self.size):
+            connection = self._accept(deadline)
+            self._connections.append(connection)
+            connection.send(self._settings)
+        self.pids = [self._reply(connection, deadline, "load") for connection in self._connections]
+
     def meet(self, timeout_s: float = START_S) -> None:
         """Waits until every rank is ready for orders."""
-        deadline = time.monotonic() + timeout_s
-        unsorted = []
-        for _ in range(self.size):
-            unsorted.append(self._accept(deadline))
-            unsorted[-1].send(self._settings)
-        ranks: dict[int, Connection] = {}
-        for connection in unsorted:
-            rank, pid = self._reply(connection, deadline, "start")
-            self.pids.append(pid)
-            ranks[rank] = connection
-        self._connections = [ranks[rank] for rank in range(self.size)]
+        if not self.pids:
+            self.load(timeout_s)
+        started = time.monotonic()
+        for connection in self._connections:
+            connection.send("start")
+        ranks = [self._reply(connection, started + timeout_s, "start") for connection in self._connections]
+        self.start_s = time.monotonic() - started
+        self._connections = [self._connections[ranks.index(rank)] for rank in range(self.size)]
 
     def _accept(self, deadline: float) -> Connection:
         while True:
@@ -111,13 +127,16 @@ class Team:
             except TimeoutError:
                 codes = [process.poll() for process in self._processes]
                 if any(code is not None for code in codes) or time.monotonic() > deadline:
-                    raise TeamError(f"{self.name}: not all of {self.size} ranks came (exit codes {codes})") from None
+                    raise TeamError(f"{self.name}: not all of {self.size} ranks came{self._ends()}") from None
 
     def ask(self, method: str, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
-        """What every rank's `method` returned, in rank order."""
+        """Returns what every rank's `method` returned, in rank order."""
         deadline = time.monotonic() + timeout_s
-        for connection in self._connections:
-            connection.send((method, arguments))
+        try:
+            for connection in self._connections:
+                connection.send((method, arguments))
+        except OSError as error:
+            raise TeamError(f"{self.name}: a rank ended before {method}{self._ends()}") from error
         return [self._reply(connection, deadline, method) for connection in self._connections]
 
     def _reply(self, connection: Connection, deadline: float, what: str) -> Any:
@@ -126,10 +145,17 @@ class Team:
                 raise TeamError(f"{self.name}: no answer to {what} in time")
             kind, value = connection.recv()
         except (EOFError, OSError) as error:
-            raise TeamError(f"{self.name}: a rank ended during {what}") from error
+            raise TeamError(f"{self.name}: a rank ended during {what}{self._ends()}") from error
         if kind == "failed":
             raise TeamError(f"{self.name}: {what} failed\n{value}")
         return value
+
+    def _ends(self) -> str:
+        """Describes how processes ended, as a signal's name tells more than that they did."""
+        time.sleep(0.1)  # the connection closes before the process can be waited for
+        codes = [process.poll() for process in self._processes]
+        told = [_ending(code) for code in codes if code is not None]
+        return f" ({', '.join(dict.fromkeys(told))})" if told else ""
 
     def close(self) -> None:
         """Hangs up, gives the processes some seconds, and kills what is left of them."""
@@ -146,7 +172,7 @@ class Team:
         self._folder.cleanup()
 
     def _kill(self) -> None:
-        """The ranks before their launcher, which then cleans up behind them."""
+        """Kills the ranks before their launcher, which then cleans up behind them."""
         own = {process.pid for process in self._processes}
         for pid in self.pids:
             if pid not in own:
@@ -157,20 +183,37 @@ class Team:
                 process.kill()
 
 
+def _ending(code: int) -> str:
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
 @contextlib.contextmanager
-def started(teams: Sequence[Team]) -> Iterator[list[Team]]:
-    """The teams that came; the others are named, and done without. All are ended behind it, and when this is ended."""
+def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
+    """Gives the teams that came, one after the other; ends all of them behind it, and when this process is ended.
+
+    The others are named on stderr, and in `left_out` with their reasons.
+    """
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ready = list(teams)
     try:
-        there = []
-        for team in teams:
-            try:
-                team.meet()
-                there.append(team)
-            except TeamError as error:
-                print(f"left out: {error}", file=sys.stderr)
-        yield there
+        for step in (Team.load, Team.meet):  # all import at the same time; each has the machine to itself to start
+            ready = [team for team in ready if _succeeds(step, team, left_out)]
+        yield ready
     finally:
         for team in teams:
             team.close()
         signal.signal(signal.SIGTERM, before)
+
+
+def _succeeds(step: Callable[[Team], None], team: Team, left_out: dict[str, str] | None) -> bool:
+    try:
+        step(team)
+    except TeamError as error:
+        print(f"left out: {error}", file=sys.stderr)
+        if left_out is not None:
+            left_out[team.name] = error.reason
+        return False
+    return True

@@ -1,0 +1,332 @@
+"""Collectives of tensors as candidates: how each library is called, inputs, answers, and the loops that time them.
+
+*tight*: the same call again and again on one buffer. No cache line moves but those of the exchange itself, which
+flatters what works on shared buffers.
+*produced*: each call's input is written and its output read, as between the layers of a model. The two copies are timed
+as well; a candidate without a call, `COPIES`, is what to subtract.
+
+Each library has processes of its own, so that one that can't run here (vLLM's ops without AVX-512) fails alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import parallel_state as ps
+from parallel_state.tools.bench import peers
+from parallel_state.tools.bench.worker import Timing, WrongAnswer
+
+COPIES = "(copies alone)"
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences of a decode batch
+
+
+class Exchange(NamedTuple):
+    """Does an operation in one way: takes a rank's input and gives its output, which may be the same tensor."""
+
+    call: Callable[[Tensor], Tensor]
+    empty: Callable[..., Tensor] = torch.empty
+    """Where its input lies; as torch.empty."""
+
+
+class _Prepared(NamedTuple):
+    call: Callable[[Tensor], Tensor]
+    x: Tensor
+
+
+class TensorTeam:
+    """A `worker.Team` of one runtime: subclasses give its `Exchange`s by operation."""
+
+    rank: int
+    size: int
+    device = torch.device("cpu")
+    measures_copies = False
+    only: Sequence[str] | None = None
+    """The candidates that are wanted; None: all."""
+
+    def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits for what the device still does."""
+
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        """`values`: operation, bytes (that a rank holds), dtype, loop."""
+        self._operation, self._tight = values["operation"], values["loop"] == "tight"
+        dtype = getattr(torch, values["dtype"])
+        count = max(1, values["bytes"] // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
+        shape = (ROWS, count // ROWS) if self._operation == "all_gather" else (count,)
+        with torch.inference_mode():
+            self._source = self._pattern(self.rank, shape, dtype)
+            self._expected = self._answer(shape, dtype)
+            self._sink = torch.empty_like(self._expected)
+            self._zero = self._operation == "all_reduce" and self._tight  # in place, anything else would grow
+            self._prepared = {
+                name: _Prepared(exchange.call, exchange.empty(shape, dtype=dtype, device=self.device))
+                for name, exchange in self.exchanges(self._operation, shape, dtype).items()
+                if self.only is None or name in self.only
+            }
+            if self.measures_copies and not self._tight:
+                self._prepared[COPIES] = _Prepared(lambda x: self._expected, torch.empty_like(self._source))
+        return list(self._prepared)
+
+    def _pattern(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return (torch.arange(prod(shape), device=self.device) % 7 + rank).to(dtype).view(shape)
+
+    def _answer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        inputs = [self._pattern(rank, shape, dtype) for rank in range(self.size)]
+        rows = shape[0] // self.size
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        if self._operation in ("all_reduce", "reduce_scatter"):
+            total = torch.stack([x.float() for x in inputs]).sum(0).to(dtype)
+            return total if self._operation == "all_reduce" else total[mine].clone()
+        return {
+            "all_gather": lambda: torch.cat(inputs, -1),
+            "broadcast": lambda: inputs[0],
+            "all_to_all": lambda: torch.cat([x[mine] for x in inputs]),
+            "barrier": lambda: inputs[self.rank],
+        }[self._operation]()
+
+    def check(self, name: str) -> str | None:
+        """Counts an error that all ranks raise as a wrong answer; one that raises alone leaves the others waiting."""
+        call, x = self._prepared[name]
+        with torch.inference_mode():
+            x.copy_(self._source)
+            try:
+                y = call(x)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            self.finish()
+            if y.shape == self._expected.shape and torch.equal(y, self._expected):
+                return None
+        text = f"{self._operation} of {list(x.shape)} × {x.dtype} on rank {self.rank} of {self.size} is wrong"
+        wrong = int((y != self._expected).sum()) if y.shape == self._expected.shape else self._expected.numel()
+        return WrongAnswer.of(wrong, text)
+
+    def run(self, name: str, calls: int) -> Timing:
+        call, x = self._prepared[name]
+        with torch.inference_mode():
+            if self._zero:
+                x.zero_()
+            else:
+                x.copy_(self._source)
+            loop = self._run_tight if self._tight else self._run_produced
+            loop(call, x, max(1, calls // 10))
+            return Timing(elapsed_s=loop(call, x, calls))
+
+    def _run_tight(self, call: Callable[[Tensor], Tensor], x: Tensor, calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(calls):
+            call(x)
+        self.finish()
+        return time.perf_counter() - started
+
+    def _run_produced(self, call: Callable[[Tensor], Tensor], x: Tensor, calls: int) -> float:
+        source, sink = self._source, self._sink
+        started = time.perf_counter()
+        for _ in range(calls):
+            x.copy_(source)
+            sink.copy_(call(x))
+        self.finish()
+        return time.perf_counter() - started
+
+
+OWN, GLOO, VLLM = "parallel_state", "gloo", "vLLM"
+"""Names of teams."""
+OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place")
+# Newer versions of torch have new names, and warn of the old ones.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def load(name: str, settings: dict[str, Any]) -> None:
+    """Imports what the team needs, so that its start-up time has none of it."""
+    torch.set_num_threads(1)
+    if name == VLLM:
+        peers.load_vllm(Path(settings["vllm"]))
+
+
+def make(name: str, settings: dict[str, Any]) -> TensorTeam:
+    team = TEAMS[name](settings)
+    team.only = settings.get("only")
+    return team
+
+
+class OwnTeam(TensorTeam):
+    """Ranks of this library."""
+
+    measures_copies = True
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.group = start_ours()
+        self.rank, self.size = self.group.rank_in_group, self.group.world_size
+
+    def about(self) -> str:
+        """Returns the route that this library takes."""
+        return self.group.explain()
+
+    def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+        group, size = self.group, self.size
+        equal = [shape[0] // size] * size
+
+        def barrier(x: Tensor) -> Tensor:
+            group.barrier()
+            return x
+
+        in_place: dict[str, Callable[[Tensor], Tensor]] = {
+            "all_reduce": group.all_reduce_,
+            "broadcast": lambda x: group.broadcast_(x, 0),
+        }
+        functional: dict[str, Callable[[Tensor], Any]] = {
+            "all_reduce": group.all_reduce,
+            "all_gather": lambda x: group.all_gather(x, -1),
+            "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
+            "broadcast": lambda x: group.broadcast(x, 0),
+            "all_to_all": group.all_to_all,
+            "barrier": barrier,
+        }
+        arguments = {
+            "dim": {"all_gather": len(shape) - 1}.get(operation, 0),
+            "output_splits": equal,
+            "input_splits": equal,
+        }
+        found = {"coordinator": Exchange(functional[operation])}
+        if operation != "barrier":
+            found["op"] = Exchange(ours_by_op(group, operation, arguments))
+        if operation in in_place:
+            op = ours_by_op(group, operation + "_", arguments)
+            found["op, in place"] = Exchange(op)
+            found["coordinator, in place"] = Exchange(in_place[operation])
+            found["symmetric op, in place"] = Exchange(op, lambda shape, dtype, device: group.empty(shape, dtype))
+        return {name: found[name] for name in OURS if name in found}
+
+
+class TorchTeam(TensorTeam):
+    """Ranks of torch.distributed over gloo, without this library."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size, self._group = start_torch()
+
+    def about(self) -> str:
+        return f"torch {torch.__version__}, gloo"
+
+    def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+        return {GLOO: Exchange(_of_torch(operation, shape, self.size, self._group))}
+
+
+class VllmTeam(TensorTeam):
+    """Ranks of vLLM's own coordinator, with its shared-memory ops."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.rank, self.size, _ = start_torch()
+        self.group = peers.vllm_group(Path(settings["vllm"]), self.rank, [list(range(self.size))])
+        self.group.all_reduce(torch.ones(1, dtype=torch.bfloat16))
+
+    def about(self) -> str:
+        return peers.VLLM
+
+    def close(self) -> None:
+        self.group.destroy()
+
+    def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
+        return _of_vllm(self.group, operation)
+
+
+TEAMS: dict[str, Callable[[dict[str, Any]], TensorTeam]] = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam}
+
+
+def start_ours(*sizes: int) -> ps.GroupCoordinator:
+    """Starts this library's default group and groups of these sizes (default: one of all ranks), and uses one once."""
+    ps.init_distributed_environment(backend="gloo")
+    ps.initialize_model_parallel(*(sizes or (ps.get_world_group().world_size,)))
+    group = ps.get_tp_group()
+    use_once(group)
+    return group
+
+
+def start_torch() -> tuple[int, int, Any]:
+    """Starts torch.distributed as engines do: the default group, another one of all ranks, a collective over it."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(size)))
+    dist.all_reduce(torch.ones(1), group=group)
+    return rank, size, group
+
+
+def use_once(group: ps.GroupCoordinator) -> None:
+    """Makes a collective and a message: a group counts its cores with the first ones, and ranks are pinned later."""
+    group.all_reduce(torch.ones(1, device=group.device))
+    group.broadcast_object(0)
+
+
+def ours_by_op(group: ps.GroupCoordinator, name: str, given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Returns the registered op as a function of its tensor; `given`: other arguments, by their names in its schema."""
+    op = getattr(torch.ops.parallel_state, name)
+    values = {"token": group._token, "reduce_op": "sum", "src": 0, "group": group._key, **given}
+    after = [values[argument.name] for argument in op.default._schema.arguments[1:]]
+    if name.endswith("_"):
+
+        def in_place(x: Tensor) -> Tensor:
+            op(x, *after)
+            return x
+
+        return in_place
+    return lambda x: op(x, *after)
+
+
+def _of_torch(operation: str, shape: tuple[int, ...], size: int, group: Any) -> Callable[[Tensor], Tensor]:
+    """Calls torch.distributed as somebody without this library would."""
+
+    def all_reduce(x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=group)
+        return x
+
+    def all_gather(x: Tensor) -> Tensor:
+        out = x.new_empty((size * shape[0], *shape[1:]))
+        _ALL_GATHER(out, x, group=group)
+        return out.view(size, *shape).movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
+
+    def reduce_scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(x.numel() // size)
+        _REDUCE_SCATTER(out, x, group=group)
+        return out
+
+    def broadcast(x: Tensor) -> Tensor:
+        dist.broadcast(x, 0, group=group)
+        return x
+
+    def all_to_all(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    def barrier(x: Tensor) -> Tensor:
+        dist.barrier(group=group)
+        return x
+
+    call: Callable[[Tensor], Tensor] = locals()[operation]
+    return call
+
+
+def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:
+    """Returns what vLLM has of its own on a CPU; the rest of its calls are torch.distributed's."""
+    if operation == "all_gather":
+        return {"vLLM": Exchange(lambda x: group.all_gather(x, -1))}
+    if operation != "all_reduce":
+        return {}
+    handle = group.device_communicator.dist_module.handle
+    op = torch.ops._C.shm_allreduce
+
+    def all_reduce(x: Tensor) -> Tensor:
+        op(handle, x)
+        return x
+
+    return {"vLLM op, in place": Exchange(all_reduce), "vLLM coordinator, in place": Exchange(group.all_reduce)}

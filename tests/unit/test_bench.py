@@ -1,0 +1,250 @@
+"""The benchmark's harness: what counts as a sample, and that no figure of a wrong answer gets out."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel_state.tools.bench import page, report
+from parallel_state.tools.bench.page import Findings
+from parallel_state.tools.bench.picture import draw
+from parallel_state.tools.bench.rounds import Plan, Row, Strangers, measure, measure_all, samples_us
+from parallel_state.tools.bench.teams import TeamError, python_path
+from parallel_state.tools.bench.worker import Timing, WrongAnswer
+
+PLAN = Plan(rounds=5, round_s=0.001)
+
+
+class FakeTeam:
+    """Two ranks that take 1 and 2 us a call; `problems` are the answers of check, call by call."""
+
+    def __init__(self, names: list[str], problems: dict[str, list[str | None]] | None = None, fails: str = "") -> None:
+        self.name = "fake"
+        self.names, self.problems, self.fails = names, problems or {}, fails
+        self.asked: list[tuple[str, Any]] = []
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        self.asked.append((method, arguments))
+        if method == self.fails:
+            raise TeamError("fake: a rank ended")
+        if method == "prepare":
+            return [self.names] * 2
+        if method == "check":
+            problems = self.problems.get(arguments[0])
+            return [None, problems.pop(0) if problems else None]
+        return [Timing(elapsed_s=us * 1e-6 * arguments[1]) for us in (1, 2)]
+
+
+def test_the_slowest_rank_counts_and_all_ranks_make_as_many_calls() -> None:
+    team = FakeTeam(["one", "other"])
+    row = measure([team], {}, PLAN)
+    assert row.us == {"one": [pytest.approx(2.0)] * 5, "other": [pytest.approx(2.0)] * 5}
+    assert row.calls["one"] == 500  # a millisecond's
+    assert [arguments[0] for method, arguments in team.asked if method == "run"][-4:] == [
+        "other",
+        "one",
+        "one",
+        "other",
+    ]
+
+
+def test_moments_give_a_sample_for_each_call() -> None:
+    timings = [Timing(starts_ns=[0, 10_000]), Timing(ends_ns=[2_000, 11_000]), Timing(ends_ns=[1_000, 15_000])]
+    assert samples_us(timings, 2) == [2.0, 5.0]
+
+
+@pytest.mark.parametrize("answers", [["off by one"], [None, "off by one"]], ids=["before", "after"])
+def test_a_wrong_answer_has_no_figures(answers: list[str | None], capsys: pytest.CaptureFixture[str]) -> None:
+    row = measure([FakeTeam(["right", "wrong"], {"wrong": answers})], {"bytes": 1024}, PLAN)
+    assert set(row.us) == {"right"}
+    assert row.wrong == {"wrong": "off by one"}
+    report.print_rows("title", [row], lambda row: "column", [("wrong", "right")])
+    printed = capsys.readouterr().out
+    assert "no figures of wrong, column: off by one" in printed
+    assert "÷" not in printed
+
+
+@pytest.mark.parametrize("method", ["prepare", "check", "run"])
+def test_a_team_that_fails_is_dropped(method: str) -> None:
+    teams = [FakeTeam(["broken"], fails=method), FakeTeam(["sound"])]
+    row = measure(teams, {}, PLAN)
+    assert set(row.us) == {"sound"}
+    assert len(teams) == 1
+    assert "a rank ended" in next(iter(row.wrong.values()))
+
+
+def test_slow_cases_get_fewer_rounds_but_three() -> None:
+    assert len(measure([FakeTeam(["one"])], {}, Plan(rounds=30, round_s=10.0, case_s=0.001)).us["one"]) == 3
+
+
+def test_what_this_process_does_is_no_strangers_work() -> None:
+    strangers, everybody = Strangers([]), Strangers([])
+    everybody.pids = []
+    everybody.before_s = everybody._others_s()
+    started, until = time.monotonic(), time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    others, all_of_it = strangers.cores(), everybody.cores()
+    assert others is not None
+    assert all_of_it is not None
+    assert all_of_it - others > 0.2 / (time.monotonic() - started)
+
+
+def test_ratios_and_percentiles() -> None:
+    row = Row({}, {"ours": [1.0, 2.0, 9.0], "peer": [4.0]})
+    assert report.ratio(row, "ours", "peer") == 0.5
+    assert report.ratio(row, "ours", "absent") is None
+    assert report.p99(range(1, 1001)) == 991
+    assert report.bandwidths("all_reduce", 1 << 20, 1048.576, 4) == (pytest.approx(1.0), pytest.approx(1.5))
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (12345.6, "12,346"), (99.44, "99.4"), (1.234, "1.23"), (0.01234, "0.0123")]
+)
+def test_figures_have_three_digits(value: float | None, shown: str) -> None:
+    assert report.figure(value) == shown
+
+
+@pytest.mark.parametrize(("size", "name"), [(1 << 10, "1 KiB"), (3 << 20, "3 MiB"), (1000, "1000 B"), (0, "0 B")])
+def test_names_of_sizes(size: int, name: str) -> None:
+    assert report.size_name(size) == name
+
+
+def test_the_json_tells_machine_and_commit(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "found.json"
+    report.write_json(file, [Row({"bytes": 1}, {"one": [1.23456]})], {"rounds": 1})
+    content = json.loads(file.read_text())
+    assert content["rows"][0]["us"] == {"one": [1.235]}
+    assert content["machine"]["processor"]
+    assert content["commit"]
+
+
+def test_a_machine_without_git_has_the_commit_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("BENCHMARK_COMMIT", raising=False)
+    assert report.commit() == "unknown"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "abc+")
+    assert report.commit() == "abc+"
+
+
+def test_folders_go_before_those_of_the_callers_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/wheels:/more")
+    assert python_path(Path("/ours")) == "/ours:/wheels:/more"
+    monkeypatch.delenv("PYTHONPATH")
+    assert python_path(Path("/ours"), Path("/own")) == "/ours:/own"
+
+
+def test_a_picture_has_a_line_for_each_candidate() -> None:
+    lines = {"ours": [(1024, 1.0), (4096, 2.0)], "peer & co": [(1024, 3.0), (4096, 5.0)]}
+    svg = draw([("title", lines), ("empty", {})], ["ours"])
+    assert svg.count("<polyline") == 2
+    assert "peer &amp; co" in svg
+    assert "4 KiB" in svg
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor"),  # nccl-tests, doc/PERFORMANCE.md, for 8 ranks
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("reduce_scatter", 0.875), ("broadcast", 1.0), ("all_to_all", 0.875)],
+)
+def test_bus_bandwidths_are_those_of_nccl_tests(operation: str, factor: float) -> None:
+    algbw, busbw = report.bandwidths(operation, 1 << 20, 1048.576, 8)
+    assert (algbw, busbw) == (pytest.approx(1.0), pytest.approx(factor))
+    assert report.nccl_bytes(operation, 1 << 20, 8) == (8 << 20 if operation == "all_gather" else 1 << 20)
+
+
+# Cases that others disturbed.
+
+
+def busy_machine(monkeypatch: pytest.MonkeyPatch, cores: list[float]) -> None:
+    """Has others use so many cores, case by case."""
+    monkeypatch.setattr(Strangers, "cores", lambda self: cores.pop(0))
+
+
+def test_a_disturbed_case_is_measured_again_and_the_quietest_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy_machine(monkeypatch, [0.0, 0.9, 0.5, 0.7, 0.05])
+    plan = Plan(rounds=3, round_s=0.001, repeat_s=60.0)
+    rows = measure_all([FakeTeam(["one"])], [{"bytes": 1}, {"bytes": 2}], plan)
+    assert [(row.strangers_cores, row.repeats) for row in rows] == [(0.0, 0), (0.05, 3)]
+    assert rows[1].case == {"bytes": 2}
+
+
+def test_a_machine_that_stays_busy_ends_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy_machine(monkeypatch, [1.0] * 4)
+    (row,) = measure_all([FakeTeam(["one"])], [{}], Plan(rounds=3, round_s=0.001, repeat_s=60.0))
+    assert (row.repeats, row.disturbed) == (3, True)
+    busy_machine(monkeypatch, [1.0])
+    (row,) = measure_all([FakeTeam(["one"])], [{}], Plan(rounds=3, round_s=0.001, repeat_s=0.0))
+    assert row.repeats == 0
+
+
+# The page.
+
+
+def findings(**changes: Any) -> Findings:
+    about = {**report.circumstances(), "settings": {"ranks": 2}, "date": "2030-01-01 00:00 UTC", "command": "bench <x>"}
+    case = {"part": "collectives", "ranks": 2, "dtype": "bfloat16", "operation": "all_gather", "bytes": 1 << 20}
+    us = {"coordinator": [1048.576] * 3, "gloo": [2097.152] * 3}
+    row = Row(case, us, strangers_cores=changes.pop("cores", 0.0), wrong=changes.pop("wrong", {}))
+    return Findings(about, [row], {"parallel_state": "route", "gloo": "gloo <1>"}, {"vLLM": "no AVX-512 & more"})
+
+
+def test_the_table_is_nccl_tests() -> None:
+    found = findings().rows
+    lines = page.table(found).splitlines()
+    assert lines[0] == "# all_gather, 2 ranks: parallel_state"
+    assert [line.split() for line in lines if not line.startswith("#") and line] == [
+        ["2097152", "524288", "bfloat16", "none", "1048.58", "2.00", "1.00", "0", "N/A", "N/A", "N/A", "N/A"],
+        ["2097152", "524288", "bfloat16", "none", "2097.15", "1.00", "0.50", "0", "N/A", "N/A", "N/A", "N/A"],
+    ]
+
+
+def test_all_reduce_of_peers_is_in_place_and_wrong_elements_are_counted() -> None:
+    found = findings(wrong={"Intel MPI": WrongAnswer.of(7, "7 are off"), "vLLM op, in place": "it raised"})
+    found.rows[0].case["operation"] = "all_reduce"
+    found.rows[0].us = {"coordinator": [1.0], "coordinator, in place": [1.0], "gloo": [1.0]}
+    figures = {(each.library, each.in_place): each.wrong for each in page.measured(found.rows[0])}
+    ours = {("parallel_state", False): 0, ("parallel_state", True): 0}
+    assert figures == {**ours, ("gloo", True): 0, ("Intel MPI", True): 7, ("vLLM", True): 1}
+    assert ("bad", "2 candidates failed or gave wrong answers: see the page's end.") in page.notices(found)
+
+
+def test_ranks_on_gpus_have_a_library_for_each_mode() -> None:
+    case = {"part": "collectives", "ranks": 8, "dtype": "bfloat16", "operation": "all_reduce", "bytes": 1024}
+    names = ("parallel_state, eager", "parallel_state, in place, eager", "nccl, graph", "torch.distributed, eager")
+    row = Row({**case, "device": "a GPU"}, {name: [1.0] for name in names})
+    assert [(each.library, each.in_place) for each in page.measured(row)] == [
+        ("parallel_state (eager)", False),
+        ("parallel_state (eager)", True),
+        ("nccl (graph)", False),
+        ("torch.distributed (eager)", True),
+    ]
+    assert page.size_of(row) == 1024
+
+
+@pytest.mark.parametrize(
+    ("cores", "said"), [(0.0, "The machine was quiet"), (1.5, "This machine was busy: others used")]
+)
+def test_the_page_says_first_whether_the_machine_was_quiet(cores: float, said: str) -> None:
+    text = page.page(findings(cores=cores))
+    assert text.index(said) < text.index("<h2>")
+    assert "left out: no AVX-512 &amp; more" in text
+    assert "bench &lt;x&gt;" in text
+    assert '<span class="faster">0.50</span>' in text
+    assert text.count("<polyline") == 4
+
+
+def test_a_report_replaces_one_of_its_own_only(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "report"
+    assert page.problem_of(folder) is None
+    page.write(folder, findings())
+    assert {each.name for each in folder.iterdir()} == set(page.FILES)
+    assert page.date_of(folder) == "2030-01-01 00:00 UTC"
+    assert page.problem_of(folder) is None
+    (folder / "report.json").write_text('{"benchmark": "another"}')
+    assert "would be overwritten" in str(page.problem_of(folder))
+    assert "is no folder" in str(page.problem_of(folder / "report.json"))
+    assert "is no folder" in str(page.problem_of(folder / "report.json" / "below"))
