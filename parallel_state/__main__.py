@@ -22,6 +22,8 @@ COMMANDS = {
         "parallel_state.tools.debug",
         "what each rank did last, by the records in a folder: who is missing",
     ),
+    "bench": ("parallel_state.tools.bench.command", "a page of latency and bandwidth beside the peers that are there"),
+    "peers": ("parallel_state.tools.bench.peers", "fetches what `bench` compares with: vLLM's CPU ops, MPIs, zmq"),
     "tune": ("parallel_state.tools.tune", "measures and proves the kernels on this machine's GPUs, for `auto`"),
 }
 """Name -> module, what it is for."""

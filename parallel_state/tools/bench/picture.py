@@ -10,7 +10,7 @@ from typing import NamedTuple
 from parallel_state.tools.bench.report import size_name
 
 WIDTH, HEIGHT = 560, 340
-LEFT, RIGHT, TOP, BOTTOM = 62, 176, 40, 40
+LEFT, RIGHT, TOP, BOTTOM = 66, 176, 44, 40
 OURS = ("#0b6e4f", "#2a9d6f", "#6cc29a", "#a3d9bf")
 PEERS = ("#c1121f", "#3a5a9b", "#8a5a9b", "#b8860b", "#5f6b76", "#2a8ca3")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
@@ -71,7 +71,7 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
         label = f"{10**power:,}" if power >= 0 else f"{10.0**power:.{-power}f}"
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dde1e6"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#57606a">{label}</text>')
-    parts.append(f'<text x="{LEFT - 6}" y="{TOP - 8}" text-anchor="end" fill="#57606a">{escape(panel.unit)}</text>')
+    parts.append(f'<text x="{LEFT - 6}" y="{TOP - 12}" text-anchor="end" fill="#57606a">{escape(panel.unit)}</text>')
     sizes = sorted({x for x, _ in points})
     for size in sizes[:: ceil(len(sizes) / 7)]:
         x, _ = place(size, 10.0**low)

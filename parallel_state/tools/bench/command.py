@@ -1,0 +1,257 @@
+"""`python -m parallel_state bench`: this library beside the peers that are there, as a page to show to a colleague.
+
+    python -m parallel_state bench --report DIR              some five minutes on two cores
+    python -m parallel_state bench --quick --report DIR      few sizes, half a minute
+
+Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, and start-up.
+Peers are gloo through torch.distributed, NCCL by itself and through torch where there are GPUs, an MPI of this Python's
+mpi4py, and what `python -m parallel_state peers setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
+ops and queue, zmq. One that can't run here is left out, and the page says why. DIR gets index.html, report.svg,
+table.txt (nccl-tests' table) and report.json; the report of an earlier run there is replaced at the end.
+
+The exit code is 1 where a candidate failed or an answer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_state.startup import environment
+from parallel_state.tools.bench import page, ranks
+from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, ROWS, VLLM
+from parallel_state.tools.bench.messages import ZMQ, case_bytes
+from parallel_state.tools.bench.page import Findings
+from parallel_state.tools.bench.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
+from parallel_state.tools.bench.report import circumstances
+from parallel_state.tools.bench.rounds import Plan, Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
+
+PROGRAM = "python -m parallel_state bench"
+PARTS = ("collectives", "messages", "start-up")
+SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
+QUICK_SIZES = tuple(1 << power for power in (10, 13, 16, 20))
+QUICK_OPERATIONS = ("all_reduce", "all_gather")
+ONLY = ("coordinator, in place", "coordinator", "symmetric op, in place", GLOO, "vLLM op, in place", VLLM)
+"""Of candidates of one library, those that the page shows."""
+PLAN = Plan(rounds=30, round_s=0.005, case_s=4.0, repeat_s=90.0)
+QUICK_PLAN = Plan(rounds=10, round_s=0.002, case_s=0.5, repeat_s=6.0)
+STARTS = 5
+MODULES = "parallel_state.tools.bench"
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, formatter_class=formatter)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--report", type=Path, metavar="DIR", help="where the page goes; without it, the table only")
+    parser.add_argument("--quick", action="store_true", help="few sizes and rounds, to see that it works")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--ranks", type=int, help="default: as many as GPUs, or cores, from 2 to 4")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the collectives")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank gives (on GPUs as nccl-tests count)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--peers", type=Path, default=DEFAULT, metavar="DIR", help=f"where `{SETUP}` put them")
+    parser.add_argument("--no-peers", action="store_true", help="torch.distributed only")
+    options = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    if options.device == "cuda" and not gpus:
+        parser.error("--device cuda: torch finds no GPU")
+    options.device = "cuda" if gpus else "cpu"
+    options.ranks = options.ranks or max(2, min(4, gpus or cores))
+    if not 2 <= options.ranks <= 64:
+        parser.error(f"--ranks must be from 2 to 64, but is {options.ranks}")
+    if any(size < 1 for size in options.sizes or ()):
+        parser.error(f"--sizes must be positive, but are {options.sizes}")
+    if environment.detect(rendezvous=False).world_size > 1:
+        parser.error("it starts ranks of its own; under torchrun there is benchmarks/collectives.py in a checkout")
+    if options.report is not None and (problem := page.problem_of(options.report)) is not None:
+        parser.error(f"--report: {problem}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(words)
+    findings = Findings(
+        {
+            **circumstances(),
+            "settings": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            "command": " ".join([PROGRAM, *_without_paths(words)]),
+        }
+    )
+    try:
+        Bench(options, findings).run()
+    except KeyboardInterrupt:
+        findings.interrupted = True
+        print("interrupted", file=sys.stderr)
+    print(page.table(findings.part("collectives")), end="")
+    for _, text in page.notices(findings):
+        print(text)
+    for name, reason in findings.left_out.items():
+        print(f"left out: {name}: {reason}")
+    if options.report is not None:
+        _write(options.report, findings)
+    if findings.interrupted:
+        return 130
+    return 1 if findings.wrong else 0
+
+
+def _without_paths(words: Sequence[str]) -> list[str]:
+    """Returns the arguments as a page for others shows them."""
+    after = ("", *words)
+    return ["DIR" if before in ("--report", "--peers") else word for before, word in zip(after, words, strict=False)]
+
+
+def _write(folder: Path, findings: Findings) -> None:
+    """Writes the page; an earlier report isn't given up for a run that was interrupted."""
+    before = page.date_of(folder)
+    if findings.interrupted and (before is not None or not findings.rows):
+        print(f"nothing was written to {folder}" + (f": the report of {before} stays" if before else ""))
+        return
+    page.write(folder, findings)
+    print(f"{folder / 'index.html'}" + (f" (replaced the report of {before})" if before else ""))
+
+
+class Bench:
+    """One run: chooses the libraries, and adds what it finds to the findings as it comes."""
+
+    def __init__(self, options: argparse.Namespace, findings: Findings) -> None:
+        self.options, self.findings = options, findings
+        self.plan = QUICK_PLAN if options.quick else PLAN
+        self.peers = Peers(options.peers.resolve(), with_own_mpi=not options.no_peers)
+        self.settings = {"vllm": str(self.peers.root), "site": str(self.peers.site), "only": ONLY}
+        self.starts: dict[str, list[float]] = {}
+
+    def run(self) -> None:
+        if self.options.no_peers:
+            self.findings.left_out["vLLM, zmq, MPI"] = "--no-peers"
+        else:
+            for name in self.peers.missing():
+                self.findings.left_out[name] = f"not there: {SETUP}"
+        try:
+            if "collectives" in self.options.parts:
+                if self.options.device == "cuda":
+                    self.collectives_on_gpus()
+                else:
+                    self.collectives()
+            if "messages" in self.options.parts:
+                self.messages()
+            if "start-up" in self.options.parts:
+                self.start_up()
+        finally:
+            if self.starts and "start-up" in self.options.parts:
+                case = {"part": "start-up", "ranks": self.options.ranks}
+                self.findings.rows.append(Row(case, us=self.starts))
+
+    def collectives(self) -> None:
+        ranks_, dtype = self.options.ranks, self.options.dtype
+        unit = ROWS * ranks_ * page.ITEM_BYTES[dtype]  # what the candidates' shapes are rounded to
+        wanted = self.options.sizes or (QUICK_SIZES if self.options.quick else SIZES)
+        sizes = list(dict.fromkeys(max(unit, size // unit * unit) for size in wanted))
+        operations = self.options.operations or (QUICK_OPERATIONS if self.options.quick else OPERATIONS)
+        common = {"part": "collectives", "ranks": ranks_, "dtype": dtype, "loop": "tight"}
+        cases = [
+            {**common, "operation": operation, "bytes": size}
+            for operation in operations
+            for size in ([0] if operation == "barrier" else sizes)
+        ]
+        self._measure(self._teams_of_collectives(), cases)
+
+    def collectives_on_gpus(self) -> None:
+        """Has ranks on GPUs time each communicator themselves: NCCL, ours and torch's. Not run on a GPU."""
+        options = argparse.Namespace(**vars(self.options))
+        options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
+        options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
+        options.operations = [
+            each
+            for each in self.options.operations or (QUICK_OPERATIONS if self.options.quick else ranks.OPERATIONS)
+            if each in ranks.OPERATIONS
+        ]
+        options.sizes = self.options.sizes or (QUICK_SIZES if self.options.quick else ranks.SIZES)
+        with tempfile.TemporaryDirectory(prefix="bench_") as folder:
+            options.json = Path(folder) / "found.json"
+            try:
+                ranks.main(options)
+            finally:
+                if options.json.exists():  # whatever was measured until it ended
+                    content = json.loads(options.json.read_text())
+                    self.findings.used[OWN] = content["settings"]["route"]
+                    self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"
+                    for row in content["rows"]:
+                        case = {**row.pop("case"), "part": "collectives", "device": content["settings"]["device"]}
+                        self.findings.rows.append(ranks.RankRow(case, **row))
+
+    def messages(self) -> None:
+        common = {"part": "messages", "readers": self.options.ranks - 1, "idle_ms": 0, "most_calls": 60}
+        objects = ("1 KB", "10 KB") if self.options.quick else ("1 KB", "10 KB", "1 MB many", "1 MB blob")
+        cases = [{**common, "kind": "object", "what": what} for what in objects]
+        if not self.options.quick:
+            cases.append({**cases[0], "idle_ms": 5, "most_calls": 10})
+        cases += [{**common, "kind": kind, "what": "decode"} for kind in ("pipeline", "broadcast")]
+        cases += [{**common, "kind": kind, "what": "prefill"} for kind in ("pipeline", "broadcast")]
+        # A pipeline's transfer is between two ranks: its readers are those of two.
+        cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
+        for case in cases:
+            case["bytes"] = case_bytes(case["kind"], case["what"])
+        names = [OWN, GLOO, *self._vllm(), *([ZMQ] if self._wants_peers and self.peers.site is not None else [])]
+        self._measure([self._team(name, "messages") for name in names], cases)
+
+    def start_up(self) -> None:
+        """Starts everybody again, as often as samples are missing; each start is checked by its first collective."""
+        while self.starts and min(map(len, self.starts.values())) < (1 if self.options.quick else STARTS):
+            self._measure(self._teams_of_collectives(), [])
+        if not self.starts:
+            self._measure(self._teams_of_collectives(), [])
+
+    @property
+    def _wants_peers(self) -> bool:
+        return not self.options.no_peers
+
+    def _vllm(self) -> list[str]:
+        if not self._wants_peers or self.peers.vllm is None:
+            return []
+        if self.options.ranks not in SIZES_OF_VLLM:
+            self.findings.left_out[VLLM] = f"its CPU ops know {SIZES_OF_VLLM} ranks, but not {self.options.ranks}"
+            return []
+        return [VLLM]
+
+    def _team(self, name: str, module: str, **named: Any) -> Team:
+        return Team(name, f"{MODULES}.{module}", self.options.ranks, self.settings, **named)
+
+    def _teams_of_collectives(self) -> list[Team]:
+        teams = [self._team(name, "collectives") for name in (OWN, GLOO, *self._vllm())]
+        for mpi in self.peers.mpis if self._wants_peers else ():
+            launcher = mpi.command(self.peers.root, self.options.ranks, [])
+            teams.append(self._team(mpi.name, "mpi", launcher=launcher, environment=mpi.environment()))
+        return teams
+
+    def _measure(self, teams: Sequence[Team], cases: Sequence[dict[str, Any]]) -> None:
+        """Adds the rows to the findings as they come, so that an interrupted run has what there was."""
+        before = list(self.findings.rows)
+
+        def keep(rows: list[Row]) -> None:
+            self.findings.rows[:] = [*before, *rows]
+
+        with started(teams, self.findings.left_out) as ready:
+            for team in ready:
+                if (team.name != ZMQ and cases and cases[0]["part"] == "collectives") or not cases:
+                    self.starts.setdefault(team.name, []).append(team.start_s * 1e6)
+                if cases and cases[0]["part"] == "collectives":
+                    self.findings.used[team.name] = str(team.ask("about")[0])
+                self.findings.used.setdefault(team.name, "messages only")
+            share = replace(self.plan, repeat_s=self.plan.repeat_s / 2) if len(self.options.parts) > 1 else self.plan
+            keep(measure_all(ready, cases, share, keep))

@@ -1,0 +1,117 @@
+"""`python -m parallel_state bench` as a user starts it: a page, whatever fails; times are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_state.tools.bench import page
+from parallel_state.tools.bench.messages import KINDS
+from parallel_state.tools.bench.page import FILES
+from parallel_state.tools.bench.peers import VLLM_TORCH
+from tests.unit.test_bench import findings
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+COMMAND = [sys.executable, "-m", "parallel_state", "bench"]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)} | changes
+
+
+def run(*arguments: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.__version__.startswith(VLLM_TORCH), reason="a peer for another torch isn't started")
+def test_a_quick_page_without_a_peer_that_cannot_run(tmp_path: Path) -> None:
+    """The peer's package is there and its processes end as one does that lacks an instruction; the others go on."""
+    package = tmp_path / "peers" / "vllm" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    folder = tmp_path / "deep" / "report"
+    arguments = ("--quick", "--ranks", 2, "--sizes", 1000, 65536, "--operations", "all_reduce", "reduce_scatter")
+    done = run(*arguments, "--peers", tmp_path / "peers", "--report", folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {each.name for each in folder.iterdir()} == set(FILES)
+    content = json.loads((folder / "report.json").read_text())
+    assert "SIGILL" in content["left_out"]["vLLM"]
+    assert {"parallel_state", "gloo"} <= content["used"].keys()
+    cases = [(row["case"]["operation"], row["case"]["bytes"]) for row in content["rows"] if "operation" in row["case"]]
+    assert cases == [("all_reduce", 992), ("all_reduce", 65536), ("reduce_scatter", 992), ("reduce_scatter", 65536)]
+    for row in content["rows"]:
+        assert row["wrong"] == {}
+        assert {"parallel_state", "gloo"} <= row["us"].keys() or {"coordinator", "gloo"} <= row["us"].keys()
+    assert {row["case"]["kind"] for row in content["rows"] if row["case"]["part"] == "messages"} == set(KINDS)
+    assert content["rows"][-1]["case"]["part"] == "start-up"
+    text = (folder / "index.html").read_text()
+    assert "SIGILL" in text[text.index("left out: ") :]
+    assert text.count("<polyline") > 10
+    assert str(tmp_path) not in (folder / "report.json").read_text()
+    table = (folder / "table.txt").read_text()
+    assert "# reduce_scatter, 2 ranks: gloo" in table
+    assert table in done.stdout
+
+
+@pytest.mark.slow
+def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None:
+
+    page.write(tmp_path, findings())
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    command = [*COMMAND, "--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    workers: list[int] = []
+    deadline = time.monotonic() + 120
+    while len(workers) < 4 and time.monotonic() < deadline:
+        time.sleep(0.2)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        workers = [int(pid) for pid in children.read_text().split()]
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "the report of 2030-01-01 00:00 UTC stays" in said
+    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--report", "setup.py"), "--report: setup.py is no folder"),
+        (("--ranks", "1"), "--ranks must be from 2 to 64, but is 1"),
+        (("--sizes", "0"), "--sizes must be positive"),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, tuple) else "",
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_of_a_launcher_are_refused() -> None:
+    done = run(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    assert done.returncode == 2
+    assert "it starts ranks of its own" in done.stderr
