@@ -23,7 +23,7 @@ class FakeTeam:
     """Two ranks that take 1 and 2 us a call; `problems` are the answers of check, call by call."""
 
     def __init__(self, names: list[str], problems: dict[str, list[str | None]] | None = None, fails: str = "") -> None:
-        self.name = "fake"
+        self.name, self.pids = "fake", []
         self.names, self.problems, self.fails = names, problems or {}, fails
         self.asked: list[tuple[str, Any]] = []
 

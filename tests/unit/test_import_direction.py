@@ -20,6 +20,8 @@ ROOMS = {LOWER: LOWER_ROOMS, UPPER: UPPER_ROOMS}
 
 MAY_PICKLE = ("parallel_state/messages/codec/values.py", "parallel_state/launch/")
 """By the caller's explicit `allow_pickle`; and a function for the processes that `launch` itself starts."""
+MEASURES_PICKLING = "parallel_state/tools/bench/messages.py"
+"""Times torch's own way of sending objects, between processes that it starts itself."""
 
 
 class Source(NamedTuple):
@@ -182,7 +184,7 @@ def test_no_pickle_but_where_the_caller_asked_for_it() -> None:
     unpicklers = {"broadcast_object_list", "all_gather_object", "scatter_object_list", "recv_object_list", "load"}
     for source in SOURCES:
         assert not picklers & tops_of(source) or source.name.startswith(MAY_PICKLE), source.name
-        for node in ast.walk(source.tree):
+        for node in ast.walk(source.tree) if source.name != MEASURES_PICKLING else ():
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 assert node.value.id not in ("dist", "torch") or node.attr not in unpicklers, source.name
 

@@ -11,8 +11,8 @@ from parallel_state.tools.bench.report import size_name
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 66, 176, 44, 40
-OURS = ("#0b6e4f", "#2a9d6f", "#6cc29a", "#a3d9bf")
-PEERS = ("#c1121f", "#3a5a9b", "#8a5a9b", "#b8860b", "#5f6b76", "#2a8ca3")
+OURS = ("#0b6e4f", "#2a9d6f", "#66a61e", "#8c9a12")
+PEERS = ("#c1121f", "#3a5a9b", "#8a5a9b", "#b8860b", "#d2691e", "#2a8ca3", "#5f6b76", "#b05a9b")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 
