@@ -157,11 +157,18 @@ class Team:
         told = [_ending(code) for code in codes if code is not None]
         return f" ({', '.join(dict.fromkeys(told))})" if told else ""
 
-    def close(self) -> None:
-        """Hangs up, gives the processes some seconds, and kills what is left of them."""
+    def hang_up(self) -> None:
+        """Lets ranks that wait for orders end, and ends those that haven't come so far."""
         for connection in self._connections:
             connection.close()
         self._socket.close()
+        for process in self._processes:
+            if not self.start_s and process.poll() is None:
+                os.kill(process.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """Hangs up, gives the processes some seconds, and kills what is left of them."""
+        self.hang_up()
         deadline = time.monotonic() + END_S
         for process in self._processes:
             try:
@@ -203,6 +210,8 @@ def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> It
             ready = [team for team in ready if _succeeds(step, team, left_out)]
         yield ready
     finally:
+        for team in teams:
+            team.hang_up()  # all at once, as each may take its seconds
         for team in teams:
             team.close()
         signal.signal(signal.SIGTERM, before)

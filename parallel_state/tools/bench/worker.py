@@ -13,6 +13,7 @@ out. The team it makes has `rank` and `size`, and these methods, which every ran
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -92,17 +93,22 @@ def serve(connection: Connection, team: Any) -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    while True:
-        try:
-            method, arguments = connection.recv()
-        except EOFError:
-            return
+    while (order := _receive(connection)) is not None:
+        method, arguments = order
         try:
             reply = ("done", getattr(team, method)(*arguments))
         except Exception:
             reply = ("failed", traceback.format_exc())
-        connection.send(reply)
+        with contextlib.suppress(ConnectionError):
+            connection.send(reply)
         gc.collect()
+
+
+def _receive(connection: Connection) -> Any:
+    """Returns what the other side sent, or None if it has hung up."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        return connection.recv()
+    return None
 
 
 def _import(module: str) -> ModuleType:
@@ -119,21 +125,23 @@ def main() -> None:
     channel = socket.socket(socket.AF_UNIX)
     channel.connect(address)
     connection = Connection(channel.detach())
-    settings = connection.recv()
+    settings = _receive(connection)
+    if settings is None:
+        return
     try:
         module = _import(module_name)
         if hasattr(module, "load"):
             module.load(name, settings)
         connection.send(("loaded", os.getpid()))
-        connection.recv()
+        if _receive(connection) is None:
+            return
         team = module.make(name, settings)
         connection.send(("made", team.rank))
         if settings["pin"]:
             pin(team.rank, team.size, settings["cores"])
-    except EOFError:
-        return
     except Exception:
-        connection.send(("failed", traceback.format_exc()))
+        with contextlib.suppress(ConnectionError):
+            connection.send(("failed", traceback.format_exc()))
         return
     serve(connection, team)
     connection.close()
