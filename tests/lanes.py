@@ -31,6 +31,8 @@ SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
 NO_TESTS = 5
 """pytest's exit code where nothing was collected, or -k left nothing over: no failure of one lane among several."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""The lanes have the cores among them."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 _STEP_S = 0.2
 
@@ -85,6 +87,7 @@ class Run:
                 [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
                 preexec_fn=lambda: os.nice(lane.niceness),
+                env={**ONE_THREAD, **os.environ},
             )  # fmt: skip
 
     @property
