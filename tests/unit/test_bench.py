@@ -212,17 +212,20 @@ def test_all_reduce_of_peers_is_in_place_and_wrong_elements_are_counted() -> Non
     assert ("bad", "2 candidates failed or gave wrong answers: see the page's end.") in page.notices(found)
 
 
-def test_ranks_on_gpus_have_a_library_for_each_mode() -> None:
+def test_ranks_on_gpus_have_a_table_for_each_mode() -> None:
     case = {"part": "collectives", "ranks": 8, "dtype": "bfloat16", "operation": "all_reduce", "bytes": 1024}
-    names = ("parallel_state, eager", "parallel_state, in place, eager", "nccl, graph", "torch.distributed, eager")
+    names = ("parallel_state, eager", "parallel_state, in place, eager", "nccl, eager", "torch.distributed, eager")
     row = Row({**case, "device": "a GPU"}, {name: [1.0] for name in names})
-    assert [(each.library, each.in_place) for each in page.measured(row)] == [
-        ("parallel_state (eager)", False),
-        ("parallel_state (eager)", True),
-        ("nccl (graph)", False),
-        ("torch.distributed (eager)", True),
+    assert [(each.library, each.mode, each.in_place) for each in page.measured(row)] == [
+        ("parallel_state", "eager", False),
+        ("parallel_state", "eager", True),
+        ("nccl", "eager", False),
+        ("torch.distributed", "eager", True),
     ]
     assert page.size_of(row) == 1024
+    heads = [line for line in page.table([row]).splitlines() if "ranks" in line]
+    assert heads[0] == "# all_reduce, 8 ranks: parallel_state, eager"
+    assert len(heads) == 3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from parallel_state.tools.bench.collectives import OWN
 from parallel_state.tools.bench.messages import COPY, WITH_SPEC
 from parallel_state.tools.bench.picture import Panel, draw
+from parallel_state.tools.bench.ranks import TORCH
 from parallel_state.tools.bench.report import bandwidths, dumps, figure, nccl_bytes, p50, p99, size_name
 from parallel_state.tools.bench.rounds import Row
 
@@ -66,6 +67,8 @@ class Measured(NamedTuple):
     in_place: bool
     us: list[float]
     wrong: int = 0
+    mode: str = ""
+    """Eager, compiled or graph, where ranks on GPUs have several."""
 
 
 def describe(case: Mapping[str, Any]) -> str:
@@ -79,11 +82,19 @@ def measured(row: Row) -> Iterator[Measured]:
     for name in [*row.us, *row.wrong]:
         base, _, mode = name.rpartition(", ") if "device" in row.case else (name, "", "")
         plain = base.removesuffix(", in place")
-        peers_way = plain not in LIBRARIES and row.case["operation"] in WITHOUT_OUTPUT and mode in ("", "eager")
-        in_place = plain != base or (peers_way and not plain.startswith(OWN))
-        library = LIBRARIES.get(plain, plain) + (f" ({mode})" if mode else "")
+        # On GPUs carriers give new tensors, all but torch's eager calls; elsewhere peers work in place where they can.
+        peers_way = (plain, mode) == (TORCH, "eager") if mode else plain not in LIBRARIES
+        in_place = plain != base or (peers_way and row.case["operation"] in WITHOUT_OUTPUT)
         wrong = getattr(row.wrong.get(name), "elements", 0) or int(name in row.wrong)
-        yield Measured(library, in_place, row.us.get(name, []), wrong)
+        yield Measured(LIBRARIES.get(plain, plain), in_place, row.us.get(name, []), wrong, mode)
+
+
+def by_operation(rows: Sequence[Row]) -> Iterator[tuple[str, str, list[tuple[Row, list[Measured]]]]]:
+    """Gives operation, mode, and their rows with what was measured in this mode."""
+    for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
+        found = [(row, list(measured(row))) for row in rows if row.case["operation"] == operation]
+        for mode in dict.fromkeys(each.mode for _, several in found for each in several):
+            yield operation, mode, [(row, [each for each in several if each.mode == mode]) for row, several in found]
 
 
 def size_of(row: Row) -> int:
@@ -99,11 +110,10 @@ def size_of(row: Row) -> int:
 def table(rows: Sequence[Row]) -> str:
     """Returns nccl-tests' table of each operation and library."""
     parts = []
-    for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
-        chosen = [row for row in rows if row.case["operation"] == operation]
-        for library in dict.fromkeys(each.library for row in chosen for each in measured(row)):
-            lines = [_line(row, [each for each in measured(row) if each.library == library]) for row in chosen]
-            head = f"# {operation}, {chosen[0].case['ranks']} ranks: {library}\n"
+    for operation, mode, chosen in by_operation(rows):
+        for library in dict.fromkeys(each.library for _, found in chosen for each in found):
+            lines = [_line(row, [each for each in found if each.library == library]) for row, found in chosen]
+            head = f"# {operation}, {chosen[0][0].case['ranks']} ranks: {library}{mode and f', {mode}'}\n"
             parts.append(head + HEAD + "".join(line for line in lines if line))
     return "\n".join(parts)
 
@@ -142,20 +152,19 @@ def _line(row: Row, found: Sequence[Measured]) -> str:
 def pictures(findings: Findings) -> str:
     """Returns the SVG: latency and bus bandwidth of each operation over size, then messages."""
     panels: list[Panel] = []
-    rows = findings.part("collectives")
-    for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
-        chosen = [row for row in rows if row.case["operation"] == operation]
-        samples: dict[str, list[tuple[int, list[float], int]]] = {}
-        for row in chosen:
-            for each in measured(row):
+    for operation, mode, chosen in by_operation(findings.part("collectives")):
+        samples: dict[str, list[tuple[int, list[float]]]] = {}
+        for row, several in chosen:
+            for each in several:
                 if each.us:
                     name = each.library + ", in place" * (each.in_place and each.library == OWN)
-                    samples.setdefault(name, []).append((size_of(row), each.us, row.case["ranks"]))
-        title = f"{operation}, {chosen[0].case['ranks']} ranks"
-        panels.append(_latency(f"{title}: latency", {name: [each[:2] for each in s] for name, s in samples.items()}))
+                    samples.setdefault(name, []).append((size_of(row), each.us))
+        ranks = chosen[0][0].case["ranks"]
+        title = f"{operation}, {ranks} ranks{mode and f', {mode}'}"
+        panels.append(_latency(f"{title}: latency", samples))
         speeds = {
-            name: [(size, bandwidths(operation, size, p50(us), ranks)[1]) for size, us, ranks in found]
-            for name, found in samples.items()
+            name: [(size, bandwidths(operation, size, p50(us), ranks)[1]) for size, us in of_sizes]
+            for name, of_sizes in samples.items()
         }
         panels.append(Panel(f"{title}: bus bandwidth", speeds, "GB/s"))
     messages = [row for row in findings.part("messages") if not row.case["idle_ms"]]
@@ -279,21 +288,19 @@ def _figures(row: Row, title: str, unit_us: float = 1.0) -> str:
 
 def _ratios(rows: Sequence[Row]) -> list[str]:
     found = []
-    for operation in dict.fromkeys(row.case["operation"] for row in rows if row.case["operation"] != "barrier"):
-        chosen = [row for row in rows if row.case["operation"] == operation]
+    for operation, mode, chosen in by_operation(rows):
         lines: dict[str, list[str]] = {}
-        for at, row in enumerate(chosen):
-            figures = {(each.library, each.in_place): p50(each.us) for each in measured(row) if each.us}
+        for at, (_, several) in enumerate(chosen):
+            figures = {(each.library, each.in_place): p50(each.us) for each in several if each.us}
             for (library, in_place), us in figures.items():
-                mode = f" ({library.rpartition(' (')[2]}" if "device" in row.case else ""
-                ours = figures.get((OWN + mode, in_place))
+                ours = figures.get((OWN, in_place))
                 if ours is not None and not library.startswith(OWN):
                     cells = lines.setdefault(library, ["–"] * len(chosen))
                     cells[at] = _ratio_cell(ours / us)
-        sizes = [size_name(size_of(row)) for row in chosen]
+        sizes = [size_name(size_of(row)) for row, _ in chosen]
         if lines:
             table_rows = [(escape(library), *cells) for library, cells in lines.items()]
-            found.append(_html_table((escape(operation), *sizes), table_rows))
+            found.append(_html_table((escape(f"{operation}{mode and f', {mode}'}"), *sizes), table_rows))
     return found
 
 
