@@ -345,7 +345,7 @@ def _package(name: str) -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    from device_communicators.machine.topology_reading import read_topology
+    from device_communicators.machine.topology import read_topology
 
     topology = read_topology()
     if topology.problem:
@@ -357,7 +357,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _driver() -> Any:
-    from device_communicators.machine.topology_reading import read_topology
+    from device_communicators.machine.topology import read_topology
 
     return read_topology().driver_version
 
@@ -369,9 +369,9 @@ def _nccl() -> str:
 
 
 def _nvrtc() -> str:
-    from device_communicators.cuda import build as cuda_build
+    from device_communicators.peer import kernels as peer_kernels
 
-    return "{}.{}".format(*cuda_build.nvrtc_version())
+    return "{}.{}".format(*peer_kernels.nvrtc_version())
 
 
 def _cuda() -> dict[str, Any]:
@@ -412,12 +412,12 @@ def compiled() -> dict[str, Any]:
     import torch
 
     from device_communicators.cpu import native
-    from device_communicators.cuda import build as cuda_build
+    from device_communicators.peer import kernels as peer_kernels
 
     found: dict[str, Any] = {}
     for name, build in {
         "C++ part": native.load,
-        "kernels": lambda: cuda_build.cubin("sm_{}{}".format(*torch.cuda.get_device_capability())),
+        "kernels": lambda: peer_kernels.cubin("sm_{}{}".format(*torch.cuda.get_device_capability())),
     }.items():
         started = time.monotonic()
         build()

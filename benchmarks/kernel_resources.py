@@ -13,7 +13,7 @@ import json
 import re
 from pathlib import Path
 
-from device_communicators.cuda import build as cuda_build
+from device_communicators.peer import kernels as peer_kernels
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
@@ -44,11 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args()
-    version = cuda_build.nvrtc_version()
+    version = peer_kernels.nvrtc_version()
     tables = {}
     for arch in ARCHITECTURES:
         log = io.StringIO()
-        cubin = cuda_build.compile_kernels(arch, log=log)
+        cubin = peer_kernels.compile_kernels(arch, log=log)
         tables[arch] = read(log.getvalue())
         print(f"{arch}: NVRTC {version[0]}.{version[1]}, a cubin of {len(cubin) >> 10} KiB")
         print(f"  {'kernel':36s} registers  spilled  stack  shared memory")

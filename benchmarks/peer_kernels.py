@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from peer_kernels_ranks import APART, FUSED, TOGETHER, EmulatedMachine, GpuMachine, KernelTeam, Machine, Others
 
-from device_communicators.cuda.driver import KernelError
 from device_communicators.peer.group import DTYPES
+from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench.devices import Clock, describe

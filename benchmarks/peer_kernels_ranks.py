@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.cuda.driver import (
+from device_communicators.peer.device import HostWords
+from device_communicators.peer.group import DTYPES
+from device_communicators.peer.kernels import (
     MAX_BLOCKS,
     MAX_RANKS,
     PACKETS_OFFSET,
@@ -39,8 +41,6 @@ from device_communicators.cuda.driver import (
     norm_grid,
     read_report,
 )
-from device_communicators.peer.device import HostWords
-from device_communicators.peer.group import DTYPES
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, captured
 from parallel_state.tools.bench.teams import TeamError

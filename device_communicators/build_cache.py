@@ -1,6 +1,6 @@
 """The user's cache of compiled code: its folder, who may write there, one process at a time, and a seal on each file.
 
-What is compiled, and how, is the business of `cpu.native` and `cuda.build`.
+What is compiled, and how, is the business of `cpu.native` and `peer.kernels`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ import torch
 
 from device_communicators import settings
 from device_communicators.routing.communicator import Communicator, GroupContext
-from device_communicators.routing.paths import OP, Paths
-from device_communicators.routing.route import Route
+from device_communicators.routing.route import OP, Paths, Route
 
 logger = logging.getLogger("parallel_state")
 
@@ -85,12 +84,14 @@ def _no_nccl_group(context: GroupContext) -> str | None:
 
 def _no_nccl(context: GroupContext) -> str | None:
     from device_communicators.cuda import nccl_library
-    from device_communicators.peer import measured
+    from device_communicators.peer import thresholds as peer_thresholds
 
     if settings.NCCL.get() == "off":
         return f"{settings.NCCL.name} is off"
-    if settings.NCCL.get() == "auto" and (reason := measured.local_refusal(context, settings.NCCL.name)) is not None:
-        return reason
+    if settings.NCCL.get() == "auto":
+        reason = peer_thresholds.local_refusal(context, settings.NCCL.name)
+        if reason is not None:
+            return reason
     try:
         nccl_library.load()
     except nccl_library.NcclUnavailableError as error:
@@ -101,16 +102,16 @@ def _no_nccl(context: GroupContext) -> str | None:
 def _unmeasured_nccl(context: GroupContext) -> str | None:
     if settings.NCCL.get() != "auto":
         return None
-    from device_communicators.peer import measured
+    from device_communicators.peer import thresholds as peer_thresholds
 
-    row = measured.agreed_row(context, settings.NCCL.name)
+    row = peer_thresholds.agreed_row(context, settings.NCCL.name)
     if isinstance(row, str):
         return row
     return None if row.own_nccl else f"{settings.NCCL.name} is auto, and torch's NCCL was faster here ({row.source})"
 
 
 def _no_peers(context: GroupContext) -> str | None:
-    from device_communicators.cuda.driver import MAX_RANKS
+    from device_communicators.peer.kernels import MAX_RANKS
 
     if context.size > MAX_RANKS:
         return f"it has {context.size} ranks, and kernels in peer memory are for {MAX_RANKS} at most"
@@ -118,21 +119,20 @@ def _no_peers(context: GroupContext) -> str | None:
 
 
 def _no_peer_memory(context: GroupContext) -> str | None:
-    from device_communicators.cuda import build as cuda_build
-    from device_communicators.cuda.driver import KernelError
-    from device_communicators.peer import measured
+    from device_communicators.peer import kernels as peer_kernels
+    from device_communicators.peer import thresholds as peer_thresholds
 
     if settings.PEER_MEMORY.get() == "off":
         return f"{settings.PEER_MEMORY.name} is off"
     if settings.PEER_MEMORY.get() == "auto":
-        reason = measured.local_refusal(context, settings.PEER_MEMORY.name)
+        reason = peer_thresholds.local_refusal(context, settings.PEER_MEMORY.name)
         if reason is not None:
             if context.rank == 0:
-                measured.tell_once(settings.PEER_MEMORY.name)
+                peer_thresholds.warn_once(settings.PEER_MEMORY.name)
             return reason
     try:
-        cuda_build.nvrtc_version()
-    except KernelError as error:
+        peer_kernels.nvrtc_version()
+    except peer_kernels.KernelError as error:
         return str(error)
     return None
 
@@ -156,7 +156,7 @@ CATALOG: tuple[Row, ...] = (
         "simulated", "device_communicators.routing.simulated", "SimulatedCommunicator",
         Paths("registered op, copies", "the same op", "recorded"), simulated=True,
     ),
-    Row("fake", "device_communicators.process_group.fake", "FakeGroupCommunicator", fake=True),
+    Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),
     Row(
         "shared_memory", "device_communicators.cpu.shared_memory", "SharedMemoryCommunicator",
         partial=True, unfit=_no_shared_memory,
@@ -189,7 +189,7 @@ CATALOG: tuple[Row, ...] = (
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """The route of a group; every rank of the group calls it, in the same order of groups.
+    """Returns the route of a group; every rank of the group calls it, in the same order of groups.
 
     A group of one rank has no communicators: its operations end in the coordinator.
     """
@@ -241,7 +241,7 @@ def _other_device(context: GroupContext, row: Row) -> str | None:
 
 
 def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None]) -> list[str | None]:
-    """A row with a probe stays only where that finds nothing on every rank."""
+    """Drops rows whose probe finds something on any rank."""
     probed = [i for i, row in enumerate(rows) if row.probe is not None and reasons[i] is None]
     if not probed:
         return reasons

@@ -32,7 +32,9 @@ What does not belong here: anything that decides *when* to raise.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 
 class ParallelStateError(Exception):
@@ -84,7 +86,7 @@ class ForkedError(UsageError, RuntimeError):
 
 
 class ConfigMismatchError(UsageError, ValueError):
-    """What was asked for differs from what exists, or from what another rank asked for."""
+    """A request differs from what exists, or from what another rank asked for."""
 
 
 class CommunicationError(ParallelStateError, RuntimeError):
@@ -118,10 +120,10 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.timeout_s = timeout_s
 
     def __str__(self) -> str:
-        """The message, with those facts that weren't known where it was written."""
+        """Returns the message, with those facts that weren't known where it was written."""
         text = super().__str__()
         known = ((f"number {self.sequence}", self.sequence), (f"timeout {self.timeout_s or 0:g} s", self.timeout_s))
-        added = [told for told, fact in known if fact is not None and told not in text]
+        added = [words for words, fact in known if fact is not None and words not in text]
         return f"{text} ({', '.join(added)})" if added else text
 
 
@@ -177,8 +179,40 @@ class LaunchError(ParallelStateError, RuntimeError):
         self.exit_code = exit_code
 
 
+LOST = "The group can't be used further"
+
+
+class GroupMember:
+    """Base of what knows a group and this process' rank in it: makes the group's errors, with these facts."""
+
+    name: str
+    rank: int
+    timeout_s: float
+
+    def failure(
+        self, kind: type[Failure], text: str, operation: str | None, *, started: float | None = None, **facts: Any
+    ) -> Failure:
+        """Returns an error of the group; `started`, when the operation began, gives it elapsed time and timeout."""
+        if started is not None:
+            facts = {"elapsed_s": time.monotonic() - started, "timeout_s": self.timeout_s, **facts}
+        return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)
+
+    def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
+        """Returns the error for ranks in different calls; `what` names the calls, `suspects` global ranks."""
+        advice = "make the same calls in the same order on every rank"
+        text = f"{operation} of {self} met another call: {what}. {LOST}; {advice}"
+        return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)
+
+    def destroyed(self) -> GroupDestroyedError:
+        """Returns the error for a call after the group's end."""
+        return GroupDestroyedError(f"{self} was destroyed; take the group anew from its getter")
+
+
+Failure = TypeVar("Failure", bound=CommunicationError)
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
+    """Returns `[0, 1, 2]`, or `[0, 1, 2, …, 1023]` for many."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"

@@ -14,14 +14,14 @@ from device_communicators.errors import ForkedError
 
 
 class _Process:
-    """What this process is."""
+    """Knows if this process is a rank or a forked child of one."""
 
     def __init__(self) -> None:
         self.leave: Callable[[], bool] | None = None
         self.is_child = False
 
     def forked(self) -> None:
-        """In a child, before anything else runs there."""
+        """Notes in a child, before anything else runs there, that it is one."""
         self.is_child |= self.leave is not None and self.leave()
 
 
@@ -29,7 +29,7 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """From now on each forked child calls `leave`, which tells whether the parent had groups. Only the first counts."""
+    """Makes each forked child call `leave`, which says whether its parent had groups. Only the first one counts."""
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
         os.register_at_fork(after_in_child=_PROCESS.forked)
@@ -42,7 +42,7 @@ def check(call: str) -> None:
 
 
 def error(what: str) -> ForkedError:
-    """For a call, or a group, in such a child."""
+    """Returns the error for a call, or a group, in such a child."""
     return ForkedError(
         f"{what} can't be used in process {os.getpid()}, which was forked from a rank (now process {os.getppid()}) "
         "after its groups were made, and is no rank itself. Communicate in the rank, or start processes by spawn or "

@@ -178,15 +178,15 @@ def _available_bytes() -> int:
 
 
 def _space(path: str | os.PathLike[str] | None) -> str:
-    told = []
+    found = []
     for folder in _FOLDERS if path is None else (os.fspath(path),):
         try:
             state = os.statvfs(folder)
         except OSError:
             continue
         free, size = state.f_bavail * state.f_frsize >> 10, state.f_blocks * state.f_frsize >> 10
-        told.append(f"{folder} has {free} of {size} KiB free")
-    return ", ".join(told) or str(path)
+        found.append(f"{folder} has {free} of {size} KiB free")
+    return ", ".join(found) or str(path)
 
 
 # What a process may have, asked before it is needed.

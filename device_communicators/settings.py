@@ -214,7 +214,7 @@ ALL: tuple[Setting[object], ...] = (
 
 
 def unknown_names(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Names that carry our prefix and that no setting has: most likely typing errors."""
+    """Returns names that carry our prefix and that no setting has: most likely typing errors."""
     known = {setting.name for setting in ALL}
     names = os.environ if environ is None else environ
     return sorted(name for name in names if name.startswith(PREFIX) and name not in known)

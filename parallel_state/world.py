@@ -35,10 +35,9 @@ from device_communicators.errors import (
 from device_communicators.liveness.health import NEWS_S, Farewells
 from device_communicators.liveness.heartbeat import Heartbeats
 from device_communicators.liveness.links import Links
-from device_communicators.machine.group_topology import uuid_of
-from device_communicators.machine.shared_gpus import find_shared_gpus
-from device_communicators.machine.shared_gpus import warning as shared_gpus_warning
-from device_communicators.routing.waiting import Watched, died
+from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
+from device_communicators.routing.failures import died
+from device_communicators.routing.waiting import Watched
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
@@ -372,10 +371,10 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
     refused = find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid)
     if refused:
         raise InvalidArgumentError(
-            f"{shared_gpus_warning(world.context, refused)}; or let them share with {settings.SHARE_GPUS.name}=on"
+            f"{shared_gpu_warning(world.context, refused)}; or let them share with {settings.SHARE_GPUS.name}=on"
         )
     if world.rank == 0:
-        logger.warning("%s", shared_gpus_warning(world.context, shared))
+        logger.warning("%s", shared_gpu_warning(world.context, shared))
 
 
 _BEATS_IN_LIMIT = 4

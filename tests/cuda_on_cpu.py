@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native_build
-from device_communicators.cuda.driver import OPERATIONS, Call
+from device_communicators.peer.kernels import OPERATIONS, Call
 from tests import compiled
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from device_communicators.cuda.driver import MAX_BLOCKS, REGION_BYTES, Call, KernelReport, read_report
+from device_communicators.peer.kernels import MAX_BLOCKS, REGION_BYTES, Call, KernelReport, read_report
 from tests.cuda_on_cpu import CpuKernels
 
 JOIN_S = 120

@@ -13,8 +13,7 @@ import pytest
 
 from device_communicators.cpu import native_build
 from device_communicators.machine.nvml import Recording
-from device_communicators.machine.topology import Topology
-from device_communicators.machine.topology_reading import read_topology
+from device_communicators.machine.topology import Topology, read_topology
 from tests import compiled
 
 FOLDER = Path(__file__).parent / "topologies"

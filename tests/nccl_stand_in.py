@@ -20,7 +20,7 @@ from torch import Tensor
 from device_communicators import GroupContext
 from device_communicators.cuda.nccl_library import NcclLibrary
 from device_communicators.nccl.communicator import NcclCommunicator
-from device_communicators.routing.work import DONE, Work
+from device_communicators.routing.communicator import DONE, Work
 from tests import compiled
 
 SOURCE = Path(__file__).parent / "native" / "stand_in_nccl.c"
@@ -72,7 +72,7 @@ class Streams:
     def guard(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def is_here(self) -> bool:
+    def is_current_device(self) -> bool:
         return True
 
     def enter_relaxed(self) -> bool:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from device_communicators import GroupContext
-from device_communicators.cuda.driver import Launcher
 from device_communicators.machine.group_topology import GroupTopology, RankGpu, Vote
 from device_communicators.peer.communicator import ALIGNMENT, PeerMemoryCommunicator
 from device_communicators.peer.device import HostWords, PeerDevice
+from device_communicators.peer.kernels import Launcher
 from tests import nccl_stand_in
 from tests.cuda_on_cpu import CpuKernels
 

@@ -11,21 +11,83 @@ Queues of different kinds don't match each other, as transfers of different tags
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
 from ctypes import c_int64
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from device_communicators.cpu.message_queue import Message, Place, Receiver, Sender, Shape, Waiting, pieces_of
 from device_communicators.cpu.native_group import Members
-from device_communicators.errors import CommunicationError, GroupDestroyedError
-from device_communicators.routing.work import Work
+from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.errors import CommunicationError
+from device_communicators.limits import describe_address_space
+from device_communicators.routing.communicator import Work
+
+_PAGE_BYTES = 4096
+
+
+class QueueMemory:
+    """The memory of a group's queues as this process has mapped it: a stretch of the segment that its ranks share.
+
+    The control part is mapped and backed by memory from the start, the data part queue by queue.
+    """
+
+    def __init__(self, library: Any, segment: Segment, offset: int, size: int, makes: bool) -> None:
+        """Maps the stretch from `offset` on, for `size` ranks, of which one `makes` it. Raises SegmentError."""
+        control_bytes, data_bytes = region_bytes(size)
+        control_bytes = -(-control_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        if makes:
+            segment.resize(offset + control_bytes + data_bytes)
+            segment.allocate(control_bytes, offset)
+        self._library = library
+        self._control_bytes = control_bytes
+        self._data_offset = offset + control_bytes
+        self.control_address: int = library.ps_map(segment.descriptor, control_bytes, offset) or 0
+        first_page = library.ps_map(segment.descriptor, _PAGE_BYTES, self._data_offset)
+        if not self.control_address or not first_page:
+            if self.control_address:
+                library.ps_unmap(self.control_address, control_bytes)
+            raise SegmentError(f"{control_bytes >> 10} KiB can't be mapped: {describe_address_space()}")
+        self._windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
+        # A descriptor for each group would soon be one too many; older kernels back nothing without one.
+        self._descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
+
+    def map(self, offset: int, size_bytes: int) -> int:
+        """Returns the address of bytes of the data part. OSError where the process has no address space left."""
+        address: int | None = self._library.ps_windows_at(self._windows, offset, size_bytes)
+        if not address:
+            raise OSError(errno.ENOMEM, f"this process has no address space left ({describe_address_space()})")
+        return address
+
+    def commit(self, offset: int, size_bytes: int) -> None:
+        """Backs bytes of the data part with memory. OSError where there is none left, instead of SIGBUS later."""
+        address = self.map(offset, size_bytes)
+        if not self._library.ps_back(address, size_bytes, self._descriptor, self._data_offset + offset):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        """Ends commits."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def unmap(self) -> None:
+        """Unmaps the memory, once nobody is in a queue any more."""
+        address, self.control_address = self.control_address, 0
+        windows, self._windows = self._windows, None
+        if address:
+            self._library.ps_unmap(address, self._control_bytes)
+        if windows:
+            self._library.ps_windows_delete(windows)
+
 
 TENSORS, MESSAGES = 0, 1
 """Kinds of queues: send and recv of plain tensors; objects and tensor dicts."""
@@ -34,27 +96,8 @@ _SHAPE = Shape(64 << 10, 16)
 _LINE_BYTES = 128
 
 
-class QueueMemory(Protocol):
-    """Memory that all ranks of the group share, for `region_bytes(size)`."""
-
-    control_address: int
-    """Zero when the group is new."""
-
-    def map(self, offset: int, size_bytes: int) -> int:
-        """Returns the address of bytes of the data part, valid until `unmap`; OSError without address space."""
-
-    def commit(self, offset: int, size_bytes: int) -> None:
-        """Backs bytes of the data part with memory (posix_fallocate); OSError where there is none left."""
-
-    def close(self) -> None:
-        """Nothing is committed any more."""
-
-    def unmap(self) -> None:
-        """Nobody is in a queue any more."""
-
-
 def region_bytes(size: int) -> tuple[int, int]:
-    """Bytes of the control part, and of the data part, for a group of `size` ranks."""
+    """Returns bytes of the control part, and of the data part, for a group of `size` ranks."""
     pairs, broadcasts = size * size * _KINDS, size
     return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * _SHAPE.data_bytes
 
@@ -98,12 +141,12 @@ class Channels:
     # The queues. `to_all` stands for a rank where it is a broadcast.
 
     def sender(self, dst: int | None, kind: int) -> Sender:
-        """The writing end of the queue to `dst`, or to all others."""
+        """Returns the writing end of the queue to `dst`, or to all others."""
         key = (-1 if dst is None else dst, kind)
         return self._senders.get(key) or self._open_sender(*key)
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """The reading end of the queue from `src` to this rank, or to all others."""
+        """Returns the reading end of the queue from `src` to this rank, or to all others."""
         key = (src, kind | _KINDS if broadcast else kind)
         return self._receivers.get(key) or self._open_receiver(*key, broadcast)
 
@@ -145,12 +188,12 @@ class Channels:
                 memory.commit(offset, _SHAPE.data_bytes)
             address = memory.map(offset, _SHAPE.data_bytes)
         except OSError as error:
-            raise CommunicationError(
+            raise self.members.failure(
+                CommunicationError,
                 f"{self.members} finds no {_SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
                 f"{error.strerror}; make /dev/shm larger, allow more address space (ulimit -v), or set "
                 "PARALLEL_STATE_SHARED_MEMORY=off",
-                group=self.members.name,
-                rank=self.members.rank,
+                None,
             ) from error
         return Place(memory.control_address + control, address, _SHAPE, (src, *readers))
 
@@ -173,7 +216,7 @@ class Channels:
 
     def _check(self) -> None:
         if self._closed:
-            raise GroupDestroyedError(f"{self.members} was destroyed; take the group anew from its getter")
+            raise self.members.destroyed()
 
     def receive_pending(self) -> None:
         """Lets threads take in what was started to be received."""
@@ -275,7 +318,7 @@ class _Receipt:
 
 
 def _form_of(x: Tensor) -> int:
-    """What sender and receiver of a plain tensor must agree on, beside its size."""
+    """Returns what sender and receiver of a plain tensor must agree on, beside its size."""
     form = _FORMS.get(x.dtype)
     if form is None:
         form = _FORMS[x.dtype] = zlib.crc32(str(x.dtype).encode())

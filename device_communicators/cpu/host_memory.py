@@ -18,18 +18,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from device_communicators import limits, settings
 from device_communicators.cpu import native, native_build
-from device_communicators.cpu.channels import Channels
+from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
-from device_communicators.cpu.queue_memory import QueueMapping
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
 from device_communicators.errors import CommunicationError, PeerDiedError, plain
+from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import HAS_PIDFDS, NEWS_S, FailureDomain, Watcher
+from device_communicators.routing.waiting import gather_bytes
 
 MAX_RANKS = 64  # csrc/group.h
 _TOLD_BYTES = 512
@@ -72,16 +71,16 @@ class HostMemory:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks in the group that are on this host, ascending."""
+        """Returns the ranks in the group that are on this host, ascending."""
         return next((host for host in self.hosts if self.members.rank in host), (self.members.rank,))
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all ranks of the group work in one segment."""
+        """Returns True if all ranks of the group work in one segment."""
         return self.problem is None and len(self.hosts) == 1
 
     def attach(self, cpu_group: Any, watcher: Watcher | None = None, watched: Sequence[int] = ()) -> None:
-        """Every rank of the group calls it, with its gloo ProcessGroup. Raises CommunicationError.
+        """Finds out who shares memory, and maps it; all ranks call it with the gloo group. Raises CommunicationError.
 
         `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
         wait. The deadline is that of the start.
@@ -103,13 +102,12 @@ class HostMemory:
             deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NEWS_S)
             who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
             kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
-            raise kind(
+            raise self.members.failure(
+                kind,
                 f"the ranks of {self.members} could not look for shared memory together: "
                 f"{who or plain(error)}. Look for the first "
                 "rank that failed",
-                group=self.members.name,
-                operation="attach",
-                rank=self.members.rank,
+                "attach",
                 suspect_ranks=[death.rank for death in deaths],
                 elapsed_s=time.monotonic() - started,
                 timeout_s=limit_s,
@@ -118,7 +116,7 @@ class HostMemory:
 
     def _attach(self, meeting: _Meeting) -> None:
         members = self.members
-        meeting.tell_segments()
+        meeting.exchange_segments()
         memory = meeting.map_memory()
         try:
             self.hosts, self.problem = meeting.agree()
@@ -200,7 +198,7 @@ class _Memory:
         """The first page of each rank's memory for tensors, of which more is mapped as it is used."""
         self.arena_bytes = 0
         self.descriptor = -1
-        self.queues: QueueMapping | None = None
+        self.queues: QueueMemory | None = None
 
     def map(self, segment: Segment, size_bytes: int, offset: int) -> int:
         address = self.library.ps_map(segment.descriptor, size_bytes, offset)
@@ -213,7 +211,7 @@ class _Memory:
     def hand_over(
         self, members: Members, local_ranks: tuple[int, ...], pids: tuple[int, ...], waiting: tuple[int, int]
     ) -> NativeGroup:
-        """The C++ group in this memory, whose it is from now on."""
+        """Makes the C++ group in this memory, which owns it from now on."""
         spin_ns, yields = waiting
         number = self.library.ps_group_new(
             self.address, self.size_bytes, local_ranks.index(members.rank), len(local_ranks),
@@ -253,9 +251,9 @@ class _Meeting:
         self._address = address
         self._stack = stack  # segments are closed, and their names taken away, at its end
         self._opened: dict[int, Segment] = {}
-        self._told: list[dict[str, Any]] = []
+        self._facts: list[dict[str, Any]] = []
 
-    def tell_segments(self) -> None:
+    def exchange_segments(self) -> None:
         """Makes this rank's segment, hears of the others', and opens those of its host."""
         rank = self.members.rank
         name = ""
@@ -269,11 +267,11 @@ class _Meeting:
             native.load()
         except (native.NativeUnavailableError, SegmentError) as error:
             self.problem = limits.with_shortage(error, DIRECTORY)
-        self._told = self._exchange(
+        self._facts = self._exchange(
             {
                 "name": name,
                 "pid": os.getpid(),
-                "namespace": _pid_namespace(),
+                "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
                 "address": self._address,
                 "cores": _core_mask(),
                 "debug": settings.DEBUG.get(),
@@ -281,15 +279,15 @@ class _Meeting:
                 "problem": self.problem,
             }
         )
-        self.problem = self.problem or self._others_problem(self._told)
+        self.problem = self.problem or self._others_problem(self._facts)
         self._open_others()
 
     def _open_others(self) -> None:
-        for rank, told in enumerate(self._told):
+        for rank, facts in enumerate(self._facts):
             if rank == self.members.rank:
                 continue
             try:
-                segment = Segment.open(told["name"])
+                segment = Segment.open(facts["name"])
             except SegmentError as error:
                 self.problem = self.problem or limits.with_shortage(error, DIRECTORY)
                 continue
@@ -301,7 +299,7 @@ class _Meeting:
             self.problem = f"{len(self.local_ranks)} of its ranks are on one host, more than {MAX_RANKS}"
 
     def map_memory(self) -> _Memory | None:
-        """The host's memory as this process sees it; None for a rank that is alone.
+        """Maps the host's memory; None for a rank that is alone.
 
         The segment of the lowest rank begins with what the collectives work in. After that many bytes each rank's
         segment is memory for its tensors, which grows as it is used; at the end of the first one's are the message
@@ -318,7 +316,7 @@ class _Meeting:
     def _map_memory(self) -> _Memory:
         library, own = native.load(), self._opened[self.members.rank]
         memory = _Memory(library, library.ps_segment_bytes(len(self.local_ranks)) + _PAGE_BYTES - 1 & -_PAGE_BYTES)
-        capacity = min(self._told[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
+        capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
         try:
             self._map_all(memory, own, capacity)
         except BaseException:
@@ -333,7 +331,7 @@ class _Meeting:
             own.allocate(memory.size_bytes, leave_some=True)  # for messages and tensors
         memory.address = memory.map(first, memory.size_bytes, 0)
         if count == len(self.members.ranks):
-            memory.queues = QueueMapping(memory.library, first, memory.size_bytes + capacity, count, first is own)
+            memory.queues = QueueMemory(memory.library, first, memory.size_bytes + capacity, count, first is own)
         if capacity:
             memory.arena_bytes = capacity
             for rank in self.local_ranks:
@@ -342,56 +340,54 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], str | None]:
-        """The hosts, and the reason where one rank can't."""
+        """Returns the hosts, and the reason if any rank can't share memory."""
         first, count = self.local_ranks[0], len(self.local_ranks)
-        told = self._exchange({"first": first, "count": count, "problem": self.problem})
+        facts = self._exchange({"first": first, "count": count, "problem": self.problem})
         hosts = tuple(
-            tuple(rank for rank, each in enumerate(told) if each["first"] == first)
-            for first in sorted({each["first"] for each in told})
+            tuple(rank for rank, each in enumerate(facts) if each["first"] == first)
+            for first in sorted({each["first"] for each in facts})
         )
-        problem = self.problem or self._others_problem(told)
-        if problem is None and any(told[rank]["count"] != len(host) for host in hosts for rank in host):
+        problem = self.problem or self._others_problem(facts)
+        if problem is None and any(facts[rank]["count"] != len(host) for host in hosts for rank in host):
             problem = "some of its ranks see memory that others of their host don't"
         return hosts, problem
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(told["address"] for told in self._told)
+        return tuple(facts["address"] for facts in self._facts)
 
     @property
     def debug(self) -> bool:
-        return any(told["debug"] for told in self._told)
+        return any(facts["debug"] for facts in self._facts)
 
     def cores(self) -> tuple[int, ...]:
-        return tuple(int(self._told[rank]["cores"], 16) for rank in self.local_ranks)
+        return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)
 
     def pids(self) -> tuple[int, ...]:
-        own = self._told[self.members.rank]["namespace"]
+        own = self._facts[self.members.rank]["namespace"]
         return tuple(
-            self._told[rank]["pid"] if self._told[rank]["namespace"] == own != 0 else -1 for rank in self.local_ranks
+            self._facts[rank]["pid"] if self._facts[rank]["namespace"] == own != 0 else -1 for rank in self.local_ranks
         )
 
     def watched_together(self, hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         parts: dict[tuple[int, int], list[int]] = {}
         for host in hosts:
             for rank in host:
-                namespace = self._told[rank]["namespace"] or -rank  # who can't tell is alone
+                namespace = self._facts[rank]["namespace"] or -rank  # who can't tell is alone
                 parts.setdefault((host[0], namespace), []).append(rank)
         return tuple(sorted(tuple(ranks) for ranks in parts.values()))
 
-    def _others_problem(self, told: list[dict[str, Any]]) -> str | None:
-        found = next(((rank, each["problem"]) for rank, each in enumerate(told) if each["problem"]), None)
+    def _others_problem(self, facts: list[dict[str, Any]]) -> str | None:
+        found = next(((rank, each["problem"]) for rank, each in enumerate(facts) if each["problem"]), None)
         return None if found is None else f"rank {found[0]} of the group: {found[1]}"
 
     def _exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's facts."""
+        """Returns every rank's facts."""
         text = json.dumps(mine).encode()
         if len(text) > _TOLD_BYTES:
             text = json.dumps({**mine, "problem": str(mine["problem"])[:80]}).encode()
-        padded = torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8)
-        out = torch.empty(len(self.members.ranks), _TOLD_BYTES, dtype=torch.uint8)
-        self._wait(self._cpu_group._allgather_base(out.view(-1), padded))
-        return [json.loads(bytes(row.tolist())) for row in out]
+        facts = gather_bytes(self._cpu_group, len(self.members.ranks), text.ljust(_TOLD_BYTES), self._wait)
+        return [json.loads(each) for each in facts]
 
 
 def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: float) -> None:
@@ -409,7 +405,7 @@ def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: fl
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Nanoseconds to spin, and how often to yield then, before a waiting rank sleeps.
+    """Returns nanoseconds to spin, and how often to yield then, before a waiting rank sleeps.
 
     `group` are the sets of cores (a bit each) of the group's ranks on this host, `everyone` those of all ranks here. A
     rank that spins on the core that the awaited one needs holds up both; so with more ranks than cores briefly only.
@@ -423,7 +419,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """For messages, from that of collectives: a sender computes in between, longer than ranks of a collective differ.
+    """Returns the policy for messages: a sender computes in between, longer than ranks of a collective differ.
 
     A reader that fell asleep gets its message 50 us later or more. With a core of its own it can afford to look for
     some milliseconds.
@@ -432,15 +428,5 @@ def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
 
 
 def _core_mask() -> str:
-    """The cores that this process may run on, a bit each, in hexadecimal."""
+    """Returns the cores that this process may run on, a bit each, in hexadecimal."""
     return f"{sum(1 << core for core in native_build.usable_cores()):x}"
-
-
-def _pid_namespace() -> int:
-    """Which processes can watch each other by pid; 0 where that can't be told, or none can."""
-    if not HAS_PIDFDS:
-        return 0
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0

@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died
+from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.errors import (
+    LOST,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     CommunicationError,
-    GroupDestroyedError,
     MessageDecodeError,
-    PeerDiedError,
 )
-from device_communicators.routing.work import DONE, Work
+from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON = range(7)  # see Report in csrc/queue_api.cpp
@@ -52,7 +50,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a queue lies, and who is at its ends."""
+    """Locates a queue, and names the ranks at its ends."""
 
     control: int
     """Address of `control_bytes(readers)` bytes, zero when the queue is new."""
@@ -63,7 +61,7 @@ class Place:
 
 
 class Waiting(NamedTuple):
-    """How an end waits: by whose pids it sees that a rank has ended, and what it does meanwhile."""
+    """Says how an end waits: which pids tell that a rank has ended, and what it does meanwhile."""
 
     liveness: int
     spin_ns: int
@@ -85,7 +83,7 @@ def pieces_of(tensors: Sequence[Tensor], more_head: bytes = b"") -> tuple[bytes 
 
 
 class _End:
-    """What a sender and a receiver share: the library's object, how it ends, and what its failures are called."""
+    """Holds what sender and receiver share: the library's object, how it ends, and what its failures are called."""
 
     side = ""
 
@@ -105,56 +103,39 @@ class _End:
             *me, *waiting, self._report,
         )  # fmt: skip
 
-    def failed(self, status: int, operation: str, started: float, timeout_s: float) -> CommunicationError:
-        """The error for a status of the library. It is remembered: what follows on this queue can't be trusted."""
-        members = self.members
+    def failed(self, status: int, operation: str, started: float) -> CommunicationError:
+        """Returns the error for a status of the library, and keeps it: nothing that follows here can be trusted."""
+        members, elapsed_s = self.members, time.monotonic() - started
         if self.closed:
-            return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")  # type: ignore[return-value]
+            return members.destroyed()  # type: ignore[return-value]
         if status == _INTERRUPTED:
-            self._failure = CommunicationError(
-                f"an earlier call of {members} was interrupted by a signal in the middle of a message. The group can't "
-                "be used further; destroy it and initialise again",
-                group=members.name,
-                rank=members.rank,
+            self._failure = members.failure(
+                CommunicationError,
+                f"an earlier call of {members} was interrupted by a signal in the middle of a message. {LOST}; destroy "
+                "it and initialise again",
+                None,
             )
             self._library.raise_interruption()
             return self._failure
-        elapsed_s = time.monotonic() - started
-        if status == _PEER_DIED and self._report[_SUSPECT] == OUTSIDE:
-            self._failure = outsider_died(operation, elapsed_s, members)
-            return self._failure
-        suspect = members.ranks[self._report[_SUSPECT]] if status != _MALFORMED else members.ranks[self._place.ranks[0]]
-        facts: dict[str, Any] = {
-            "group": members.name,
-            "operation": operation,
-            "rank": members.rank,
-            "suspect_ranks": (suspect,),
-            "elapsed_s": elapsed_s,
-            "timeout_s": timeout_s,
-        }
-        if status == _TIMED_OUT:
-            self._failure = CollectiveTimeoutError(
-                f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {timeout_s:g} s): global rank "
-                f"{suspect} has not come. The group can't be used further; look at that rank (its log, "
-                "`py-spy dump`), or raise the timeout",
-                **facts,
+        writer, suspect = members.ranks[self._place.ranks[0]], self._report[_SUSPECT]
+        if status == _MALFORMED:
+            self._failure = members.failure(
+                MessageDecodeError,
+                f"{operation} of {members}: what global rank {writer} wrote is not the next part of a message. {LOST}; "
+                "every rank must run the same version of parallel_state",
+                operation,
+                suspect_ranks=(writer,),
             )
+        elif status == _PEER_DIED and suspect == OUTSIDE:
+            self._failure = outsider_died(members, operation, elapsed_s)
+        elif status == _TIMED_OUT:
+            self._failure = timed_out(members, operation, members.ranks[suspect], elapsed_s)
         elif status == _GIVEN_UP:
-            reporter = members.ranks[self._report[_REPORTER]]
-            self._failure = given_up(self._report[_REASON], reporter, facts, members)
-        elif status == _PEER_DIED:
-            self._failure = PeerDiedError(
-                f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} has ended, or has "
-                "destroyed its group. The group can't be used further; look at that rank's log",
-                **facts,
-            )
+            reporter, reason = members.ranks[self._report[_REPORTER]], self._report[_REASON]
+            self._failure = given_up(members, operation, members.ranks[suspect], elapsed_s, reason, reporter)
         else:
-            del facts["elapsed_s"], facts["timeout_s"]
-            self._failure = MessageDecodeError(
-                f"{operation} of {members}: what global rank {suspect} wrote is not the next part of a message. The "
-                "group can't be used further; every rank must run the same version of parallel_state",
-                **facts,
-            )
+            how = "has ended, or has destroyed its group"
+            self._failure = peer_died(members, operation, members.ranks[suspect], elapsed_s, how)
         return self._failure
 
     def check(self) -> None:
@@ -162,7 +143,7 @@ class _End:
         if self._failure is not None:
             raise self._failure
         if self.closed:
-            raise GroupDestroyedError(f"{self.members} was destroyed; take the group anew from its getter")
+            raise self.members.destroyed()
 
     def leave(self) -> None:
         """Tells the other ends, and sends back who waits here; `close` follows."""
@@ -185,7 +166,7 @@ class _End:
 
 
 class Message(NamedTuple):
-    """What a sender takes."""
+    """A message as a sender takes it."""
 
     head: bytes
     tensors: Sequence[Tensor] = ()
@@ -214,10 +195,10 @@ class _Sending:
 
     def wait(self) -> None:
         if not self._done.is_set():
-            started, timeout_s = time.monotonic(), self._sender.members.timeout_s
+            started = time.monotonic()
             self._sender.meanwhile()
-            if not self._done.wait(timeout_s):
-                raise self._sender.failed(_TIMED_OUT, "send", started, timeout_s)
+            if not self._done.wait(self._sender.members.timeout_s):
+                raise self._sender.failed(_TIMED_OUT, "send", started)
         if self.error is not None:
             raise self.error
 
@@ -246,15 +227,15 @@ class Sender(_End):
                 if status == _DONE:
                     return
                 if status != _TIMED_OUT:
-                    raise self.failed(status, operation, time.monotonic(), self._timeout_s)
+                    raise self.failed(status, operation, time.monotonic())
                 work, self._busy = None, True
         if work is not None:
             work.wait()
             return
-        self._write_on(operation, self._timeout_s)
+        self._write_on(operation)
 
     def isend(self, message: Message) -> Work:
-        """As `send` without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
+        """Sends without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
         with self.lock:
             if self._failure is not None or self.closed:
                 self.check()
@@ -263,7 +244,7 @@ class Sender(_End):
                 if status == _DONE:
                     return DONE
                 if status != _TIMED_OUT:
-                    raise self.failed(status, "isend", time.monotonic(), self._timeout_s)
+                    raise self.failed(status, "isend", time.monotonic())
                 self._busy = True
                 work = _Sending(self, message)
                 self._start(work)
@@ -288,14 +269,14 @@ class Sender(_End):
     def _start(self, begun: _Sending | None) -> None:
         threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send").start()
 
-    def _write_on(self, operation: str, timeout_s: float) -> None:
+    def _write_on(self, operation: str) -> None:
         """Writes the rest of the begun message in this thread, which is the one that may."""
         started = time.monotonic()
         try:
             self.meanwhile()
-            status = self._library.ps_queue_resume(self._end, timeout_s)
+            status = self._library.ps_queue_resume(self._end, self._timeout_s)
             if status != _DONE:
-                raise self.failed(status, operation, started, timeout_s)
+                raise self.failed(status, operation, started)
         finally:
             with self.lock:
                 self._busy = False
@@ -304,7 +285,7 @@ class Sender(_End):
                     self._start(None)
 
     def _write_all(self, begun: _Sending | None) -> None:
-        """A thread's work: the begun message, then those that wait; without a deadline, which is that of `wait`."""
+        """Writes the begun message, then those that wait, in a thread; the deadline is that of `wait`."""
         work, error = begun, None
         while True:
             if work is not None:
@@ -325,7 +306,7 @@ class Sender(_End):
             status = self._library.ps_queue_resume(self._end, _SLICE_S)
         if status == _DONE:
             return None
-        return self._failure or self.failed(status, "isend", started, self._timeout_s)
+        return self._failure or self.failed(status, "isend", started)
 
     def close(self) -> bool:
         self.leave()
@@ -336,7 +317,7 @@ class Sender(_End):
 
 
 class Head(NamedTuple):
-    """What a receiver knows of a message before it reads the tensors in it."""
+    """The part of a message that a receiver knows before it reads the tensors in it."""
 
     data: memoryview
     """Valid until the next call on the receiver; empty where the head is longer than the receiver's buffer."""
@@ -362,7 +343,7 @@ class Receiver(_End):
         started = time.monotonic()
         status = self._library.ps_queue_next(self._end, self._address, capacity, self._timeout_s)
         if status != _DONE:
-            raise self.failed(status, operation, started, self._timeout_s)
+            raise self.failed(status, operation, started)
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
         data = self._view[:head_bytes] if head_bytes <= capacity else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)
@@ -372,10 +353,10 @@ class Receiver(_End):
         started = time.monotonic()
         status = self._library.ps_queue_read(self._end, pieces, count, self._timeout_s)
         if status != _DONE:
-            raise self.failed(status, operation, started, self._timeout_s)
+            raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """The message's next bytes, as `Head.data`; the caller has checked that so many are wanted."""
+        """Returns the message's next bytes, as `Head.data`; the caller has checked that so many are wanted."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:
@@ -383,22 +364,13 @@ class Receiver(_End):
         return self._view[:size_bytes]
 
     def _enlarge(self, size_bytes: int) -> None:
-        """A new buffer, kept for the next ones: memory that was used before costs less than fresh pages."""
+        """Makes a buffer, kept for the next messages: memory that was used before costs less than fresh pages."""
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
-        """The error for a message that is whole, but not the one that was expected."""
+        """Returns the error for a whole message that isn't the expected one."""
         members = self.members
-        suspect = members.ranks[self._place.ranks[0]]
-        error = CollectiveMismatchError(
-            f"{operation} of {members} met another call: {text}. The group can't be used further; make the same calls "
-            "in the same order on every rank",
-            group=members.name,
-            operation=operation,
-            rank=members.rank,
-            suspect_ranks=(suspect,),
-        )
-        self._failure = error
+        self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))
         return error

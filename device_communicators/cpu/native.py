@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from device_communicators import build_cache, settings
 from device_communicators.build_cache import CacheError
-from device_communicators.cpu import native_build, queue_library
+from device_communicators.cpu import native_build
 from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
@@ -38,6 +38,8 @@ _VERSION = 4
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
+_QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
+_QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
 """For how long a failed compile isn't tried again: ranks of one host don't come at the same time."""
 _FAILURE_BYTES = 4096
@@ -89,7 +91,22 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_all_to_all": (c_int, (*_CALL, c_void_p, c_void_p, POINTER(c_size_t), POINTER(c_size_t))),
     "ps_all_reduce_add_rms_norm": (c_int, (*_CALL, *(c_void_p,) * 5, c_size_t, c_size_t, c_float, c_int)),
     "ps_reduce": (c_int, (c_char_p, POINTER(c_void_p), c_int, POINTER(c_void_p), c_int, c_size_t, c_int, c_int)),
-    **queue_library.FUNCTIONS,
+    "ps_queue_control_bytes": (c_size_t, (c_int,)),
+    "ps_liveness_new": (c_void_p, (POINTER(c_int64), c_int)),
+    "ps_liveness_of": (c_void_p, (c_uint64,)),
+    "ps_liveness_delete": (None, (c_void_p,)),
+    "ps_queue_writer_new": (c_void_p, (*_QUEUE, *_QUEUE_WAITING)),
+    "ps_queue_reader_new": (c_void_p, (*_QUEUE, c_int, *_QUEUE_WAITING)),
+    "ps_queue_writer_leave": (None, (c_void_p,)),
+    "ps_queue_reader_leave": (None, (c_void_p,)),
+    "ps_queue_writer_delete": (None, (c_void_p,)),
+    "ps_queue_reader_delete": (None, (c_void_p,)),
+    "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
+    "ps_queue_resume": (c_int, (c_void_p, c_double)),
+    "ps_queue_next": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
+    "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
+    "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
+    "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
 }
 
 
@@ -121,17 +138,17 @@ class NativeLibrary:
 
     def raise_interruption(self) -> None:
         """Raises what a signal's handler raised, KeyboardInterrupt mostly, while a call was sleeping; if anything."""
-        told = (c_void_p * 3)()
-        self._library.ps_take_exception(told)
-        if told[0]:
-            _restore_error(*told)  # raises, because an error is set then
+        record = (c_void_p * 3)()
+        self._library.ps_take_exception(record)
+        if record[0]:
+            _restore_error(*record)  # raises, because an error is set then
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the compiled library has no function {name!r}")
 
 
 def load() -> NativeLibrary:
-    """The library with its functions' types; compiles it where that hasn't been done. Raises NativeUnavailableError."""
+    """Returns the library; compiles it if that hasn't been done. Raises NativeUnavailableError."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -158,7 +175,7 @@ def _load() -> NativeLibrary | str:
 
 
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
-    """The library of one recipe, or why it can't be had."""
+    """Returns the library of one recipe, or why it can't be had."""
     try:
         path, problem = _have(recipe())
         return problem if path is None else NativeLibrary(path, has_ops, note)
@@ -167,7 +184,7 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
 
 
 def _have(recipe: Recipe) -> tuple[Path | None, str]:
-    """Where the library of a recipe is, compiled now if need be; or why it can't be had."""
+    """Returns a recipe's library, compiled now if need be, or why it can't be had."""
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):
         return packaged, ""
@@ -193,7 +210,7 @@ def _have(recipe: Recipe) -> tuple[Path | None, str]:
 def _compile(
     recipe: Recipe, target: Path, compiler: tuple[str, ...], lock: IO[bytes], asked_s: float
 ) -> tuple[Path | None, str]:
-    """One process compiles, under the lock; those that wait for it, or come soon after, hear why it failed.
+    """Compiles under the lock; processes that wait for it, or come soon after, hear why it failed.
 
     The lock's file has the last failure. Its block is taken before the compiler runs: on a full disk there is none
     left to say so, and without a word each rank would try for itself.
@@ -208,8 +225,8 @@ def _compile(
     try:
         native_build.compile_library(recipe, target, compiler, build_cache.seal)
     except (BuildError, OSError) as error:
-        told = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
-        _write(lock, json.dumps(told).encode())
+        record = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
+        _write(lock, json.dumps(record).encode())
         return None, str(error)
     return target, ""
 

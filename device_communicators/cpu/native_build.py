@@ -65,7 +65,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """The build for the installed torch; ImportError without one."""
+    """Returns the build for the installed torch; ImportError without one."""
     import torch
 
     root = Path(torch.__file__).parent
@@ -116,7 +116,7 @@ def sources_digest() -> str:
 
 
 def is_current(packaged: Path) -> bool:
-    """Whether a library that lies beside the sources was made of them: it may be older than an edit."""
+    """Returns True if a library that lies beside the sources was made of them: it may be older than an edit."""
     stamp = packaged.with_suffix(".digest")
     return stamp.exists() and stamp.read_text().strip() == sources_digest()
 

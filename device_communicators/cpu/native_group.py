@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.errors import (
+    LOST,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
-    GroupDestroyedError,
+    Failure,
+    GroupMember,
     PeerDiedError,
     UsageError,
 )
 from device_communicators.routing.recorder import Operation
+from device_communicators.routing.reductions import reducible
 from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, overlap_error
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
@@ -56,7 +60,7 @@ _PARTS = 64
 
 
 @dataclass(frozen=True)
-class Members:
+class Members(GroupMember):
     """A group as far as shared memory needs to know it."""
 
     name: str
@@ -122,62 +126,40 @@ class NativeGroup:
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError:
         members = self.members
         if status == _CLOSED:
-            return GroupDestroyedError(f"{members} was destroyed; take the group anew from its getter")
+            return members.destroyed()
         if status == _BUSY:
             return overlap_error(operation, str(members))
         told = (ctypes.c_int64 * (7 + 2 * (3 + _PARTS)))()
         self.library.ps_group_failure(self.number, told)
         if status == _PEER_DIED and told[0] == OUTSIDE:
-            return outsider_died(operation, elapsed_s, members)
+            return outsider_died(members, operation, elapsed_s)
         place, elapsed_us, reporter, *misfit = told[:7]
         suspect = members.ranks[self.local_ranks[place]] if place >= 0 else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
-        facts: dict[str, Any] = {
-            "group": members.name,
-            "operation": operation,
-            "rank": members.rank,
-            "suspect_ranks": (suspect,),
-            "elapsed_s": elapsed_s,
-            "timeout_s": members.timeout_s,
-        }
-        lost = "The group can't be used further"
         if reporter >= 0:
-            return given_up(status, members.ranks[self.local_ranks[reporter]], facts, members)
+            return given_up(members, operation, suspect, elapsed_s, status, members.ranks[self.local_ranks[reporter]])
         if status == _INTERRUPTED:
-            return CommunicationError(
+            return _failure(
+                members, CommunicationError, operation, suspect, elapsed_s,
                 f"an earlier call of {members} was interrupted by a signal, so that this rank has left the others in "
-                f"it. {lost}; destroy it and initialise again",
-                **facts,
-            )
+                f"it. {LOST}; destroy it and initialise again",
+            )  # fmt: skip
         self._failed_with = status
         if status == _UNMAPPED:
-            return CommunicationError(
+            return _failure(
+                members, CommunicationError, operation, suspect, elapsed_s,
                 f"{operation} of {members}: this process has no address space left (ulimit -v) to map another rank's "
-                f"tensor. {lost}; allow more, or set PARALLEL_STATE_SYMMETRIC_BYTES=0 on all ranks",
-                **facts,
-            )
+                f"tensor. {LOST}; allow more, or set PARALLEL_STATE_SYMMETRIC_BYTES=0 on all ranks",
+            )  # fmt: skip
         if status == _TIMED_OUT:
-            return CollectiveTimeoutError(
-                f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {members.timeout_s:g} s): "
-                f"global rank {suspect} has not come. {lost}; look at that rank (its log, `py-spy dump`), or raise "
-                "the timeout",
-                **facts,
-            )
+            return timed_out(members, operation, suspect, elapsed_s)
         if status == _PEER_DIED:
-            return PeerDiedError(
-                f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} has ended. {lost}; "
-                "look at that rank's log",
-                **facts,
-            )
-        difference = self._difference(list(told), suspect, misfit)
-        return CollectiveMismatchError(
-            f"{operation} of {members} met another call: {difference}. {lost}; make the same calls in the same order "
-            "on every rank",
-            **facts,
-        )
+            return peer_died(members, operation, suspect, elapsed_s, "has ended")
+        difference, facts = self._difference(list(told), suspect, misfit), {"elapsed_s": elapsed_s}
+        return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
     def _difference(self, told: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
-        """What the failure that `told` is of says of this rank's call and the suspect's."""
+        """Returns how this rank's call differs from the suspect's, in words."""
         src, dst, sent, expected = misfit
         if src >= 0:
             ranks = [self.members.ranks[self.local_ranks[place]] for place in (src, dst)]
@@ -206,7 +188,7 @@ class NativeGroup:
         return told
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Calls and bytes of what the registered ops carried without Python, by operation."""
+        """Returns calls and bytes of what the registered ops carried without Python, by operation."""
         if key not in self._served:
             return {}
         told = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -214,11 +196,11 @@ class NativeGroup:
         return {name: (told[2 * i], told[2 * i + 1]) for i, name in enumerate(_COUNTED) if told[2 * i]}
 
     def next_operation(self, key: str) -> int:
-        """The number of an operation that doesn't come by itself, among those that do."""
+        """Returns the number of an operation that comes through Python, among those that don't."""
         return int(self.library.ps_served_next(key.encode()))
 
     def operations(self, key: str) -> list[Operation]:
-        """The last ones that the registered ops carried without Python."""
+        """Returns the last operations that the registered ops carried without Python."""
         count = self.library.ps_served_records()
         told = (ctypes.c_int64 * (12 * count))()
         self.library.ps_served_recorded(key.encode(), told)
@@ -259,11 +241,11 @@ class NativeGroup:
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank of the group, which is on this host, went on purpose."""
+        """Returns True if a rank of the group, which is on this host, went on purpose."""
         return bool(self.library.ps_group_has_left(self.number, self.local_ranks.index(rank)))
 
     def close(self) -> None:
-        """The memory goes with the last call that is still under way. Twice is fine."""
+        """Ends the group; its memory goes with the last call that is still under way. Twice is fine."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -273,26 +255,58 @@ class NativeGroup:
         self.close()
 
 
-def outsider_died(operation: str, elapsed_s: float, members: Members) -> PeerDiedError:
+def reducible_in_memory(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
+    """Returns `x` in a dtype that the kernels reduce, the op for it, and where to copy the result unless a view."""
+    return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)
+
+
+# What became of a wait in shared memory, as an error; suspects are global ranks, -1 where none is known.
+
+
+def _failure(
+    members: Members, kind: type[Failure], operation: str, suspect: int, elapsed_s: float, text: str
+) -> Failure:
+    return members.failure(
+        kind, text, operation, suspect_ranks=(suspect,), elapsed_s=elapsed_s, timeout_s=members.timeout_s
+    )
+
+
+def timed_out(members: Members, operation: str, suspect: int, elapsed_s: float) -> CollectiveTimeoutError:
+    return _failure(
+        members, CollectiveTimeoutError, operation, suspect, elapsed_s,
+        f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {members.timeout_s:g} s): global rank "
+        f"{suspect} has not come. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
+    )  # fmt: skip
+
+
+def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, how: str) -> PeerDiedError:
+    return _failure(
+        members, PeerDiedError, operation, suspect, elapsed_s,
+        f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {suspect} {how}. {LOST}; look at that "
+        "rank's log",
+    )  # fmt: skip
+
+
+def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
     """Returns the error for a death outside of the group; the route, which knows of deaths, says whose."""
-    return PeerDiedError(
+    return members.failure(
+        PeerDiedError,
         f"{operation} of {members} failed after {elapsed_s:.3f} s: a rank outside of the group, but of its failure "
-        "domain, has ended. The group can't be used further; look at that rank's log",
-        group=members.name,
-        operation=operation,
-        rank=members.rank,
+        f"domain, has ended. {LOST}; look at that rank's log",
+        operation,
         elapsed_s=elapsed_s,
         timeout_s=members.timeout_s,
     )
 
 
-def given_up(status: int, reporter: int, facts: dict[str, Any], members: Members) -> CommunicationError:
-    """The error for an operation that waited for a rank that had failed itself: global rank `reporter`."""
+def given_up(
+    members: Members, operation: str, suspect: int, elapsed_s: float, status: int, reporter: int
+) -> CommunicationError:
+    """Returns the error for a wait for global rank `reporter`, which failed itself, by `status`."""
     kind, what = _REPORTED.get(status, (CommunicationError, "failed"))
-    (suspect,) = facts["suspect_ranks"]
     about = "" if suspect in (-1, reporter) else f" (about global rank {suspect})"
-    return kind(
-        f"{facts['operation']} of {members} failed after {facts['elapsed_s']:.3f} s: global rank {reporter} gave up, "
-        f"because it {what}{about}. The group can't be used further; look at that rank's log",
-        **{**facts, "suspect_ranks": (suspect if suspect >= 0 else reporter,)},
-    )
+    return _failure(
+        members, kind, operation, suspect if suspect >= 0 else reporter, elapsed_s,
+        f"{operation} of {members} failed after {elapsed_s:.3f} s: global rank {reporter} gave up, because it "
+        f"{what}{about}. {LOST}; look at that rank's log",
+    )  # fmt: skip

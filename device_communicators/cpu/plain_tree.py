@@ -1,4 +1,4 @@
-"""Whether an object is lists and dicts of a few types and nothing else, found out in C: see csrc/plain_tree.cpp."""
+"""Checks in C if an object is lists and dicts of a few types and nothing else: see csrc/plain_tree.cpp."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Segment:
 
     @classmethod
     def make(cls) -> Segment:
-        """A new one of no size under a random name. Raises SegmentError."""
+        """Makes an empty segment under a random name. Raises SegmentError."""
         for _ in range(_TRIES):
             name = _LOCKED + secrets.token_hex(NAME_BYTES // 2)
             try:
@@ -55,7 +55,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """The one of that name; None where it isn't in this host's memory. Raises SegmentError for a stranger's."""
+        """Opens a segment by name; None if this host's memory has none. Raises SegmentError for a stranger's."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -78,7 +78,7 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Memory for bytes of it. A full file system says so here, by SegmentError, and not by SIGBUS later.
+        """Backs bytes of it with memory. A full file system is a SegmentError here, and no SIGBUS later.
 
         With `leave_some` a file system that would be nearly full counts as full: what comes after needs room as well.
         """

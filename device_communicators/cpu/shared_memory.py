@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from device_communicators.cpu.channels import Channels
-from device_communicators.cpu.native_group import DTYPES
+from device_communicators.cpu.native_group import DTYPES, NativeGroup, reducible_in_memory
 from device_communicators.errors import UnsupportedError
 from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Work
-from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reductions import REDUCING, reducible, reduction_refusal
+from device_communicators.routing.reductions import REDUCING, reduction_refusal
 from device_communicators.routing.user_call import REDUCE_OPS, begin_sending
 
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv_")
@@ -54,20 +53,9 @@ class SharedMemoryCommunicator(Communicator):
         memory = self.context.host_memory
         return self._group.library.has_ops and (memory is None or not memory.debug)  # debug mode compares in Python
 
-    def serve_ops(self, key: str) -> None:
-        self._group.serve(key)
-
-    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
-        return self._group.stop_serving(key)
-
-    def served_traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        return self._group.traffic(key)
-
-    def next_served(self, key: str) -> int:
-        return self._group.next_operation(key)
-
-    def served_operations(self, key: str) -> list[Operation]:
-        return self._group.operations(key)
+    @property
+    def op_server(self) -> NativeGroup:
+        return self._group
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         if x.dim() == 0:
@@ -89,8 +77,8 @@ class SharedMemoryCommunicator(Communicator):
         return out
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, outer: int, reduce_op: str) -> None:
-        wide_out, op, narrow = _supported(out, reduce_op)
-        wide_x, _, _ = _supported(x, reduce_op)
+        wide_out, op, narrow = reducible_in_memory(out, reduce_op)
+        wide_x, _, _ = reducible_in_memory(x, reduce_op)
         inner = wide_out.numel() // outer
         self._group.call(
             "reduce_scatter",
@@ -112,7 +100,7 @@ class SharedMemoryCommunicator(Communicator):
         return out
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        wide, op, narrow = _supported(x, reduce_op)
+        wide, op, narrow = reducible_in_memory(x, reduce_op)
         self._group.call(
             "all_reduce", wide.data_ptr(), wide.data_ptr(), wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[op]
         )
@@ -174,8 +162,3 @@ class SharedMemoryCommunicator(Communicator):
         if self._channels is None or tag != self.context.tag(0):
             raise UnsupportedError(f"{self.context}: shared memory has no transfers of tag {tag}")
         return self._channels
-
-
-def _supported(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """`x` in a dtype that the kernels reduce, the op to use on it, and where to copy the result if it isn't a view."""
-    return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)

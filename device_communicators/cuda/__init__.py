@@ -1,4 +1,4 @@
-"""NVIDIA's libraries as the rooms above call them: NCCL and the driver through ctypes, NVRTC, streams and events.
+"""NCCL through ctypes, streams and events of CUDA, and a watch over what runs there, for the rooms above.
 
 May import `routing` and what is below it.
 """

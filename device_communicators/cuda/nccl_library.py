@@ -54,7 +54,6 @@ UNDEFINED = -(2**31)
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
 """NCCL_SPLIT_NOCOLOR: of a rank that is in no part of a split communicator."""
-WINDOW_SYMMETRIC = 1
 SUSPEND_MEMORY = 1
 
 
@@ -117,10 +116,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
     "ncclReduce": (None, (c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, _COMM, _STREAM), 0),
     "ncclSend": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
     "ncclRecv": (None, (c_void_p, c_size_t, c_int, c_int, _COMM, _STREAM), 0),
-    "ncclMemAlloc": (None, (POINTER(c_void_p), c_size_t), 0),
-    "ncclMemFree": (None, (c_void_p,), 0),
-    "ncclCommWindowRegister": (None, (_COMM, c_void_p, c_size_t, POINTER(c_void_p), c_int), 0),
-    "ncclCommWindowDeregister": (None, (_COMM, c_void_p), 0),
     "ncclCommSuspend": (None, (_COMM, c_int), 22907),
     "ncclCommResume": (None, (_COMM,), 22907),
 }
@@ -173,18 +168,18 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """An ncclConfig_t of this version in which all but `fields` is undefined: NCCL's default."""
+        """Returns an ncclConfig_t of this version in which all but `fields` is undefined: NCCL's default."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
                 setattr(config, name, UNDEFINED)
-        told = {"size": ctypes.sizeof(config), "magic": _MAGIC, "version": self.version, **fields}
-        for name, value in told.items():
+        values = {"size": ctypes.sizeof(config), "magic": _MAGIC, "version": self.version, **fields}
+        for name, value in values.items():
             setattr(config, name, value)
         return config
 
     def text_of(self, result: int) -> str:
-        """What a result means, and what NCCL says about the last one that was none of success."""
+        """Returns what a result means, and what NCCL says about the last failure."""
         name = RESULTS[result] if 0 <= result < len(RESULTS) else f"result {result}"
         meaning = (self.ncclGetErrorString(result) or b"").decode(errors="replace")
         last = (self.ncclGetLastError(None) or b"").decode(errors="replace").strip()
@@ -192,18 +187,18 @@ class NcclLibrary:
 
 
 def config_type(version: int) -> type[ctypes.Structure]:
-    """ncclConfig_t as a version has it, as far as it is known."""
+    """Returns ncclConfig_t as a version has it, as far as it is known."""
     fields = [(name, kind) for name, kind, since in CONFIG_FIELDS if since <= version]
     return type("ncclConfig_t", (ctypes.Structure,), {"_fields_": fields})
 
 
 def version_text(version: int) -> str:
-    """`2.28.9` of 22809."""
+    """Formats 22809 as `2.28.9`."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def load() -> NcclLibrary:
-    """The NCCL of this process. Raises NcclUnavailableError."""
+    """Returns the NCCL of this process. Raises NcclUnavailableError."""
     found = _load(settings.NCCL_LIBRARY.get())
     if isinstance(found, str):
         raise NcclUnavailableError(found)
@@ -232,7 +227,7 @@ def _try(path: str, chosen_by: str = "") -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Where NCCL may be, best first: what torch has loaded, what was installed with it, what the linker finds.
+    """Returns where NCCL may be, best first: what torch has loaded, what was installed with it, what the linker finds.
 
     A second NCCL beside torch's would work, but would take its own memory and read its own settings.
     """
@@ -242,7 +237,7 @@ def candidates() -> list[str]:
 
 
 def _loaded() -> list[str]:
-    """The libraries called libnccl that this process has mapped."""
+    """Returns the libraries called libnccl that this process has mapped."""
     try:
         with open("/proc/self/maps") as file:
             paths = [line.split(maxsplit=5)[5].strip() for line in file if "libnccl.so" in line]

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device_communicators.routing.work import Work
+from device_communicators.routing.communicator import Work
 
 _RELAXED = 2
 """cudaStreamCaptureModeRelaxed."""
 
 
 class StreamWork:
-    """What a side stream does: `wait` makes the current stream wait for it, and never the host."""
+    """The work of a side stream: `wait` makes the current stream wait for it, and never the host."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -41,7 +41,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """What comes next is behind what the current stream does so far. `tensors` may be freed before it has run.
+        """Orders what comes behind the current stream's work so far. `tensors` may be freed before it has run.
 
         Works within a capture, too: what the side stream does is captured, and joined by the work's `wait`.
         """
@@ -51,24 +51,24 @@ class SideStream:
         return self
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
-        """Has `enqueue(stream)`; from any thread."""
+        """Calls `enqueue(stream)`, and returns its work; from any thread."""
         enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
         return StreamWork(event, self._device)
 
     def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
-        """Both."""
+        """Calls `begin`, then `finish`."""
         return self.begin(tensors).finish(enqueue)
 
 
 def stream_of(handle: int, device: torch.device) -> Any:
-    """torch's object for a stream by CUDA's handle. `ExternalStream(0)` is not the default one: it is any of a pool."""
+    """Returns torch's object for CUDA's handle. `ExternalStream(0)` is not the default stream: it is any of a pool."""
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
 class Marker:
-    """How far the device has come: an event, recorded again behind each call on a stream."""
+    """Marks how far the device has come: an event, recorded again behind each call on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,12 +82,12 @@ class Marker:
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
-        """Whether the device has done all that was before the last record."""
+        """Returns True if the device has done all that was before the last record."""
         return self._stream is None or bool(self._event.query())
 
 
 class CudaStreams:
-    """Those of one device."""
+    """The streams of one device."""
 
     def __init__(self, device: torch.device, high_priority: bool = False) -> None:
         self._device = device
@@ -97,17 +97,17 @@ class CudaStreams:
         self._raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def current(self) -> int:
-        """The current stream, as CUDA's handle."""
+        """Returns the current stream, as CUDA's handle."""
         return self._raw(self._index)
 
     def wait_for(self, stream: int, earlier: int) -> None:
-        """What comes on `stream` waits for what is on `earlier` so far; both as CUDA's handles."""
+        """Orders `stream` behind what is on `earlier` so far; both as CUDA's handles."""
         event = torch.cuda.Event()
         event.record(stream_of(earlier, self._device))
         stream_of(stream, self._device).wait_event(event)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a CUDA graph, and isn't done now."""
+        """Returns True if the current stream's work goes into a CUDA graph, and isn't done now."""
         with self.guard():  # it asks about the current device's
             return torch.cuda.is_current_stream_capturing()
 
@@ -118,11 +118,11 @@ class CudaStreams:
         return Marker(self._device)
 
     def guard(self) -> contextlib.AbstractContextManager[object]:
-        """Within it the device is the current one."""
+        """Makes the device the current one within a block."""
         return torch.cuda.device(self._index)
 
-    def is_here(self) -> bool:
-        """Whether the device is the current one of this thread."""
+    def is_current_device(self) -> bool:
+        """Returns True if the device is the current one of this thread."""
         return torch._C._cuda_getDevice() == self._index
 
     def enter_relaxed(self) -> bool:
@@ -152,7 +152,7 @@ class StreamOrder:
         """The stream of the last call outside of captures."""
 
     def next(self) -> int:
-        """The current stream, which from now on waits for the last call's."""
+        """Returns the current stream, which from now on waits for the last call's."""
         stream = self._streams.current()
         if stream != self.last and not self._streams.is_capturing():
             if self.last is not None:
@@ -169,7 +169,7 @@ def enter(device: torch.device) -> None:
 
 
 def _from_runtime() -> Any:
-    """The function in the CUDA runtime that torch has loaded, where it isn't visible to the whole process."""
+    """Returns the function in the CUDA runtime that torch has loaded, where it isn't visible to the whole process."""
     with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as file:
         for line in file:
             if "libcudart.so" in line:

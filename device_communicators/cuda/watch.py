@@ -17,7 +17,7 @@ from typing import Protocol
 
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import died
+from device_communicators.routing.failures import died
 
 logger = logging.getLogger("parallel_state")
 
@@ -36,16 +36,16 @@ FindFailure = Callable[[str, float], "CommunicationError | None"]
 
 
 class Progress(Protocol):
-    """How far the device has come."""
+    """Marks how far the device has come."""
 
     def record(self, stream: int) -> None:
-        """From now on: behind what is on the stream."""
+        """Marks the end of what is on the stream."""
 
     def is_reached(self) -> bool: ...
 
 
 class _Line:
-    """What was put on one stream: the oldest call that isn't known to be done, and the last one."""
+    """The calls that were put on one stream: the oldest one that isn't known to be done, and the last one."""
 
     def __init__(self, make_marker: Callable[[], Progress]) -> None:
         self._markers = (make_marker(), make_marker())
@@ -62,7 +62,7 @@ class _Line:
             self._began[at] = began
 
     def oldest(self) -> Began | None:
-        """Since when the device is at it; None: it is done."""
+        """Returns the oldest call that isn't known to be done; None if all are."""
         with self._lock:
             for _ in self._markers:
                 began = self._began[self._oldest]
@@ -104,11 +104,11 @@ class Watch:
         self._thread.start()
 
     def begin(self, operation: str) -> None:
-        """A call goes into NCCL: its deadline begins."""
+        """Begins the deadline of a call into NCCL."""
         self._inside[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """It has come back, and has put an operation on `stream`, for which the deadline goes on; None: on none."""
+        """Ends a call; its deadline goes on for what it put on `stream`, if it did."""
         began = self._inside.pop(threading.get_ident(), None)
         if stream is not None and began is not None:
             line = self._lines.get(stream)
@@ -117,13 +117,13 @@ class Watch:
             line.note(stream, began)
 
     def device_is_done(self) -> bool:
-        """Whether all that was put on streams has run. False where the device can't be asked any more."""
+        """Returns True if all that was put on streams has run. False where the device can't be asked any more."""
         try:
             return all(line.oldest() is None for line in list(self._lines.values()))
         except RuntimeError:
             return False
 
-    def settle(self, limit_s: float) -> bool:
+    def drain(self, limit_s: float) -> bool:
         """Waits until all that was put on streams has run: before the end. False where it doesn't, or has failed."""
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():
@@ -168,12 +168,11 @@ class Watch:
 
     def _lost(self, error: Exception) -> CommunicationError:
         context = self._context
-        return CommunicationError(
+        return context.failure(
+            CommunicationError,
             f"the device of {context} can't be asked how far it is: {str(error).splitlines()[0]}. The group can't be "
             "used further; a kernel before it may have failed: run with CUDA_LAUNCH_BLOCKING=1",
-            group=context.name,
-            operation="nccl",
-            rank=context.rank,
+            "nccl",
         )
 
     def _look(self, may_query: bool) -> CommunicationError | None:
@@ -187,19 +186,18 @@ class Watch:
         elapsed_s = time.monotonic() - since
         if operation == "nccl" or elapsed_s < context.timeout_s:
             return None
-        return CollectiveTimeoutError(
+        return context.failure(
+            CollectiveTimeoutError,
             f"{operation} of {context} was not done on the device within {context.timeout_s:g} s. The group "
             "can't be used further; look at the ranks that are not in this call (their logs, `py-spy dump`), or raise "
             "the timeout",
-            group=context.name,
-            operation=operation,
-            rank=context.rank,
+            operation,
             elapsed_s=elapsed_s,
             timeout_s=context.timeout_s,
         )
 
     def _oldest(self, may_query: bool) -> Began | None:
-        """The operation that is under way for longest, in NCCL or on the device, and since when."""
+        """Returns the operation that is under way for longest, in NCCL or on the device, and since when."""
         under_way: list[Began | None] = list(self._inside.values())
         if may_query:
             under_way += [line.oldest() for line in list(self._lines.values())]

@@ -14,17 +14,17 @@ How a leader fared is told to its host before the result: a transfer that fails 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from device_communicators.cpu.native_group import DTYPES
+from device_communicators.cpu.native_group import reducible_in_memory
 from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hierarchical.hosts import Hosts
-from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Work, merge_blocks
-from device_communicators.routing.reductions import as_bytes, reducible, reduction_refusal
+from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
+from device_communicators.routing.reductions import as_bytes, reduction_refusal
 from device_communicators.routing.user_call import current
 
 _CARRIED = frozenset(
@@ -36,7 +36,7 @@ CHUNK_ELEMENTS = 1 << 20
 """A longer reduction goes in chunks of this length, of 4 MiB in float32: the network has work while the host has."""
 
 
-class HierarchicalCommunicator(Communicator):
+class HierarchicalCommunicator(PartialCommunicator):
     """The ranks of several hosts, of which one at least has two.
 
     What goes from one rank to each other (all_to_all, gather, …) gains nothing here, and what is started and waited for
@@ -125,11 +125,6 @@ class HierarchicalCommunicator(Communicator):
             hosts.between(exchange)
             hosts.scatter(reduction.flat(out), total)
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        out = x.new_empty((self.context.size, *x.shape))
-        self.flat_all_gather(out, x.contiguous())
-        return merge_blocks(out, dim, x.dim())
-
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel() == 0:
             self._meet("all_gather")
@@ -142,11 +137,6 @@ class HierarchicalCommunicator(Communicator):
             if not hosts.in_order:
                 torch.index_select(blocks, 0, hosts.places, out=ordered)
 
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        self.ibroadcast_(out, src)
-        return out
-
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         if x.numel() == 0:
             self._meet("broadcast", src)
@@ -156,7 +146,7 @@ class HierarchicalCommunicator(Communicator):
         return DONE
 
     def _meet(self, operation: str, *facts: object) -> None:
-        """For a tensor without elements: a rank that has some must find out."""
+        """Compares calls on an empty tensor: a rank whose tensor isn't empty must find out."""
         with self._call(operation, 0, *facts) as hosts:
             hosts.barrier()
 
@@ -167,30 +157,9 @@ class HierarchicalCommunicator(Communicator):
     def close(self) -> None:
         self._hosts.leaders.close()
 
-    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        raise self._lacks("all_gatherv")
-
-    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        raise self._lacks("gather")
-
-    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        raise self._lacks("scatter")
-
-    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
-        raise self._lacks("all_to_all")
-
-    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        raise self._lacks("send")
-
-    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
-        raise self._lacks("recv")
-
-    def _lacks(self, operation: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.context}: the hierarchical communicator has no {operation}")
-
 
 def _advance(exchanges: list[Iterator[None]], to_the_end: bool) -> None:
-    """Each exchange by one stage, the newest first: so all leaders start their transfers in the same order."""
+    """Advances each exchange by one stage, the newest first: all leaders start their transfers in one order."""
     for exchange in exchanges[::-1]:
         if next(exchange, _ENDED) is _ENDED or (to_the_end and all(stage is None for stage in exchange)):
             exchanges.remove(exchange)
@@ -209,7 +178,7 @@ class _Reduction:
         if x.dtype in (torch.float16, torch.bfloat16) and reduce_op in _ROUNDED:
             wide, op, self.widens = x.float(), reduce_op, True
         else:
-            wide, op, narrow = _supported(x, reduce_op)
+            wide, op, narrow = reducible_in_memory(x, reduce_op)
             self.widens = narrow is not None
         self.x = wide.view(-1)
         self.op = "sum" if op == "avg" else op
@@ -217,16 +186,12 @@ class _Reduction:
         self._divisor = size if op == "avg" else None
 
     def flat(self, out: Tensor) -> Tensor:
-        """A view of `out`, in the dtype of `x` unless that is wider."""
-        return (out if self.widens else _supported(out, self._reduce_op)[0]).view(-1)
+        """Returns a view of `out`, in the dtype of `x` unless that is wider."""
+        return (out if self.widens else reducible_in_memory(out, self._reduce_op)[0]).view(-1)
 
     def finish(self, out: Tensor, total: Tensor) -> None:
-        """`total` of all ranks into `out`, which is the same memory where nothing widens."""
+        """Writes `total` of all ranks to `out`, which is the same memory where nothing widens."""
         if self._divisor is not None:
             total.div_(self._divisor)
         if self.widens:
             out.copy_(total)
-
-
-def _supported(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    return (x, reduce_op, None) if x.dtype in DTYPES else reducible(x, reduce_op)

@@ -23,7 +23,7 @@ from device_communicators.errors import (
     PeerDiedError,
     format_ranks,
 )
-from device_communicators.hierarchical.leaders import DIRECT_BYTES, Leaders, Transfer, mismatch_error
+from device_communicators.hierarchical.leaders import DIRECT_BYTES, Leaders, Transfer
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 
@@ -72,9 +72,9 @@ class Hosts:
         self.leaders.begin(call, *facts)
 
     def abandon(self, failure: CommunicationError) -> None:
-        """After a failure: ranks of other hosts that wait for this one's leader needn't wait until their deadline."""
+        """Ends the waits of other hosts for this one's leader after a failure, before their deadline."""
         if isinstance(failure, CollectiveMismatchError) and self.is_leader:
-            self.leaders.tell(failure)
+            self.leaders.tell_disagreement(failure)
         elif isinstance(failure, CollectiveMismatchError):  # nor those who have gone on, and wait for this rank itself
             self.leaders.abandon(rank for rank in range(self.context.size) if rank != self.context.rank)
         elif self.is_leader:
@@ -85,7 +85,7 @@ class Hosts:
         self.between(self.leaders.agree)
 
     def by_host(self, blocks: Tensor) -> Tensor:
-        """Blocks of all ranks in rank order, by host."""
+        """Reorders blocks of all ranks from rank order to by host."""
         return blocks if self.in_order else blocks[self._order]
 
     # Within the host. One that is alone there has what there is to have.
@@ -105,14 +105,14 @@ class Hosts:
             out.view(-1).copy_(x)
 
     def scatter(self, out: Tensor, blocks: Tensor) -> None:
-        """Each rank's of the leader's blocks."""
+        """Scatters the leader's blocks to the host's ranks."""
         if self._local is not None:
             self._local.call("scatter", out.data_ptr(), blocks.data_ptr() if self.is_leader else None, out.nbytes, 0)
         else:
             out.copy_(blocks.view(-1))
 
     def broadcast(self, x: Tensor, src: int | None = None) -> None:
-        """The leader's `x`, or that of `src`, a rank of the host."""
+        """Broadcasts the leader's `x`, or that of `src`, within the host."""
         if self._local is not None and x.numel():
             place = 0 if src is None else self.ranks[self.host].index(src)
             self._local.call("broadcast", x.data_ptr(), x.nbytes, place)
@@ -120,7 +120,7 @@ class Hosts:
     # Between hosts.
 
     def between(self, transfer: Callable[[], object]) -> None:
-        """The leader's `transfer`, and on every rank of its host what came of it."""
+        """Runs the leader's `transfer`, and raises on every rank of its host what came of it."""
         failure: Exception | None = None
         if self.is_leader:
             try:
@@ -128,19 +128,19 @@ class Hosts:
             except Exception as error:
                 failure = error
         if self._local is not None:
-            told = (ctypes.c_int64 * 2)(*_told(failure))
-            self._local.call("broadcast", ctypes.addressof(told), ctypes.sizeof(told), 0)
-            if told[0] == _MISMATCH:
+            words = (ctypes.c_int64 * 2)(*_encode_failure(failure))
+            self._local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
+            if words[0] == _MISMATCH:
                 what = self._disagreement()
                 if not self.is_leader:
-                    raise mismatch_error(self.context, self._operation, *what)
-            elif told[0] and not self.is_leader:
-                raise self._told_failure(told[0], told[1])
+                    raise self.context.mismatch(self._operation, *what, timeout_s=self.context.timeout_s)
+            elif words[0] and not self.is_leader:
+                raise self._decode_failure(words[0], words[1])
         if failure is not None:
             raise failure
 
     def broadcast_from(self, x: Tensor, src: int) -> None:
-        """`src` gives bytes `x` to its own host and, along a tree, to the leaders of others, who pass them on."""
+        """Broadcasts bytes `x` from `src` to its host and, along a tree, to other leaders, who pass them on."""
         root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
         leaders = self.leaders
         if x.nbytes <= DIRECT_BYTES:  # in the frames
@@ -192,7 +192,7 @@ class Hosts:
     def _pass_on(
         self, pieces: Sequence[Tensor], receives: Sequence[Transfer], children: Sequence[int] = ()
     ) -> list[Transfer]:
-        """The leader gives each piece to its host once it is there, and on to `children`; returns these transfers."""
+        """Broadcasts each piece to the host once it is there; returns the leader's transfers to `children`."""
         sends: list[Transfer] = []
         for number, piece in enumerate(pieces):
             self.between(lambda number=number: self.leaders.wait_for([receives[number]]))  # type: ignore[misc]
@@ -202,13 +202,13 @@ class Hosts:
         return sends
 
     def barrier(self) -> None:
-        """Ranks come to their host's barrier, leaders to each other; that the leader is back lets its host go."""
+        """Waits for the host's ranks, then for other leaders; the leader's return lets its host go."""
         if self._local is not None:
             self._local.call("barrier")
         self.agree()
 
     def _disagreement(self) -> tuple[str, list[int]]:
-        """What the leader found the hosts' calls to be, on every rank of its host."""
+        """Returns on every rank of a host what its leader found the hosts' calls to be."""
         words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
         if self.is_leader:
             mine = json.dumps(self.leaders.disagreement).encode()[:_WORDS_BYTES]
@@ -217,23 +217,22 @@ class Hosts:
         what, suspects = json.loads(words.numpy().tobytes().rstrip(b"\0"))
         return what, suspects
 
-    def _told_failure(self, kind: int, suspect: int) -> CommunicationError:
+    def _decode_failure(self, kind: int, suspect: int) -> CommunicationError:
         context = self.context
         leader = context.ranks[self.ranks[self.host][0]]
         where = f", with global rank {suspect}" if suspect >= 0 else ""
-        return _KINDS[kind - 1 if 0 < kind <= len(_KINDS) else 0](
+        return context.failure(
+            _KINDS[kind - 1 if 0 < kind <= len(_KINDS) else 0],
             f"{self._operation} of {context} failed between hosts{where}, as global rank {leader} tells, which "
             "speaks for this host and knows more. The group can't be used further",
-            group=context.name,
-            operation=self._operation,
-            rank=context.rank,
+            self._operation,
             suspect_ranks=(suspect,) if suspect >= 0 else (),
             timeout_s=context.timeout_s,
         )
 
 
-def _told(failure: Exception | None) -> tuple[int, int]:
-    """A failure in two numbers: its kind, and the global rank that it is about."""
+def _encode_failure(failure: Exception | None) -> tuple[int, int]:
+    """Encodes a failure in two numbers: its kind, and the global rank that it is about."""
     if failure is None:
         return 0, -1
     kind = next((number for number, kind in enumerate(_KINDS, 1) if type(failure) is kind), 1)

@@ -28,10 +28,10 @@ from torch import Tensor
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, plain
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, Death
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.failures import kind_of_failure
+from device_communicators.routing.failures import attributed, died, kind_of_failure
 from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending
-from device_communicators.routing.waiting import abandon, attributed, died
+from device_communicators.routing.waiting import abandon
 
 DIRECT_BYTES = 64 << 10
 """Up to here each host sends all it has to all others; above, each reduces a slice, in two rounds.
@@ -81,7 +81,7 @@ class Leaders:
         self._started = self._deadline = 0.0
         self._waiting = False
         if context.watcher is not None:
-            context.watcher.on_death.append(self._hear)
+            context.watcher.on_death.append(self._end_wait_on_death)
 
     @property
     def others(self) -> list[int]:
@@ -98,8 +98,8 @@ class Leaders:
         """
         self._call, self._agreed = call, False
         if self.is_leader:  # with those before: hosts that came through different calls differ from then on
-            told = self._digest + repr((facts, call.compared)).encode()
-            self._digest = hashlib.blake2b(told, digest_size=8).digest()
+            record = self._digest + repr((facts, call.compared)).encode()
+            self._digest = hashlib.blake2b(record, digest_size=8).digest()
         timeout_s = self.context.timeout_s
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s - min(1.0, timeout_s / 10)
@@ -182,9 +182,9 @@ class Leaders:
 
     def _mismatch(self, what: str, suspects: Sequence[int]) -> CollectiveMismatchError:
         self.disagreement = (what, list(suspects)[:_MOST_SUSPECTS])
-        return mismatch_error(self.context, self._operation, what, suspects)
+        return self.context.mismatch(self._operation, what, suspects, timeout_s=self.context.timeout_s)
 
-    def tell(self, failure: CollectiveMismatchError) -> None:
+    def tell_disagreement(self, failure: CollectiveMismatchError) -> None:
         """Tells the other leaders what this host's ranks disagree about, who wait for its frame, or will."""
         if self._agreed:  # they know, or are past it
             return
@@ -209,7 +209,7 @@ class Leaders:
         thread.join(NEWS_S)  # as a rule they wait; who comes later hears of it as long as this process lives
 
     def all_reduce(self, partial: Tensor, out: Tensor, reduce_op: str, finish: Finish) -> Iterator[None]:
-        """Flat `partial` of each host, which is overwritten, to flat `out` on all; they may be the same tensor.
+        """Reduces flat `partial` of each host, which is overwritten, to flat `out` on all; both may be one tensor.
 
         Yields where it would wait for others, having started what they wait for.
         """
@@ -238,7 +238,7 @@ class Leaders:
             total = _COMBINE[reduce_op](total, block, out=total if block is not blocks[-1] else mine)
 
     def tree(self, root: int) -> tuple[int | None, list[int]]:
-        """The host that this one receives from, none for the root, and those that it sends to: a binomial tree."""
+        """Returns this host's parent, none for the root, and its children in a binomial tree."""
         size = len(self.leaders)
         place = (self.host - root) % size
         step = 1
@@ -253,11 +253,11 @@ class Leaders:
         return parent, children
 
     def wait_for(self, transfers: Sequence[Transfer]) -> None:
-        """Until all are done, one fails, or a rank of the failure domain has ended."""
+        """Waits until all are done, one fails, or a rank of the failure domain has ended."""
         if not transfers:
             return
         transfer, self._waiting = transfers[0], True
-        self._hear()
+        self._end_wait_on_death()
         try:
             for transfer in transfers:
                 transfer.wait(timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
@@ -271,8 +271,8 @@ class Leaders:
     def _deaths(self) -> list[Death]:
         return self.context.deaths()
 
-    def _hear(self) -> None:
-        """A wait that has begun doesn't look whether ranks have ended: where one has, somebody else ends the wait."""
+    def _end_wait_on_death(self) -> None:
+        """Ends a wait that has begun if a rank has ended: gloo's waits don't look."""
         if self._waiting and self._deaths():
             threading.Thread(target=self._end_the_wait, daemon=True, name="parallel_state-hosts").start()
 
@@ -282,20 +282,18 @@ class Leaders:
             self.abandon()
 
     def _failure(self, error: RuntimeError, rank: int) -> CommunicationError:
-        """What became of a transfer with `rank`, as an error that names it."""
+        """Returns the error for a failed transfer with `rank`."""
         context = self.context
         text = str(error)
         suspect = context.ranks[rank]
         kind = kind_of_failure(text)
-        failure = kind(
+        failure = context.failure(
+            kind,
             f"{self._operation} of {context} failed between hosts, in a transfer with global rank {suspect}: "
             f"{plain(error)}. The group can't be used further; look at that rank, and at the network to its host",
-            group=context.name,
-            operation=self._operation,
-            rank=context.rank,
+            self._operation,
+            started=self._started,
             suspect_ranks=(suspect,),
-            elapsed_s=time.monotonic() - self._started,
-            timeout_s=context.timeout_s,
         )
         return (
             failure if kind is CollectiveTimeoutError else attributed(context, self._operation, self._started, failure)
@@ -310,12 +308,12 @@ class Leaders:
         abandon(self.context.cpu_group, ranks, _OWN_TAGS)
 
     def close(self) -> None:
-        if self.context.watcher is not None and self._hear in self.context.watcher.on_death:
-            self.context.watcher.on_death.remove(self._hear)
+        if self.context.watcher is not None and self._end_wait_on_death in self.context.watcher.on_death:
+            self.context.watcher.on_death.remove(self._end_wait_on_death)
 
 
 class _Head(NamedTuple):
-    """What a frame says."""
+    """The head of a frame."""
 
     digest: bytes
     disagreement: str | None
@@ -343,21 +341,6 @@ def _read(frame: Tensor) -> _Head:
     return _Head(digest, *json.loads(head[_HEAD.size : _HEAD.size + length]))
 
 
-def mismatch_error(
-    context: GroupContext, operation: str, what: str, suspects: Sequence[int]
-) -> CollectiveMismatchError:
-    """Returns the error for hosts whose ranks are in different calls: `what` names both."""
-    return CollectiveMismatchError(
-        f"{operation} of {context} met another call: {what}. The group can't be used further; make the same calls in "
-        "the same order on every rank",
-        group=context.name,
-        operation=operation,
-        rank=context.rank,
-        suspect_ranks=suspects,
-        timeout_s=context.timeout_s,
-    )
-
-
 class Transfer:
     """A started transfer with one rank. What goes wrong with it, be it at its start, is raised by `wait`."""
 
@@ -378,6 +361,6 @@ class Transfer:
 
 
 def slices_of(count: int, parts: int) -> list[slice]:
-    """`count` elements in as many slices, the last ones shorter or empty."""
+    """Cuts `count` elements into slices, the last ones shorter or empty."""
     step = -(-count // (parts * _ALIGNMENT)) * _ALIGNMENT
     return [slice(min(count, part * step), min(count, (part + 1) * step)) for part in range(parts)]

@@ -91,30 +91,32 @@ class FailureDomain:
         self.is_root = is_root
 
 
+def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
+    """Returns what `question()` does, asked by a thread; None if it takes longer, or its store or network fails."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
+            answers.append(question())
+
+    thread = threading.Thread(target=ask, daemon=True, name="parallel_state-ask")
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else None
+
+
 class Farewells:
-    """Who said, through a connection of its own to the store, that it goes on purpose."""
+    """Records in the store, over a connection of its own, which ranks end on purpose."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def say(self, rank: int) -> None:
-        self._ask(lambda: self._store.set(f"left/{rank}", "1"))
+        answer_within(_FAREWELL_S, lambda: self._store.set(f"left/{rank}", "1"))
 
     def said(self, rank: int) -> bool:
-        """False where the store doesn't answer at once: it may have died with the rank."""
-        return bool(self._ask(lambda: self._store.check([f"left/{rank}"])))
-
-    def _ask(self, request: Callable[[], Any]) -> Any:
-        answers: list[Any] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError, AttributeError):  # no answer; no store
-                answers.append(request())
-
-        thread = threading.Thread(target=ask, daemon=True, name="parallel_state-farewell")
-        thread.start()
-        thread.join(_FAREWELL_S)
-        return answers[0] if answers else None
+        """Returns True if the rank said farewell; False if the store doesn't answer: it may have died with the rank."""
+        return bool(answer_within(_FAREWELL_S, lambda: self._store.check([f"left/{rank}"])))
 
 
 class Watcher:
@@ -140,8 +142,20 @@ class Watcher:
         self.on_close: list[Callable[[], None]] = []
         """What else feeds the table, and ends with it."""
 
+    def ask_store(self, question: Callable[[Any], Any], limit_s: float) -> Any:
+        """Returns `question(store)` over a connection of its own; None without a store, or an answer in time."""
+        open_store = self.open_store
+        if open_store is None:
+            return None
+
+        def ask() -> Any:
+            store = open_store()
+            return None if store is None else question(store)
+
+        return answer_within(limit_s, ask)
+
     def has_left(self, rank: int) -> bool:
-        """Whether a rank of this host, global, went on purpose."""
+        """Returns True if a rank of this host, global, ended on purpose."""
         return self._has_left(rank)
 
     def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
@@ -194,18 +208,18 @@ class Watcher:
                 logger.exception("what hears of the death of rank %d failed", rank)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Of these global ranks, in the order in which they came to be known. Cheap while nobody died."""
+        """Returns the deaths of these global ranks, as they became known. Cheap while there are none."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
         return [death for death in list(self._deaths.values()) if death.rank in wanted]
 
     def deaths(self) -> list[Death]:
-        """Of all ranks of the world that have ended for certain, by rank."""
+        """Returns the certain deaths of the world, by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
     def await_death_of(self, ranks: Iterable[int], timeout_s: float) -> list[Death]:
-        """As `deaths_of`, once there is one, or the time is up. More that follow at once are waited for."""
+        """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them."""
         ranks = list(ranks)
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)

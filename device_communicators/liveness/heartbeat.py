@@ -35,7 +35,7 @@ _LOOKS_PER_INTERVAL = 4
 
 @dataclass
 class _Host:
-    """What is known of one host."""
+    """One host, as far as it is known."""
 
     ranks: tuple[int, ...]
     name: str = ""
@@ -83,14 +83,14 @@ class Heartbeats:
         ]
 
     def start(self) -> None:
-        """Every rank calls it; returns once all hosts' first beats may be asked for."""
+        """Writes the first beat, and starts the threads. Every rank calls it."""
         self._write()
         self._watcher.on_death.append(self._news.set)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """This rank goes: another of its host beats from now on, and where there is none, the host has left.
+        """Ends this rank's part: another of its host beats from now on; without one, the host has left.
 
         Ends the threads; one that is stuck in the store ends with the process.
         """
@@ -121,31 +121,32 @@ class Heartbeats:
 
     def _write(self, leaving: bool = False) -> None:
         dead = {death.rank for death in self._watcher.deaths_of(self._own.ranks)}
-        here = {rank for rank in set(self._own.ranks) - dead if rank == self._rank or not self._watcher.has_left(rank)}
+        alive = set(self._own.ranks) - dead
+        present = {rank for rank in alive if rank == self._rank or not self._watcher.has_left(rank)}
         gave_up = {host.ranks[0] for host in self._hosts if host.given_up}
         stands_in = self._reached - self._own.seen > self.limit_s / 2 or not gave_up <= self._own.gave_up
-        if (leaving and len(here) > 1) or (min(here) != self._rank and not stands_in):
+        if (leaving and len(present) > 1) or (min(present) != self._rank and not stands_in):
             return
-        told = {
+        state = {
             "beat": time.time_ns(),
             "name": socket.gethostname(),
             "dead": sorted(dead),
             "left": leaving,
             "gave_up": sorted(gave_up | self._own.gave_up),
         }
-        self._store.set(_key(self._own), json.dumps(told))
+        self._store.set(_key(self._own), json.dumps(state))
 
     def _read(self) -> None:
         present = [host for host in self._hosts if host.beat >= 0 or self._store.check([_key(host)])]
         answers = self._store.multi_get([_key(host) for host in present]) if present else []
         self._reached = time.monotonic()
         for host, answer in zip(present, answers, strict=True):
-            told = json.loads(answer)
-            if told["beat"] != host.beat:
-                host.beat, host.seen, host.name = told["beat"], self._reached, told["name"]
-            host.has_left, host.gave_up = told["left"], frozenset(told["gave_up"])
+            state = json.loads(answer)
+            if state["beat"] != host.beat:
+                host.beat, host.seen, host.name = state["beat"], self._reached, state["name"]
+            host.has_left, host.gave_up = state["left"], frozenset(state["gave_up"])
             if host is not self._own:
-                for rank in told["dead"]:
+                for rank in state["dead"]:
                     self._watcher.report(rank, f"on {host} has ended")
         for host in present:
             self._follow(host)

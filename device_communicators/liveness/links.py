@@ -60,7 +60,7 @@ def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:
 
 @dataclass
 class _Peer:
-    """Where a rank listens."""
+    """The address at which a rank listens."""
 
     host: str
     port: int
@@ -260,20 +260,20 @@ class Links:
             stranger.close()
 
     def _read(self, link: socket.socket) -> None:
-        """A connection has something to say: a farewell, or its end."""
+        """Reads a farewell, or the end, of a connection."""
         code = 0
         try:
-            told = link.recv(1)
+            word = link.recv(1)
         except BlockingIOError:
             return
         except OSError as error:
-            told, code = b"", error.errno or 0
+            word, code = b"", error.errno or 0
         peer = self._links.pop(link)
         self._selector.unregister(link)
         link.close()
         if peer not in self._links.values():
             self._watcher.link(peer, False)
-        if told == _LEAVING or self._closing.is_set() or (code and code not in _GONE):
+        if word == _LEAVING or self._closing.is_set() or (code and code not in _GONE):
             return
         if self._is_gone(peer):
             self._watcher.report(peer, "has ended: its host has closed its connections, and nobody listens at its port")
@@ -294,7 +294,7 @@ _OPEN: weakref.WeakSet[Links] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A child would keep its parent's connections open beyond the parent's end."""
+    """Closes a child's copies of its parent's connections, which would stay open beyond the parent's end."""
     for links in list(_OPEN):
         with contextlib.suppress(OSError):
             links.drop()

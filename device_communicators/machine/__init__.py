@@ -1,4 +1,4 @@
-"""What this machine is: NVML, the GPUs' topology, visible devices, peer access, and who shares a GPU.
+"""The machine as NVML tells it: the GPUs' topology, visible devices, peer access, and ranks that share a GPU.
 
 May import `cuda`, `routing` and what is below them.
 """

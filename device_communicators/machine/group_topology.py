@@ -3,32 +3,42 @@
 Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
 confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`, what a
 trial shows in `peer_probe`.
+
+Ranks may share a GPU, for tests, laptops and the demo, but mostly it is a mistake that nobody sees; the end of this
+file finds them, and knows what NCCL must be told before CUDA starts. NCCL refuses two ranks on one GPU. From 2.30.3 on
+it takes them with a variable of its own; before, ranks that seem to be on different hosts pass, and their traffic goes
+over sockets of the loopback interface: slow, but right. Either way a kernel that waits for another rank holds the GPU
+until its time slice ends, so that is not for measuring. Not run on a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
 
 import torch
 
-from device_communicators.errors import CommunicationError, plain
+from device_communicators import settings
+from device_communicators.cuda import nccl_library
+from device_communicators.errors import CommunicationError, format_ranks, plain
 from device_communicators.machine.peer_probe import Pair, Probe, probe_peers
 from device_communicators.machine.topology import Path, Topology
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import Watched
+from device_communicators.routing.waiting import all_gather_bytes
 
-Told = Mapping[str, Any]
+Facts = Mapping[str, Any]
 Prober = Callable[[Sequence[Pair], "str | None"], Mapping[Pair, Probe]]
 
 
 @dataclass(frozen=True)
 class Vote:
-    """Whether a claim holds for the whole group; true or false as a condition."""
+    """The verdict on a claim about the whole group; true or false as a condition."""
 
     holds: bool
     reason: str
@@ -70,12 +80,12 @@ class GroupTopology:
     """Every GPU can use every other's memory: the driver says so and, unless told not to try, a trial shows it."""
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that use this rank's GPU, itself included; empty where it is alone."""
+        """Returns the ranks that use this rank's GPU, itself included; empty where it is alone."""
         return next((ranks for ranks in self.shared_gpus if rank in ranks), ())
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """Of a CUDA device, from torch, which starts CUDA for it; None for other devices. Not run on a GPU."""
+    """Returns a CUDA device's UUID, for which torch starts CUDA; None for other devices. Not run on a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
@@ -87,21 +97,21 @@ def agree_on_topology(
     probe: bool = True,
     probe_peers: Prober = probe_peers,
 ) -> GroupTopology:
-    """Every rank of the group calls it, with its machine's topology and its own device's UUID (None: it has none).
+    """Returns what the ranks know together, each of which calls it with its machine's topology and its GPU's UUID.
 
     `uuid` is `uuid_of(device)`, or as NVML writes it. With `probe` peer access is tried where the driver reports it:
     once per pair, driver and boot (see `peer_probe`). Raises CommunicationError where the exchange fails.
     """
-    me = _tell_device(topology, uuid)
+    me = _device_record(topology, uuid)
     devices = exchange_facts(context, me, "topology")
-    views = exchange_facts(context, _tell_views(context.rank, devices, topology, probe, probe_peers), "topology")
+    views = exchange_facts(context, _view_records(context.rank, devices, topology, probe, probe_peers), "topology")
     return combine(devices, views, probe)
 
 
 # What a rank tells.
 
 
-def _tell_device(topology: Topology, uuid: str | None) -> Told:
+def _device_record(topology: Topology, uuid: str | None) -> Facts:
     found = None if uuid is None else topology.find(uuid)
     if found is None:
         problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
@@ -119,10 +129,10 @@ def _tell_device(topology: Topology, uuid: str | None) -> Told:
     }
 
 
-def _tell_views(
-    rank: int, devices: Sequence[Told], topology: Topology, probe: bool, probe_peers: Prober
+def _view_records(
+    rank: int, devices: Sequence[Facts], topology: Topology, probe: bool, probe_peers: Prober
 ) -> dict[str, Any]:
-    """How this rank sees the others' GPUs, by rank; those that its machine doesn't have are missing."""
+    """Returns how this rank sees the others' GPUs, by rank; those that its machine doesn't have are missing."""
     mine: str | None = devices[rank].get("gpu_uuid")
     views: dict[str, Any] = {}
     tried: dict[str, Pair] = {}
@@ -154,12 +164,12 @@ def _view(path: Path) -> dict[str, Any]:
 # What the group makes of it.
 
 
-def combine(devices: Sequence[Told], views: Sequence[Told], probed: bool) -> GroupTopology:
-    """From what each rank told: a function of that alone, so it gives the same on every rank."""
+def combine(devices: Sequence[Facts], views: Sequence[Facts], probed: bool) -> GroupTopology:
+    """Combines what each rank told: a function of that alone, so the same on every rank."""
     size = len(devices)
     gpus = tuple(
-        RankGpu(*(told.get(name) for name in ("uuid", "gpu_uuid", "pci_id", "name", "numa_node", "problem")))
-        for told in devices
+        RankGpu(*(record.get(name) for name in ("uuid", "gpu_uuid", "pci_id", "name", "numa_node", "problem")))
+        for record in devices
     )
     users: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(gpus):
@@ -175,12 +185,12 @@ def combine(devices: Sequence[Told], views: Sequence[Told], probed: bool) -> Gro
     )
 
 
-def _nvlinks(views: Sequence[Told], rank: int, other: int) -> int | None:
-    told = [_seen(views, *pair, "nvlinks") for pair in ((rank, other), (other, rank))]
-    return min((number for number in told if number is not None), default=None)
+def _nvlinks(views: Sequence[Facts], rank: int, other: int) -> int | None:
+    record = [_seen(views, *pair, "nvlinks") for pair in ((rank, other), (other, rank))]
+    return min((number for number in record if number is not None), default=None)
 
 
-def _seen(views: Sequence[Told], rank: int, other: int, what: str) -> Any:
+def _seen(views: Sequence[Facts], rank: int, other: int, what: str) -> Any:
     return views[rank].get(str(other), {}).get(what)
 
 
@@ -195,7 +205,7 @@ def _no_gpu(gpus: Sequence[RankGpu]) -> Vote | None:
     return None
 
 
-def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Told]) -> Vote:
+def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
     if (vote := _no_gpu(gpus)) is not None:
         return vote
     fewest = None
@@ -214,7 +224,7 @@ def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Told]) -> Vote:
     return Vote(True, "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two")
 
 
-def _vote_on_fabric(gpus: Sequence[RankGpu], devices: Sequence[Told]) -> Vote:
+def _vote_on_fabric(gpus: Sequence[RankGpu], devices: Sequence[Facts]) -> Vote:
     if (vote := _no_gpu(gpus)) is not None:
         return vote
     for rank, device in enumerate(devices):
@@ -226,7 +236,7 @@ def _vote_on_fabric(gpus: Sequence[RankGpu], devices: Sequence[Told]) -> Vote:
     return Vote(True, "all are in the NVLink domain {} clique {}".format(*devices[0]["fabric"]))
 
 
-def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Told], probed: bool) -> Vote:
+def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts], probed: bool) -> Vote:
     if (vote := _no_gpu(gpus)) is not None:
         return vote
     for rank, other in permutations(range(len(gpus)), 2):
@@ -241,33 +251,106 @@ def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Told], probed: bool)
     return Vote(True, "the driver reports it" + (", and it came back right when tried" if probed else "; not tried"))
 
 
-def exchange_facts(context: GroupContext, mine: Told, operation: str) -> list[dict[str, Any]]:
-    """Every rank's facts, as JSON has them, in rank order; every rank of the group calls it.
+def exchange_facts(context: GroupContext, mine: Facts, operation: str) -> list[dict[str, Any]]:
+    """Returns every rank's facts, as JSON has them, in rank order; every rank of the group calls it.
 
     Raises PeerDiedError, CollectiveTimeoutError, CommunicationError.
     """
     text = json.dumps(mine).encode()
     if context.size == 1:
         return [json.loads(text)]
-    lengths = _gather(context, torch.tensor([len(text)]), operation).tolist()
-    padded = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
-    rows = _gather(context, padded, operation).view(context.size, -1)
-    return [json.loads(bytes(row.tolist())) for row in rows]
-
-
-def _gather(context: GroupContext, mine: torch.Tensor, operation: str) -> torch.Tensor:
-    out = mine.new_empty(context.size * mine.numel())
     try:
-        Watched(context.cpu_group._allgather_base(out, mine), context, operation).wait()
+        lengths = all_gather_bytes(context, len(text).to_bytes(8, "little"), operation)
+        longest = max(int.from_bytes(each, "little") for each in lengths)
+        return [json.loads(each) for each in all_gather_bytes(context, text.ljust(longest), operation)]
     except RuntimeError as error:
         if isinstance(error, CommunicationError):
             raise
-        raise CommunicationError(
+        raise context.failure(
+            CommunicationError,
             f"the ranks of {context} could not tell each other their facts ({operation}): "
             f"{plain(error)}. Look for the first rank that failed",
-            group=context.name,
-            operation=operation,
-            rank=context.rank,
+            operation,
             timeout_s=context.timeout_s,
         ) from error
-    return out
+
+
+_UUID_BYTES = 64
+
+
+def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
+    """Returns UUIDs of the GPUs that several ranks of the group use -> their global ranks.
+
+    Every rank of the group calls it with its own GPU's UUID, None for one that has none.
+    """
+    mine = (uuid or "").encode()[:_UUID_BYTES].ljust(_UUID_BYTES)
+    users: dict[str, list[int]] = defaultdict(list)
+    for rank, each in zip(context.ranks, all_gather_bytes(context, mine, "comparison of GPUs"), strict=True):
+        users[each.decode(errors="replace").strip()].append(rank)
+    return {gpu: ranks for gpu, ranks in users.items() if gpu and len(ranks) > 1}
+
+
+def shared_gpu_warning(context: GroupContext, shared: dict[str, list[int]]) -> str:
+    """Returns the text that tells the user which ranks share which GPU."""
+    which = "; ".join(f"global ranks {format_ranks(ranks)} share GPU {gpu}" for gpu, ranks in shared.items())
+    return (
+        f"{which} in group {context.name!r}: they take turns on it, and NCCL refuses them unless it is told otherwise "
+        "(from 2.30.3 on by NCCL_MULTI_RANK_GPU_ENABLE=1). Give each rank its own, with "
+        "torch.cuda.set_device(local_rank) or CUDA_VISIBLE_DEVICES, or use fewer ranks"
+    )
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def nccl_variables(rank: int, version: int) -> dict[str, str]:
+    """Returns what NCCL of a version (as NCCL_VERSION_CODE) must be told by a rank that shares its GPU.
+
+    One block of threads for each kernel: those of all ranks have to fit on the GPU together.
+    """
+    if version >= nccl_library.MULTI_RANK_GPU:
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
+    return {
+        "NCCL_HOSTID": f"{socket.gethostname()}-rank-{rank}",  # ranks of other hosts have the same numbers
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_MAX_CTAS": "1",
+    }
+
+
+def describe_sharing(version: int) -> str:
+    """Returns how ranks share a GPU with a version of NCCL, in words."""
+    if version >= nccl_library.MULTI_RANK_GPU:
+        return "NCCL_MULTI_RANK_GPU_ENABLE=1"
+    return "a NCCL_HOSTID for each rank, over sockets of the loopback interface"
+
+
+def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> str:
+    """Returns CUDA_VISIBLE_DEVICES for a rank that sees its GPU alone: in turns over those visible now."""
+    visible = [each.strip() for each in (os.environ if environ is None else environ).get(VISIBLE, "").split(",")]
+    visible = [each for each in visible if each]
+    return visible[rank % gpus] if len(visible) >= gpus else str(rank % gpus)
+
+
+def variables_of(
+    rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Returns a rank's variables on a host with `gpus`; `version` is NCCL's. Empty if each has a GPU of its own."""
+    if ranks <= gpus:
+        return {}
+    return {VISIBLE: own_gpu(rank, gpus, environ), settings.SHARE_GPUS.name: "on", **nccl_variables(rank, version)}
+
+
+def share_gpus(
+    rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
+) -> dict[str, str]:
+    """Sets `variables_of` in this process, where it is not too late: before CUDA or NCCL start. Returns what it set.
+
+    What somebody has set for NCCL stays.
+    """
+    env = os.environ if environ is None else environ
+    found = variables_of(rank, ranks, gpus, version, env)
+    written = {name: value for name, value in found.items() if name == VISIBLE or not env.get(name)}
+    env.update(written)
+    return written

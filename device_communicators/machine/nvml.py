@@ -30,15 +30,15 @@ class RecordError(Exception):
 
 
 class Reader(Protocol):
-    """What `topology` reads from."""
+    """Answers the questions of `topology`."""
 
     def ask(self, question: str, *where: int) -> Any:
-        """The answer for a GPU's index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
+        """Returns the answer for a GPU's index, a GPU and a link, or two GPUs. Raises NoAnswerError."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """This machine's NVML. Raises NoAnswerError where there is no driver, no library, or no pynvml."""
+    """Opens this machine's NVML. Raises NoAnswerError where there is no driver, no library, or no pynvml."""
     try:
         import pynvml
     except ImportError as error:
@@ -106,17 +106,17 @@ class Nvml:
         return int(self._pynvml.nvmlDeviceGetMemoryInfo(self._handle(gpu)).total)
 
     def _numa_nodes(self, gpu: int) -> list[int]:
-        """Of the CPU memory next to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
+        """Returns nodes of the CPU memory next to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
         pynvml = self._pynvml
         return _bits(pynvml.nvmlDeviceGetMemoryAffinity(self._handle(gpu), 16, pynvml.NVML_AFFINITY_SCOPE_NODE))
 
     def _sysfs_numa_node(self, gpu: int) -> int:
-        """What the kernel says, for drivers that don't."""
+        """Returns the node that the kernel knows, for drivers that don't."""
         domain, bus, device = self._pci_id(gpu).lower().split(":")
         return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text())
 
     def _cores(self, gpu: int) -> list[int]:
-        """Of the CPU next to the GPU."""
+        """Returns the cores of the CPU next to the GPU."""
         words = -(-(os.cpu_count() or 1) // 64)
         return _bits(self._pynvml.nvmlDeviceGetCpuAffinity(self._handle(gpu), words))
 
@@ -186,7 +186,7 @@ class Recorder:
         return answers[key]
 
     def text(self) -> str:
-        """As JSON, a line for each question."""
+        """Formats the record as JSON, a line for each question."""
         return "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(self.record[key])}" for key in self.record) + "\n}\n"
 
 
@@ -198,7 +198,7 @@ class Recording:
 
     @classmethod
     def parse(cls, text: str) -> Recording:
-        """From what `Recorder.text` gave. Raises RecordError."""
+        """Parses what `Recorder.text` gave. Raises RecordError."""
         try:
             record = json.loads(text)
         except ValueError as error:
@@ -218,10 +218,10 @@ class Recording:
 
 
 def _text(value: str | bytes) -> str:
-    """Older versions of pynvml give bytes."""
+    """Decodes the bytes that older versions of pynvml give."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _bits(words: Any) -> list[int]:
-    """The numbers of the set bits of 64-bit words."""
+    """Returns the numbers of the set bits of 64-bit words."""
     return [64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1]

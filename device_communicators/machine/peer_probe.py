@@ -1,4 +1,4 @@
-"""Whether GPUs can use each other's memory, by trying it: written, and read back by the memory's owner.
+"""Tries if GPUs can use each other's memory: written, and read back by the memory's owner.
 
 A driver may report P2P that loses or corrupts data (an IOMMU in the way, bridges that redirect), and then says so
 nowhere. What is tried, and how, is in `peer_probe_child`. It runs in a process of its own, so that a crash or a hang of
@@ -26,6 +26,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from device_communicators.build_cache import cache_folder
+from device_communicators.host import boot_id
+
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 60.0
 """How long one pair may take, the start of CUDA included."""
@@ -42,7 +45,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of it: `works` is None where it couldn't be tried, and `reason` says what was found."""
+    """The result of a probe: `works` is None where it couldn't be tried, and `reason` says what was found."""
 
     works: bool | None
     reason: str
@@ -56,11 +59,11 @@ def probe_peers(
     timeout_s: float = TIMEOUT_S,
     cache: Path | None = None,
 ) -> dict[Pair, Probe]:
-    """For each pair of GPUs, by UUID, whether the first can load from, store to and copy to the second's memory.
+    """Probes for each pair of GPUs, by UUID, whether the first can load from, store to and copy to the second's memory.
 
     Raises nothing. A GPU of two slices has no peers: give GPUs, not slices. `cache` is a folder; the user's by default.
     """
-    folder = _cache() if cache is None else cache
+    folder = cache_folder() / "peers" if cache is None else cache
     keys = {pair: _key(pair, driver_version, library) for pair in pairs}
     found: dict[Pair, Probe] = {}
     with _lock:  # one probe at a time in this process: they would wait for each other's memory
@@ -84,7 +87,7 @@ def forget_probes() -> None:
 
 
 def _try(pairs: list[Pair], library: str, timeout_s: float) -> Iterator[tuple[Pair, Probe, bool]]:
-    """Each pair's probe, and whether it is a fact. A child goes through all pairs, after one that dies another does."""
+    """Gives each pair's probe, and whether it is a fact. A child goes through the pairs; when it dies, another does."""
     while pairs:
         answers, mishap = _run(pairs, library, timeout_s)
         for pair, answer in zip(pairs, answers, strict=False):
@@ -99,7 +102,7 @@ def _try(pairs: list[Pair], library: str, timeout_s: float) -> Iterator[tuple[Pa
 
 
 def _run(pairs: list[Pair], library: str, timeout_s: float) -> tuple[list[Probe], Probe]:
-    """The answers for the first pairs, and what stopped the child before the next."""
+    """Returns the answers for the first pairs, and what stopped the child before the next."""
     uuids = sorted({uuid for pair in pairs for uuid in pair})
     task = {
         "library": library,
@@ -150,8 +153,8 @@ def _listen(child: subprocess.Popen[bytes], answers: list[Probe], timeout_s: flo
         for line in lines:
             text = line.decode(errors="replace").strip()
             if text.startswith("probe {"):
-                told: dict[str, Any] = json.loads(text.removeprefix("probe "))
-                answers.append(Probe(told["works"], told["reason"]))
+                answer: dict[str, Any] = json.loads(text.removeprefix("probe "))
+                answers.append(Probe(answer["works"], answer["reason"]))
                 deadline = time.monotonic() + timeout_s
             elif text and not text.startswith("probe begin"):
                 last = text
@@ -160,7 +163,7 @@ def _listen(child: subprocess.Popen[bytes], answers: list[Probe], timeout_s: flo
 
 
 def _ended(exit_code: int, last: str) -> Probe:
-    """What it means that the child has ended: by a signal, that the driver crashed."""
+    """Returns the meaning of a child's end: by a signal, the driver crashed."""
     words = f": {last}" if last else ""
     if exit_code >= 0:
         return Probe(None, f"the probe ended with exit code {exit_code}{words}")
@@ -173,17 +176,8 @@ def _ended(exit_code: int, last: str) -> Probe:
 
 
 def _key(pair: Pair, driver_version: str | None, library: str) -> str:
-    return sha256(repr((_VERSION, pair, driver_version, library, _boot())).encode()).hexdigest()[:32]
-
-
-def _boot() -> str:
-    """Of the running system: what an IOMMU or a bridge does is decided when it starts."""
-    return _or(lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), "")
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "parallel_state" / "peers"
+    # What an IOMMU or a bridge does is decided when the system starts.
+    return sha256(repr((_VERSION, pair, driver_version, library, boot_id())).encode()).hexdigest()[:32]
 
 
 def _read(folder: Path, key: str) -> Probe | None:
@@ -191,8 +185,8 @@ def _read(folder: Path, key: str) -> Probe | None:
         path = folder / f"{key}.json"
         if path.stat().st_uid != os.geteuid():  # nobody else says what this user's kernels rely on
             return None
-        told = json.loads(path.read_text())
-        return Probe(told["works"], told["reason"]) if isinstance(told["works"], bool) else None
+        answer = json.loads(path.read_text())
+        return Probe(answer["works"], answer["reason"]) if isinstance(answer["works"], bool) else None
 
     return _or(read, None)
 

@@ -149,7 +149,7 @@ def pattern(seed: int) -> array[int]:
 
 
 def wrong(found: array[int], wanted: array[int]) -> str | None:
-    """How they differ."""
+    """Returns how they differ."""
     if found == wanted:
         return None
     places = [place for place, (one, two) in enumerate(zip(found, wanted, strict=True)) if one != two]
@@ -166,7 +166,7 @@ def check_uuid(cuda: Cuda, index: int, uuid: str) -> None:
 
 
 def probe(cuda: Cuda, index: int, peer_index: int) -> tuple[bool, str]:
-    """Whether GPU `index` can use the memory of `peer_index`, and what was found. One with itself tries the kernel."""
+    """Probes if GPU `index` can use the memory of `peer_index`, and says what was found. With itself: the kernel."""
     one = Device(cuda, index)
     try:
         two = Device(cuda, peer_index)
@@ -259,7 +259,7 @@ def start(library: str) -> Cuda:
 
 
 def end_with_parent() -> None:
-    """So that a probe that hangs doesn't outlive who asked for it."""
+    """Ends a probe that hangs together with the process that asked for it."""
     pr_set_pdeathsig, sigkill = 1, 9
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, sigkill, 0, 0, 0)
 

@@ -1,17 +1,21 @@
 """What connects the GPUs of this machine, as the driver tells: NVLink, NVSwitch, PCIe, NUMA nodes, fabrics, P2P.
 
-Facts of one machine are here; `topology_reading` reads them through `nvml`. Which of the GPUs a process sees is
-`visible_devices`' business, whether peer access really works `peer_probe`'s, what the ranks of a group make of it
-together `group_topology`'s, the drawing `topology_text`'s.
+Asks NVML through a `Reader`, and says what the answers mean. Which of the GPUs a process sees is `visible_devices`'
+business, whether peer access really works `peer_probe`'s, what the ranks of a group make of it together
+`group_topology`'s, the drawing `topology_text`'s.
 
-A fact that this machine's driver doesn't tell is None, and `unknown` holds the reason: nothing here raises because NVML
-can't do something. Where there is no driver, a topology has no GPUs and says why in `problem`.
+A question that a driver, a GPU or a virtual machine doesn't answer leaves None, and `unknown` holds the reason: nothing
+here raises because NVML can't do something. Where there is no driver, a topology has no GPUs and a `problem`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+from device_communicators.machine.nvml import NoAnswerError, Reader, open_nvml
 
 PCIE_PATHS = {
     0: ("BRD", "both on one board"),
@@ -67,7 +71,7 @@ class Fabric:
 
     @property
     def problem(self) -> str | None:
-        """Why this GPU can't reach those of other hosts over NVLink, or None."""
+        """Returns why this GPU can't reach those of other hosts over NVLink, or None."""
         if self.state != "completed":
             return f"registration with the fabric is {self.state}"
         return None if self.cluster.strip("0") else "it belongs to no NVLink domain beyond its host"
@@ -103,7 +107,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Path:
-    """How one GPU reaches another, as the driver tells; `peer_probe` finds out whether it is true."""
+    """The way from one GPU to another, as the driver tells; `peer_probe` tries if it is true."""
 
     nvlinks: int | None
     """Links between the two, or of each into the switches: the fewer of both. 0: none."""
@@ -116,17 +120,17 @@ class Path:
 
     @property
     def label(self) -> str:
-        """As in `nvidia-smi topo -m`: NV18, PIX, …; ? where nothing is known."""
+        """Returns the label of `nvidia-smi topo -m`: NV18, PIX, …; ? if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
     def peer_problem(self) -> str | None:
-        """Why one can't read and write the other's memory, as the driver tells, or None."""
+        """Returns why one can't read and write the other's memory, as the driver tells, or None."""
         return self._problem("read") or self._problem("write")
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Why NVLink doesn't connect the two, or None. Links that are up can still be of no use, as without the
+        """Returns why NVLink doesn't connect the two, or None. Links that are up can still be of no use, as without the
         switches' manager."""
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not told')}"
@@ -155,7 +159,7 @@ class Topology:
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> tuple[Gpu, Slice | None] | None:
-        """The GPU, and the slice of it, with this UUID, with or without the prefix that torch leaves out."""
+        """Returns the GPU, and the slice of it, with this UUID, with or without the prefix that torch leaves out."""
         for gpu in self.gpus:
             if _is(uuid, gpu.uuid):
                 return gpu, None
@@ -165,7 +169,7 @@ class Topology:
         return None
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """Between the GPUs of these UUIDs; None where one isn't of this machine, or both are the same."""
+        """Returns the path between two GPUs by UUID; None if one isn't of this machine, or both are the same."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one[0].index, two[0].index))
 
@@ -175,7 +179,7 @@ def _is(uuid: str, known: str) -> bool:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """`0-23,96-119` of ascending numbers."""
+    """Formats ascending numbers as `0-23,96-119`."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -183,3 +187,188 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     return ",".join("-".join(map(str, span)) for span in found)
+
+
+_GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
+_NO_LINK = {"not supported", "invalid argument"}
+"""What NVML says of a link that a GPU doesn't have, and of any link of a GPU without NVLink."""
+
+
+def read_topology(reader: Reader | None = None) -> Topology:
+    """Returns what this machine's driver tells, or `reader`. Never raises for what the driver can't do."""
+    try:
+        if reader is not None:
+            return _read(reader)
+        with open_nvml() as nvml:
+            return _read(nvml)
+    except NoAnswerError as error:
+        return Topology(problem=str(error))
+
+
+def _read(reader: Reader) -> Topology:
+    count = reader.ask("gpu_count")
+    gpus, remarks = [], []
+    for index in range(count):
+        try:
+            gpus.append(_read_gpu(reader, index))
+        except NoAnswerError as error:
+            remarks.append(f"GPU {index} doesn't answer: {error}")
+    by_pci_id = {gpu.pci_id: gpu.index for gpu in gpus if gpu.pci_id}
+    paths = {(one.index, two.index): _read_path(reader, one, two, by_pci_id) for one, two in permutations(gpus, 2)}
+    facts = _Facts(reader)
+    cuda = facts.get("cuda_version")
+    return Topology(
+        tuple(gpus),
+        paths,
+        facts.get("driver_version"),
+        None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
+        None if gpus else "the driver shows no GPU",
+        tuple(remarks),
+    )
+
+
+class _Facts:
+    """Asks, and keeps the reason where there is no answer."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.unknown: dict[str, str] = {}
+        self._reader = reader
+
+    def get(self, fact: str, *where: int, question: str | None = None) -> Any:
+        try:
+            return self._reader.ask(question or fact, *where)
+        except NoAnswerError as error:
+            self.unknown[fact] = str(error)
+            return None
+
+
+def _read_gpu(reader: Reader, index: int) -> Gpu:
+    uuid = reader.ask("uuid", index)
+    facts = _Facts(reader)
+    pci_id, cores = facts.get("pci_id", index), facts.get("cores", index)
+    mig = facts.get("mig", index, question="mig_enabled")
+    return Gpu(
+        index,
+        uuid,
+        None if pci_id is None else short_pci_id(pci_id),
+        facts.get("name", index),
+        facts.get("memory_bytes", index),
+        _numa_node(facts, index),
+        None if cores is None else tuple(cores),
+        _links(facts, index),
+        _fabric(facts, index),
+        mig,
+        _slices(facts, index) if mig else (),
+        facts.unknown,
+    )
+
+
+def _numa_node(facts: _Facts, gpu: int) -> int | None:
+    nodes = facts.get("numa_node", gpu, question="numa_nodes")
+    if nodes is not None and len(nodes) == 1:
+        return int(nodes[0])
+    if nodes:
+        facts.unknown["numa_node"] = f"nodes {', '.join(map(str, nodes))} are equally near"
+        return None
+    why = facts.unknown.get("numa_node", "NVML names no node")
+    node = facts.get("numa_node", gpu, question="sysfs_numa_node")
+    if node is None or node < 0:
+        facts.unknown["numa_node"] = why if node is None else f"{why}; the kernel knows none, as with one node only"
+        return None
+    facts.unknown.pop("numa_node", None)
+    return int(node)
+
+
+def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
+    """Returns the active links. If one link is answered for, those that aren't don't exist."""
+    links: list[Link] = []
+    reasons: set[str] = set()
+    answered = False
+    for number in range(facts.get("links", question="max_links") or 0):
+        active = facts.get("links", gpu, number, question="link_is_active")
+        if active is None:
+            reasons.add(facts.unknown.pop("links").lower())
+        else:
+            answered = True
+            if active:
+                links.append(_link(facts, gpu, number))
+    if answered or (reasons and reasons <= _NO_LINK):
+        return tuple(links)
+    if reasons:
+        facts.unknown["links"] = ", ".join(sorted(reasons))
+    return None
+
+
+def _link(facts: _Facts, gpu: int, number: int) -> Link:
+    remote = facts.get("link_ends", gpu, number, question="link_remote_type")
+    pci_id = facts.get("link_ends", gpu, number, question="link_remote_pci_id")
+    if pci_id is not None:
+        pci_id = None if pci_id.lower().startswith("ffffffff") else short_pci_id(pci_id)
+    if remote in (_GPU, _SWITCH):
+        facts.unknown.pop("link_ends", None)
+    kind = {_GPU: "gpu", _SWITCH: "switch"}.get(remote, "other")
+    if remote is None and pci_id is None:
+        # An active link to something that nobody names: a switch that a virtual machine doesn't show (NCCL issue 1182).
+        kind = "switch"
+    return Link(number, kind, pci_id)
+
+
+def _fabric(facts: _Facts, gpu: int) -> Fabric | None:
+    answer = facts.get("fabric", gpu)
+    if answer is None:
+        return None
+    state = FABRIC_STATES[answer["state"]] if answer["state"] < len(FABRIC_STATES) else f"state {answer['state']}"
+    if answer["status"] != 0 and state == "completed":
+        state = f"completed with error {answer['status']}"
+    return Fabric(answer["cluster"], answer["clique"], state)
+
+
+def _slices(facts: _Facts, gpu: int) -> tuple[Slice, ...]:
+    found = []
+    for number in range(facts.get("slices", gpu, question="max_slices") or 0):
+        answer = facts.get(f"slice {number}", gpu, number, question="slice")
+        if answer is None:
+            del facts.unknown[f"slice {number}"]  # no slice of that number is there
+        else:
+            found.append(Slice(answer["uuid"], answer["name"], answer["gpu_instance"], answer["compute_instance"]))
+    return tuple(found)
+
+
+def _read_path(reader: Reader, one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> Path:
+    facts = _Facts(reader)
+    level = facts.get("pcie", one.index, two.index, question="common_ancestor")
+    if level is not None and level not in PCIE_PATHS:
+        facts.unknown["pcie"] = f"NVML's level {level} isn't known"
+    p2p = {}
+    for number, capability in enumerate(P2P_CAPABILITIES):
+        state = facts.get(f"p2p {capability}", one.index, two.index, number, question="p2p_status")
+        if state is not None:
+            p2p[capability] = P2P_STATUS[state] if state < len(P2P_STATUS) else f"state {state}"
+    links, switched = _count_links(one, two, by_pci_id)
+    if links is None:
+        facts.unknown["nvlinks"] = (one if one.links is None else two).unknown.get("links", "not told")
+    return Path(links, switched, PCIE_PATHS.get(level, (None, ""))[0], p2p, facts.unknown)
+
+
+def _count_links(one: Gpu, two: Gpu, by_pci_id: dict[str, int]) -> tuple[int | None, bool]:
+    """Returns NVLinks between two GPUs, and whether they go through switches."""
+    if one.links is None or two.links is None:
+        return None, False
+    direct = [_links_to(one, two.index, by_pci_id), _links_to(two, one.index, by_pci_id)]
+    if any(direct):
+        return min(direct), False
+    through_switches = min(one.switch_links, two.switch_links)
+    return through_switches, through_switches > 0
+
+
+def _links_to(gpu: Gpu, other: int, by_pci_id: dict[str, int]) -> int:
+    return sum(
+        link.kind == "gpu" and link.pci_id is not None and by_pci_id.get(link.pci_id) == other
+        for link in gpu.links or ()
+    )
+
+
+def short_pci_id(pci_id: str) -> str:
+    """Formats NVML's `00000000:1B:00.0` as the kernel writes it, `0000:1b:00.0`."""
+    domain, _, rest = pci_id.lower().partition(":")
+    return f"{domain[-4:]}:{rest}" if len(domain) > 4 and domain[:-4].strip("0") == "" else f"{domain}:{rest}"

@@ -12,7 +12,7 @@ _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), str
 
 
 def topology_text(topology: Topology, visible: Visible, probes: Mapping[Pair, Probe] | None = None) -> str:
-    """All of it. `probes` by UUIDs; None where nothing was tried."""
+    """Formats the whole topology. `probes` by UUIDs; None where nothing was tried."""
     if topology.problem is not None:
         return "\n".join([f"GPUs: none. {topology.problem}", *_remarks(topology, visible)])
     parts = [_heading(topology), _gpu_lines(topology, visible), _matrix(topology), _peers(topology, probes)]
@@ -91,7 +91,7 @@ def _matrix(topology: Topology) -> list[str]:
 
 
 def _peers(topology: Topology, probes: Mapping[Pair, Probe] | None) -> list[str]:
-    """Read and write as the driver reports them, and as tried; one word where all pairs are alike."""
+    """Formats peer access as the driver reports it, and as tried; one word if all pairs are alike."""
     if len(topology.gpus) < 2:
         return []
     states = {key: _peer_state(topology, key, path, probes) for key, path in topology.paths.items()}
@@ -113,7 +113,7 @@ def _peers(topology: Topology, probes: Mapping[Pair, Probe] | None) -> list[str]
 
 
 def _peer_state(topology: Topology, key: tuple[int, int], path: Path, probes: Mapping[Pair, Probe] | None) -> str:
-    """OK, the driver's reason as nvidia-smi abbreviates it, read/write where they differ, or what came of the trial."""
+    """Returns OK, the driver's reason as nvidia-smi abbreviates it, or what came of the trial."""
     words = list(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
     by_index = {gpu.index: gpu.uuid for gpu in topology.gpus}
     probe = None if probes is None else probes.get((by_index[key[0]], by_index[key[1]]))
@@ -146,7 +146,7 @@ def _remarks(topology: Topology, visible: Visible) -> Iterator[str]:
 
 
 def _unknown(holders: Sequence[tuple[str, Mapping[str, str]]], of_what: str) -> Iterator[str]:
-    """What isn't known, of those facts that this text shows, with the reason once."""
+    """Returns what isn't known, of those facts that this text shows, with the reason once."""
     found: dict[str, list[str]] = {}
     for name, unknown in holders:
         for fact, reason in unknown.items():

@@ -18,7 +18,7 @@ from device_communicators.machine.topology import Gpu, Slice
 
 @dataclass(frozen=True)
 class Device:
-    """What CUDA would give an index: a GPU, or a slice of one."""
+    """A device to which CUDA gives an index: a GPU, or a slice of one."""
 
     gpu: Gpu
     slice: Slice | None = None
@@ -37,7 +37,7 @@ class Visible:
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """What CUDA_VISIBLE_DEVICES of `environ` leaves of the machine's GPUs, which come in NVML's order."""
+    """Returns what CUDA_VISIBLE_DEVICES of `environ` leaves of the machine's GPUs, which come in NVML's order."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:
@@ -58,7 +58,7 @@ def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
 
 
 def _whole(gpu: Gpu) -> Device | None:
-    """A GPU by its index; of one in MIG mode CUDA takes the first slice."""
+    """Returns a GPU by its index; of one in MIG mode CUDA takes the first slice."""
     if not gpu.mig:
         return Device(gpu)
     return Device(gpu, gpu.slices[0]) if gpu.slices else None

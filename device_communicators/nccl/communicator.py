@@ -1,27 +1,47 @@
 """A device's tensors over communicators of NCCL that are the group's own, on the current stream.
 
 torch's NCCL group has streams of its own, between which and the caller's each call has to wait by events; here a call
-is a kernel among the caller's. What is started to be waited for later (`iall_reduce_`, `isend`, …) runs on a stream
-beside. Transfers between two ranks have communicators of those two, one for each direction, so that no transfer waits
+is a kernel among the caller's. Calls that return a `Work` (`iall_reduce_`, `isend`, …) run on a stream beside.
+Transfers between two ranks have communicators of those two, one for each direction, so that no transfer waits
 for one that it has nothing to do with; they are made at the first transfer between the two, which both must come to.
 What only moves, moves as bytes; what is reduced is widened as `reductions` says: 8-bit floats, which NCCL would round
 at each hop, as it does with 16-bit ones.
 
-Set-up, failures and the end are in `nccl.group` and below. Not run on a GPU.
+A single communicator of NCCL (its making, its deadline, its end) is `handle`'s business. Not run on a GPU.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from device_communicators.cuda.nccl_library import BYTE, DTYPES, REDUCE_OPS, NcclLibrary, load
+from device_communicators.cuda.nccl_library import (
+    BYTE,
+    DTYPES,
+    IN_PROGRESS,
+    REDUCE_OPS,
+    SUCCESS,
+    SUSPEND_MEMORY,
+    NcclLibrary,
+    load,
+)
 from device_communicators.cuda.streams import CudaStreams
-from device_communicators.errors import InvalidArgumentError
-from device_communicators.nccl.group import NcclGroup
+from device_communicators.cuda.watch import GOODBYE_S, Watch
+from device_communicators.errors import (
+    CommunicationError,
+    GroupNotInitializedError,
+    InvalidArgumentError,
+    UnsupportedError,
+)
+from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
+from device_communicators.nccl.links import Link, Links
 from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Then, Work
 from device_communicators.routing.reductions import (
     REDUCING,
@@ -33,11 +53,13 @@ from device_communicators.routing.reductions import (
 )
 from device_communicators.routing.waiting import Watched
 
+logger = logging.getLogger("parallel_state")
+
 _Transfers = Sequence[tuple[Tensor, int]]
 
 
 class NcclCommunicator(Communicator):
-    """The collectives of a group of GPUs, and its transfers."""
+    """Carries a group's collectives and transfers on GPUs."""
 
     name = "nccl"
     carries_the_device = True
@@ -47,10 +69,18 @@ class NcclCommunicator(Communicator):
     ) -> None:
         super().__init__(context)
         self.library = library or load()
+        self.streams = streams or CudaStreams(context.device, context.high_priority_stream)
+        self._handle: Handle | None = None
+        """Of all ranks, which make it at the first call."""
+        self._parent: Handle | None = None
+        """The non-blocking one that it was split from, where others will be."""
+        self._watch: Watch | None = None
+        self._links = Links(self.library, context, self.streams)
+        self._side: Any = None
+        self._making = threading.RLock()
         self._is_warm = False
-        self._group = NcclGroup(
-            context, self.library, streams or CudaStreams(context.device, context.high_priority_stream)
-        )
+        self._suspended = False
+        self._closed = False
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != self.context.device.type:
@@ -62,43 +92,176 @@ class NcclCommunicator(Communicator):
         return None
 
     def __str__(self) -> str:
-        return f"{self.library}, {self.context.device.type} tensors on the current stream, {self._group}"
+        count = len(self._handles())
+        made = f"{count} of NCCL's communicators" if count else "made at the first call"
+        return f"{self.library}, {self.context.device.type} tensors on the current stream, {made}"
+
+    # Set-up and end.
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Makes the group's communicator now and not at the first call; every rank of the group calls it."""
-        self._group.set_up(divisible=divisible)
+        """Makes the group's communicator, if there is none yet, and proves it by a small all-reduce.
+
+        Every rank of the group calls it. `divisible`: `divide` will be called.
+
+        Raises PeerDiedError, CollectiveTimeoutError, ConfigMismatchError where ranks have different versions,
+        CommunicationError; GroupNotInitializedError within a capture, where it can't be.
+        """
+        with self._making:
+            if self._handle is None:
+                self._set_up(divisible)
+
+    def _set_up(self, divisible: bool) -> None:
+        context, started = self.context, time.monotonic()
+        self._refuse_capture("all ranks of the group make NCCL's communicator together")
+        records = gather_records(context, make_record(self.library, context, makes_id=context.rank == 0))
+        with self.streams.guard():
+            parent = Handle.meet(self.library, context, records[0].unique_id, context.size, context.rank)
+            handle = parent.split(context, 0, context.rank, size=context.size, rank=context.rank)
+            if divisible:
+                self._parent = parent
+            else:
+                parent.close()
+            self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """The parts' communicators are split from this one's, where that was made by `set_up`."""
-        self._group.divide(part._group if isinstance(part, NcclCommunicator) else None, color)
+        """Splits the parts' communicators from this one's. Without `set_up(divisible=True)` they make their own."""
+        with self._making, self.streams.guard():
+            if self._parent is None:
+                return
+            started = time.monotonic()
+            if not isinstance(part, NcclCommunicator):
+                self._parent.join_split()
+                return
+            context = part.context
+            handle = self._parent.split(context, color, context.rank, size=context.size, rank=context.rank)
+            part._use(handle, started)
+
+    def _use(self, handle: Handle, started: float) -> None:
+        self._handle = handle
+        try:
+            self._prove(started)
+        except BaseException:
+            self._abort()
+            raise
+        logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
+
+    def _prove(self, started: float) -> None:
+        watch = self._watched()
+        one = torch.ones(1, device=self.context.device)
+        self._all_reduce(one, one, "sum")
+        deadline = Deadline(self.context, "the first all_reduce over NCCL")
+        while not watch.device_is_done():
+            self._raise_failure()
+            deadline.step()
+        expect_sum(self.context, one.item(), started)
+
+    def _watched(self) -> Watch:
+        if self._watch is None:
+            self._watch = Watch(
+                self.context, self.streams.marker, self.streams.enter_relaxed, self._find_failure, self._abort
+            )
+        return self._watch
+
+    def _refuse_capture(self, why: str) -> None:
+        if self.streams.is_capturing():
+            raise GroupNotInitializedError(
+                f"{self.context} was not used before the capture of this CUDA graph, but {why}, which can't be "
+                "captured; make the same calls once before it, or initialize_model_parallel(warm_up=True)"
+            )
 
     def connect(self, peer: int) -> None:
         """Makes the communicators for transfers with a rank of the group, which calls it as well: before a capture."""
-        self._group.link(peer)
+        self._link(peer)
+
+    def _link(self, peer: int) -> Link:
+        link = self._begin_link(peer)
+        if not link.is_made:
+            link.wait(self._raise_failure)
+        return link
+
+    def _begin_link(self, peer: int) -> Link:
+        link = self._links.get(peer)
+        if link is None or not link.is_made:
+            self._refuse_capture(f"ranks {self.context.rank} and {peer} first have to make theirs together")
+            self._watched()
+            link = self._links.begin(peer, self._put)
+        return link
+
+    def wait_for_links(self) -> None:
+        """Waits for the communicators of two that are being made."""
+        for link in self._links.all():
+            link.wait(self._raise_failure)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        if not self._group.streams.is_capturing():  # else it is too late, which the first call will say
-            self._warm_up()
-            self._group.settle()
+        if not self.streams.is_capturing():  # else it is too late, which the first call will say
+            if not self._is_warm:
+                self.call_each_once()
+                self.reduce_(torch.zeros(1, device=self.context.device), 0, "sum")
+                self._is_warm = True
+            self.wait_for_links()
         yield
 
-    def _warm_up(self) -> None:
-        """Each kind of call once: NCCL connects ranks and allocates at the first one; a capture is no place for it."""
-        if not self._is_warm:
-            x = torch.zeros(self.context.size, device=self.context.device)
-            out = torch.empty_like(x)
-            parts = [1] * self.context.size
-            self.flat_all_reduce_(x, "sum")
-            self.flat_all_gather(out, x[:1])
-            self.flat_reduce_scatter(out[:1], x, "sum")
-            self.flat_broadcast_(x, 0)
-            self.reduce_(x, 0, "sum")
-            self.flat_all_to_all(out, x, parts, parts)
-            self._is_warm = True
-
     def close(self) -> None:
-        self._group.close()
+        """Ends all communicators: in order once the device is done, else, after a while, by an abort. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = self._links.closed = True
+        in_order = self._watch is None or self._watch.drain(GOODBYE_S)
+        if self._watch is not None:
+            self._watch.close()
+        end_all(self._handles(), in_order=in_order)
+
+    def _abort(self) -> None:
+        end_all(self._handles(), in_order=False)
+
+    def _handles(self) -> list[Handle]:
+        own = [handle for handle in (self._handle, self._parent) if handle is not None]
+        return [*own, *self._links.handles()]
+
+    def _find_failure(self, operation: str, since: float) -> CommunicationError | None:
+        """Returns the error of a communicator that failed in the background."""
+        for handle in self._handles():
+            state = handle.state()
+            if state not in (SUCCESS, IN_PROGRESS):
+                return handle.error(operation, state, since)
+        return None
+
+    def _raise_failure(self) -> None:
+        """Raises what the watch, or the making of a link, has found."""
+        if self._watch is not None and self._watch.failure is not None:
+            raise self._watch.failure
+        if self._links.failure is not None:
+            raise self._links.failure
+
+    def suspend(self) -> None:
+        """Gives NCCL's memory on the device back until `resume`; the device must be done. Every rank calls it.
+
+        Raises UnsupportedError where NCCL is older than 2.29.7.
+        """
+        function = self._function("ncclCommSuspend")
+        self._ready()
+        for handle in self._handles():
+            with handle.lock:
+                handle.check("ncclCommSuspend", function(handle.comm, SUSPEND_MEMORY))
+        self._suspended = True
+
+    def resume(self) -> None:
+        """Takes the memory again; every rank calls it. Without a `suspend` before it does nothing."""
+        function = self._function("ncclCommResume")
+        if self._suspended:
+            self._raise_failure()
+            for handle in self._handles():
+                with handle.lock:
+                    handle.check("ncclCommResume", function(handle.comm))
+            self._suspended = False
+
+    def _function(self, name: str) -> Any:
+        if name in self.library.missing:
+            raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
+        return getattr(self.library, name)
+
+    # One call into NCCL.
 
     def _check(self, *tensors: Tensor) -> None:
         for x in tensors:
@@ -107,12 +270,77 @@ class NcclCommunicator(Communicator):
                     f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move it"
                 )
 
+    def _check_awake(self) -> None:
+        self._raise_failure()
+        if self._suspended:
+            raise UnsupportedError(f"{self.context} is suspended; call resume() on every rank first")
+
+    def _ready(self) -> Handle:
+        if self._handle is None:
+            self._raise_failure()
+            self.set_up()
+        self._check_awake()
+        return self._handle  # type: ignore[return-value]  # set_up has made it, or raised
+
+    def _call(self, operation: str, function: Any, *args: Any, stream: int | None = None) -> None:
+        """Calls `function(*args, comm, stream)` of NCCL; on the current stream unless another is given."""
+        handle = self._ready()
+        stream = self.streams.current() if stream is None else stream
+        watch = self._watched()
+        watch.begin(operation)  # as _watching, which would cost a microsecond
+        try:
+            with handle.lock:
+                result = function(*args, handle.comm, stream)
+                if result:
+                    handle.check(operation, result)
+        except BaseException as error:
+            self._blame(watch, error)
+            raise
+        watch.end(None if self.streams.is_capturing() else stream)
+
+    @contextmanager
+    def _launch(self, operation: str) -> Iterator[Callable[..., None]]:
+        """Makes all calls of what it gives, `add(function, *args)`, one launch on the current stream."""
+        handle, stream = self._ready(), self.streams.current()
+
+        def add(function: Any, *args: Any) -> None:
+            result = function(*args, handle.comm, stream)
+            if result:
+                handle.check(operation, result)
+
+        with self._watching(operation, stream), handle.lock, handle.group(operation):
+            yield add
+
+    @contextmanager
+    def _watching(self, operation: str, stream: int) -> Iterator[None]:
+        """Bounds a call into NCCL. Where the watch has aborted the call, raises what the watch has found."""
+        watch = self._watched()
+        watch.begin(operation)
+        try:
+            yield
+        except BaseException as error:
+            self._blame(watch, error)
+            raise
+        watch.end(None if self.streams.is_capturing() else stream)
+
+    def _blame(self, watch: Watch, error: BaseException) -> None:
+        watch.end(None)
+        if isinstance(error, CommunicationError) and watch.failure not in (None, error):
+            raise watch.failure from error
+
+    def _run_beside(self, enqueue: Callable[[int], None], *tensors: Tensor) -> Work:
+        """Starts what `enqueue(stream)` puts on a stream beside the current one."""
+        self._ready()
+        if self._side is None:
+            self._side = self.streams.side()
+        return self._side.run(enqueue, tensors)
+
     # Reductions.
 
     def _all_reduce(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
         what = (x.data_ptr(), out.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[op])
-        self._group.call("all_reduce", self.library.ncclAllReduce, *what, stream=stream)
+        self._call("all_reduce", self.library.ncclAllReduce, *what, stream=stream)
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
         if x.numel() == 0 or reduce_op == "avg" or not is_native(x.dtype) or not x.is_contiguous():
@@ -131,7 +359,7 @@ class NcclCommunicator(Communicator):
         if x.numel() == 0:
             return DONE
         wide, op, narrow = reducible(x, reduce_op)
-        work = self._group.beside(lambda stream: self._all_reduce(wide, wide, _summed(op), stream), wide)
+        work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _summed(op), stream), wide)
         return Then(work, lambda: self._finish(wide, op, narrow))
 
     def _finish(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
@@ -143,7 +371,7 @@ class NcclCommunicator(Communicator):
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
         what = (x.data_ptr(), out.data_ptr(), out.numel(), DTYPES[x.dtype], REDUCE_OPS[op])
-        self._group.call("reduce_scatter", self.library.ncclReduceScatter, *what, stream=stream)
+        self._call("reduce_scatter", self.library.ncclReduceScatter, *what, stream=stream)
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if x.numel():
@@ -156,13 +384,13 @@ class NcclCommunicator(Communicator):
             return DONE
         wide_out, op, narrow = reducible(out, reduce_op)
         wide = reducible(x, reduce_op)[0]
-        work = self._group.beside(
+        work = self._run_beside(
             lambda stream: self._reduce_scatter(wide_out, wide, _summed(op), stream), wide_out, wide
         )
         return Then(work, lambda: self._finish(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """A reduction to each rank, all in one launch."""
+        """Reduces to each rank in turn, all in one launch."""
         self._check(x)
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sizes[self.context.rank], *rows.shape[1:]))
@@ -170,7 +398,7 @@ class NcclCommunicator(Communicator):
             wide_out, op, narrow = reducible(out, reduce_op)
             wide = reducible(rows, reduce_op)[0]
             numbers = (DTYPES[wide.dtype], REDUCE_OPS[_summed(op)])
-            with self._group.launch("reduce_scatterv") as add:
+            with self._launch("reduce_scatterv") as add:
                 for dst, block in enumerate(_blocks(wide, rows, sizes)):
                     if block.numel():
                         what = (block.data_ptr(), wide_out.data_ptr(), block.numel(), *numbers, dst)
@@ -179,12 +407,12 @@ class NcclCommunicator(Communicator):
         return out.movedim(0, dim).contiguous()
 
     def reduce_(self, x: Tensor, dst: int, reduce_op: str) -> None:
-        """As all_reduce_ of contiguous `x`, on `dst`; the others' are left as they are. Every rank calls it."""
+        """Reduces contiguous `x` in place on `dst`, and leaves the others' as they are. Every rank calls it."""
         if x.numel():
             self._check(x)
             wide, op, narrow = reducible(x, reduce_op)
             place, numbers = wide.data_ptr(), (wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[_summed(op)])
-            self._group.call("reduce", self.library.ncclReduce, place, place, *numbers, dst)
+            self._call("reduce", self.library.ncclReduce, place, place, *numbers, dst)
             if self.context.rank == dst:
                 self._finish(wide, op, narrow)
 
@@ -193,20 +421,20 @@ class NcclCommunicator(Communicator):
     def _all_gather(self, out: Tensor, x: Tensor, stream: int | None = None) -> None:
         self._check(x)
         what = (x.data_ptr(), out.data_ptr(), x.nbytes, BYTE)
-        self._group.call("all_gather", self.library.ncclAllGather, *what, stream=stream)
+        self._call("all_gather", self.library.ncclAllGather, *what, stream=stream)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel():
             self._all_gather(out, x)
 
     def iall_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._group.beside(lambda stream: self._all_gather(out, x, stream), out, x) if x.numel() else DONE
+        return self._run_beside(lambda stream: self._all_gather(out, x, stream), out, x) if x.numel() else DONE
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """A broadcast from each rank, all in one launch."""
+        """Broadcasts from each rank, all in one launch."""
         self._check(x)
         if any(out.numel() for out in outs):
-            with self._group.launch("all_gatherv") as add:
+            with self._launch("all_gatherv") as add:
                 for src, out in enumerate(outs):
                     if out.numel():
                         own = x if src == self.context.rank else out
@@ -215,10 +443,10 @@ class NcclCommunicator(Communicator):
     def _broadcast(self, x: Tensor, src: int, stream: int | None = None) -> None:
         self._check(x)
         what = (x.data_ptr(), x.data_ptr(), x.nbytes, BYTE, src)
-        self._group.call("broadcast", self.library.ncclBroadcast, *what, stream=stream)
+        self._call("broadcast", self.library.ncclBroadcast, *what, stream=stream)
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        return self._group.beside(lambda stream: self._broadcast(x, src, stream), x) if x.numel() else DONE
+        return self._run_beside(lambda stream: self._broadcast(x, src, stream), x) if x.numel() else DONE
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
         if x.numel():
@@ -247,7 +475,7 @@ class NcclCommunicator(Communicator):
         _copy(received[rank], sent[rank])
 
     def exchange(self, sends: _Transfers, receives: _Transfers) -> None:
-        """Contiguous tensors to ranks and from ranks, all in one launch, in which none waits for another.
+        """Sends and receives contiguous tensors, all in one launch, in which none waits for another.
 
         Who is in it calls it with what the others send and expect; several for one rank go in their order. The group's
         communicator must have been made (`set_up`, or a collective) where not all ranks call.
@@ -261,7 +489,7 @@ class NcclCommunicator(Communicator):
         # Empty on this rank, it may not be on others, which must not wait for this one to make the communicator.
         self.set_up()
         if sends or receives:
-            with self._group.launch(operation) as add:
+            with self._launch(operation) as add:
                 for x, dst in sends:
                     add(self.library.ncclSend, x.data_ptr(), x.nbytes, BYTE, dst)
                 for x, src in receives:
@@ -271,16 +499,23 @@ class NcclCommunicator(Communicator):
 
     def send(self, x: Tensor, dst: int) -> None:
         if x.numel():
-            self._check(x)
-            self._group.transfer("send", x.contiguous(), dst)
+            self._transfer("send", x.contiguous(), dst)
 
     def recv(self, out: Tensor, src: int) -> None:
         if out.numel():
-            self._check(out)
-            self._group.transfer("recv", out, src)
+            self._transfer("recv", out, src)
+
+    def _transfer(self, operation: str, x: Tensor, peer: int) -> None:
+        self._check(x)
+        self._check_awake()
+        self._put(self._link(peer), operation, x, self.streams.current())
+
+    def _put(self, link: Link, operation: str, x: Tensor, stream: int) -> None:
+        with self._watching(operation, stream):
+            link.put(operation, x, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """NCCL has no tags: what is sent from one rank to another in a group arrives in this order."""
+        """Starts a send. NCCL has no tags: transfers between two ranks arrive in the order of their calls."""
         return self._start("send", x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
@@ -290,47 +525,26 @@ class NcclCommunicator(Communicator):
         if x.numel() == 0:
             return DONE
         self._check(x)
-        return self._group.start(operation, x, peer)
+        self._check_awake()
+        return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Over gloo: it is the hosts that wait."""
+        """Waits over gloo: it is the hosts that wait."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
-
-    # What newer versions of NCCL can.
-
-    def suspend(self) -> None:
-        """Gives NCCL's memory on the device back until `resume`; the device must be done. Every rank calls it.
-
-        Raises UnsupportedError where NCCL is older than 2.29.7.
-        """
-        self._group.suspend()
-
-    def resume(self) -> None:
-        """Takes the memory again; every rank calls it. Without a `suspend` before it does nothing."""
-        self._group.resume()
-
-    def register_window(self, x: Tensor) -> Callable[[], None]:
-        """Tells NCCL that `x`, in memory of ncclMemAlloc, lies alike on every rank; returns what takes it back.
-
-        Every rank calls it, with a tensor of the same size: collectives on it then copy nothing in. torch's tensors
-        are fit for it where they come from a MemPool over NCCL's allocator.
-        """
-        self._check(x)
-        return self._group.register_window(x)
 
 
 def _summed(op: str) -> str:
-    """What NCCL is told to do: an average is a sum that is divided afterwards."""
+    """Returns NCCL's op: an average is a sum that is divided afterwards."""
     return "sum" if op == "avg" else op
 
 
 def _blocks(wide: Tensor, rows: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Each rank's rows of `wide`, which holds `rows` in a dtype that is reduced."""
+    """Returns each rank's rows of `wide`, which holds `rows` in a dtype that is reduced."""
     row = wide.numel() // len(rows)
     return wide.view(-1).split([size * row for size in sizes])
 
 
 def _copy(out: Tensor, x: Tensor) -> None:
-    """Bytes: copy_ doesn't know every dtype."""
+    """Copies bytes: copy_ doesn't know every dtype."""
     if x.numel():
         as_bytes(out).copy_(as_bytes(x))

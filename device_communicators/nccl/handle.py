@@ -1,4 +1,6 @@
-"""One ncclComm_t: made with a deadline, split, used by one thread at a time, ended or aborted.
+"""One ncclComm_t: agreed on, made with a deadline, proven, split, used by one thread at a time, ended or aborted.
+
+Ranks first exchange a record over the group's gloo group: their versions, and where NCCL meets.
 
 NCCL makes a communicator in the background where it is *non-blocking*, which is the only way to have a deadline, to
 hear of a rank's end and to give up. But a non-blocking communicator starts a thread for every later call, too, and a
@@ -14,7 +16,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from device_communicators.cuda.nccl_library import (
     IN_PROGRESS,
@@ -26,12 +30,14 @@ from device_communicators.cuda.nccl_library import (
     UNHANDLED_CUDA_ERROR,
     NcclLibrary,
     UniqueId,
+    version_text,
 )
 from device_communicators.cuda.streams import enter
 from device_communicators.cuda.watch import GOODBYE_S
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ConfigMismatchError, PeerDiedError
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import attributed, died
+from device_communicators.routing.failures import attributed, died
+from device_communicators.routing.waiting import WatchedByThread, all_gather_bytes
 
 _KINDS: dict[int, type[CommunicationError]] = {REMOTE_ERROR: PeerDiedError, TIMEOUT: CollectiveTimeoutError}
 _ADVICE = {
@@ -43,8 +49,8 @@ logger = logging.getLogger("parallel_state")
 _STEP_S = 0.002
 
 
-class Patience:
-    """A wait's deadline, and its ear for ranks that end meanwhile."""
+class Deadline:
+    """Bounds a wait by a timeout, and ends it early when a rank of the group dies."""
 
     def __init__(self, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
         self.context = context
@@ -58,13 +64,12 @@ class Patience:
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
         if elapsed_s > self._timeout_s:
-            raise CollectiveTimeoutError(
+            raise self.context.failure(
+                CollectiveTimeoutError,
                 f"{self.operation} of {self.context} was not done within {self._timeout_s:g} s. The group can't be "
                 "used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise the "
                 "timeout",
-                group=self.context.name,
-                operation=self.operation,
-                rank=self.context.rank,
+                self.operation,
                 elapsed_s=elapsed_s,
                 timeout_s=self._timeout_s,
             )
@@ -72,7 +77,7 @@ class Patience:
 
 
 class Handle:
-    """A communicator of NCCL, with this process' rank in it. `size` and `rank` may be less than the group's."""
+    """Holds one communicator of NCCL. `size` and `rank` may be less than the group's."""
 
     def __init__(self, library: NcclLibrary, context: GroupContext, size: int, rank: int) -> None:
         self.library = library
@@ -86,15 +91,15 @@ class Handle:
 
     @classmethod
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
-        """A non-blocking communicator of the `size` ranks that call it with the same id; its device is the current one.
+        """Makes a non-blocking communicator of the `size` ranks that call it with one id, for the current device.
 
         Raises PeerDiedError, CollectiveTimeoutError or CommunicationError; then nothing of it is left.
         """
         made = cls(library, context, size, rank)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
-        patience = Patience(context, "ncclCommInitRankConfig")
+        deadline = Deadline(context, "ncclCommInitRankConfig")
         made._make(
-            patience,
+            deadline,
             lambda place: library.ncclCommInitRankConfig(place, size, unique_id, rank, ctypes.byref(config)),
             config,
         )
@@ -103,27 +108,27 @@ class Handle:
     def split(
         self, context: GroupContext, color: int, key: int, *, size: int, rank: int, blocking: bool = True
     ) -> Handle:
-        """The ranks of one color, ordered by key, as a communicator of their own; every rank of this one calls it.
+        """Makes a communicator of the ranks of one color, ordered by key; every rank of this one calls it.
 
         It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
         """
         made = Handle(self.library, context, size, rank)
         name = context.name.encode()
         config = self.library.config(blocking=int(blocking), splitShare=0, commName=name, **context.nccl_config)
-        self._divide(made, Patience(context, "ncclCommSplit"), color, key, config)
+        self._divide(made, Deadline(context, "ncclCommSplit"), color, key, config)
         return made
 
-    def stand_aside(self) -> None:
-        """As `split`, on a rank that is in no part."""
+    def join_split(self) -> None:
+        """Takes part in a `split` without being in any part."""
         made = Handle(self.library, self.context, 0, 0)
-        self._divide(made, Patience(self.context, "ncclCommSplit"), NO_COLOR, 0, self.library.config())
+        self._divide(made, Deadline(self.context, "ncclCommSplit"), NO_COLOR, 0, self.library.config())
 
-    def _divide(self, made: Handle, patience: Patience, color: int, key: int, config: ctypes.Structure) -> None:
+    def _divide(self, made: Handle, deadline: Deadline, color: int, key: int, config: ctypes.Structure) -> None:
         with self.lock:
             parent = self._usable()
             try:
                 made._make(
-                    patience,
+                    deadline,
                     lambda place: self.library.ncclCommSplit(parent, color, key, place, ctypes.byref(config)),
                     config,
                     parent=parent,
@@ -133,34 +138,34 @@ class Handle:
                 raise
 
     def _make(
-        self, patience: Patience, begin: Callable[[Any], int], config: ctypes.Structure, parent: int | None = None
+        self, deadline: Deadline, begin: Callable[[Any], int], config: ctypes.Structure, parent: int | None = None
     ) -> None:
         place = ctypes.c_void_p()
         self._kept += [place, config]
         result = begin(ctypes.byref(place))
         try:
             if result not in (SUCCESS, IN_PROGRESS):
-                raise self.error(patience.operation, result, patience.started)
+                raise self.error(deadline.operation, result, deadline.started)
             if parent is not None:  # a split's state is its parent's until the child is there
-                self._settle(parent, patience)
+                self._wait(parent, deadline)
                 if self.size == 0:  # it stood aside
                     return
             while place.value is None:
-                patience.step()
+                deadline.step()
             self.comm = place.value
-            self._settle(self.comm, patience)
+            self._wait(self.comm, deadline)
         except BaseException:
             if place.value is not None and parent is None:
                 self.comm = place.value
                 self.abort()
             raise
 
-    def _settle(self, comm: int, patience: Patience) -> None:
+    def _wait(self, comm: int, deadline: Deadline) -> None:
         """Waits while NCCL works in the background."""
         while (state := self._state(comm)) == IN_PROGRESS:
-            patience.step()
+            deadline.step()
         if state != SUCCESS:
-            raise self.error(patience.operation, state, patience.started)
+            raise self.error(deadline.operation, state, deadline.started)
 
     def _state(self, comm: int) -> int:
         state = ctypes.c_int()
@@ -168,7 +173,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """SUCCESS, IN_PROGRESS, or what went wrong in the background. From any thread, without waiting for others."""
+        """Returns SUCCESS, IN_PROGRESS, or what failed in the background. From any thread, never waits."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -178,29 +183,29 @@ class Handle:
 
     def _usable(self) -> int:
         if self.comm is None:
-            raise CommunicationError(
+            raise self.context.failure(
+                CommunicationError,
                 f"NCCL's communicator of {self.context} was closed or aborted; look for the first failure",
-                group=self.context.name,
-                rank=self.context.rank,
+                None,
             )
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Raises what a call's result says, once NCCL has done with it. The caller has the lock."""
+        """Raises the error of a call's result, once NCCL has done with it. The caller has the lock."""
         if result == SUCCESS:
             return
         self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """As `check`, for what works in the background: all of it where the user has set NCCL_COMM_BLOCKING=0."""
-        patience = Patience(self.context, operation)
+        """Does what `check` does, for calls that go on in the background: all of them under NCCL_COMM_BLOCKING=0."""
+        deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
-            raise self.error(operation, result, patience.started)
-        self._settle(comm, patience)
+            raise self.error(operation, result, deadline.started)
+        self._wait(comm, deadline)
 
     @contextlib.contextmanager
     def group(self, operation: str) -> Iterator[None]:
-        """What is called within it is one launch. The caller has the lock."""
+        """Makes the calls within it one launch. The caller has the lock."""
         self.check(operation, self.library.ncclGroupStart())
         try:
             yield
@@ -210,18 +215,16 @@ class Handle:
         self.check(operation, self.library.ncclGroupEnd())
 
     def error(self, operation: str, result: int, started: float) -> CommunicationError:
-        """The error for a result of NCCL's."""
+        """Returns the error for a result of NCCL's."""
         kind = _KINDS.get(result, CommunicationError)
         text = self.library.text_of(result)
         advice = _ADVICE.get(result, "look for the first rank that failed, and at what NCCL_DEBUG=WARN prints")
-        failure = kind(
+        failure = self.context.failure(
+            kind,
             f"{operation} of {self.context} failed in NCCL {self.library.version}: {text}. The group can't be used "
             f"further; {advice}",
-            group=self.context.name,
-            operation=operation,
-            rank=self.context.rank,
-            elapsed_s=time.monotonic() - started,
-            timeout_s=self.context.timeout_s,
+            operation,
+            started=started,
         )
         return attributed(self.context, operation, started, failure)
 
@@ -234,7 +237,7 @@ class Handle:
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool, wait_s: float = 1.0) -> threading.Thread | None:
-        """A thread that ends it; None where there is nothing to end. From any thread.
+        """Starts a thread that ends it; None where there is nothing to end. From any thread.
 
         A thread that is inside of a call after `wait_s` is aborted there: NCCL's calls then return.
         """
@@ -279,3 +282,74 @@ def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
                 "NCCL didn't %s its communicator of %s within %g s and is left to it; CUDA graphs that use a group "
                 "must be gone before it is destroyed", "end" if in_order else "abort", handle.context, GOODBYE_S,
             )  # fmt: skip
+
+
+class SetUpRecord(NamedTuple):
+    """Holds what a rank tells the others before NCCL meets."""
+
+    version: int
+    unique_id: UniqueId
+
+    def pack(self) -> bytes:
+        return self.version.to_bytes(8, "little") + bytes(self.unique_id)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SetUpRecord:
+        return cls(int.from_bytes(data[:8], "little"), UniqueId.from_buffer_copy(data[8:]))
+
+
+def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) -> SetUpRecord:
+    """Returns this rank's record; `makes_id` on the rank that opens the place where NCCL meets."""
+    unique_id = UniqueId()
+    if makes_id:
+        result = library.ncclGetUniqueId(ctypes.byref(unique_id))
+        if result != SUCCESS:
+            raise context.failure(
+                CommunicationError,
+                f"NCCL can't open a place for the ranks of {context} to meet: {library.text_of(result)}. Is the "
+                "interface right (NCCL_SOCKET_IFNAME)?",
+                "ncclGetUniqueId",
+            )
+    return SetUpRecord(library.version, unique_id)
+
+
+def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
+    """Returns every rank's record; every rank calls it. Raises ConfigMismatchError where versions differ."""
+    records = [SetUpRecord.unpack(each) for each in all_gather_bytes(context, mine.pack(), "nccl set-up")]
+    _compare(context, context.ranks, records)
+    return records
+
+
+def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
+    """Returns the peer's record, which calls it as well. Raises ConfigMismatchError where versions differ."""
+    data = bytearray(mine.pack())
+    theirs = bytearray(len(data))
+    x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (data, theirs))
+    sending = WatchedByThread(context.cpu_group.send([x], peer, tag), context, "nccl set-up")
+    WatchedByThread(context.cpu_group.recv([out], peer, tag), context, "nccl set-up").wait()
+    sending.wait()
+    record = SetUpRecord.unpack(bytes(theirs))
+    _compare(context, (context.ranks[context.rank], context.ranks[peer]), (mine, record))
+    return record
+
+
+def _compare(context: GroupContext, ranks: Sequence[int], records: Sequence[SetUpRecord]) -> None:
+    for rank, each in zip(ranks, records, strict=True):
+        if each.version != records[0].version:
+            raise ConfigMismatchError(
+                f"all ranks of {context} must have one version of NCCL, but global rank {ranks[0]} has "
+                f"{version_text(records[0].version)} and global rank {rank} {version_text(each.version)}; give all "
+                "of them the same torch, or one library by PARALLEL_STATE_NCCL_LIBRARY"
+            )
+
+
+def expect_sum(context: GroupContext, total: float, started: float) -> None:
+    """Raises CommunicationError unless the first all-reduce, of a one from each rank, gave the group's size."""
+    if total != context.size:
+        raise context.failure(
+            CommunicationError,
+            f"the first all-reduce of {context} over NCCL gave {total:g}, not {context.size}. The group can't be used; "
+            "NCCL_DEBUG=INFO tells which way the bytes went: NCCL_P2P_DISABLE=1 shows whether peer access is at fault",
+            "all_reduce",
+            elapsed_s=time.monotonic() - started,
+        )

@@ -1,4 +1,4 @@
-"""The communicators for transfers between two ranks of a group: one for each direction.
+"""Communicators for transfers between two ranks of a group: one for each direction.
 
 What is on one communicator goes in its order, so two ranks that send to each other first, and a ring in which everyone
 does, would wait for each other for ever if both directions, or all pairs, had one.
@@ -19,9 +19,7 @@ from torch import Tensor
 
 from device_communicators.cuda.nccl_library import BYTE, NcclLibrary
 from device_communicators.cuda.streams import CudaStreams
-from device_communicators.errors import GroupNotInitializedError
-from device_communicators.nccl.handle import Handle, end_all
-from device_communicators.nccl.meeting import swap, tell
+from device_communicators.nccl.handle import Handle, end_all, exchange_records, make_record
 from device_communicators.routing.communicator import GroupContext, Work
 
 _MEETING = 3
@@ -33,7 +31,7 @@ Transfer = Callable[["Link", str, Tensor, int], None]
 
 
 class Link:
-    """Two ranks: `send` goes to the peer, `recv` comes from it."""
+    """Connects two ranks: `send` goes to the peer, `recv` comes from it."""
 
     def __init__(self, library: NcclLibrary, streams: CudaStreams, place: int) -> None:
         """`place`: this rank's among the two."""
@@ -48,11 +46,11 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """Whether transfers go straight into it."""
+        """Returns True once transfers go straight into it."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, x: Tensor, stream: int) -> None:
-        """Contiguous `x` to or from the peer."""
+        """Transfers contiguous `x` to or from the peer."""
         handle = self.handles[operation]
         with handle.lock:
             result = self._functions[operation](x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream)
@@ -71,7 +69,7 @@ class Link:
         return started.go()
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
-        """Until it is made. Raises what went wrong, here or by `check`."""
+        """Waits until it is made. Raises what went wrong, here or by `check`."""
         while not self._done.wait(_LOOK_S):
             check()
         self._raise_failure()
@@ -81,7 +79,7 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """With a byte each way: NCCL connects two ranks at their first transfer, for which the sender's host waits."""
+        """Makes it, and sends a byte each way: NCCL connects ranks at their first transfer, and the host waits."""
         try:
             self.handles = meet()
             byte = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -107,7 +105,7 @@ class Link:
 
 
 class _Started:
-    """A transfer, which may have to wait for its link."""
+    """A started transfer, which may have to wait for its link."""
 
     def __init__(self, link: Link, put: Callable[[], Work]) -> None:
         self._link = link
@@ -129,7 +127,7 @@ class _Started:
 
 
 class Links:
-    """Those of one rank of a group, by peer."""
+    """Keeps the links of one rank of a group, by peer."""
 
     def __init__(self, library: NcclLibrary, context: GroupContext, streams: CudaStreams) -> None:
         self._library = library
@@ -140,7 +138,7 @@ class Links:
         self.failure: BaseException | None = None
         """Of the first link that could not be made."""
         self.closed = False
-        """Whether the group has ended; a link that is still being made ends with its making."""
+        """True once the group has ended; a link that is still being made ends with its making."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)
@@ -152,13 +150,9 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """The link to a peer, which is being made. The peer calls it as well. `transfer` isn't kept."""
+        """Starts to make the link to a peer, which calls it as well. `transfer` isn't kept."""
         context = self._context
-        if context.size > 2 and not context.cpu_group_is_made:
-            raise GroupNotInitializedError(
-                f"a transfer on {context} needs the gloo group beside the device group, which all ranks of the group "
-                "make together at its first use; call barrier() on every rank once before"
-            )
+        context.check_cpu_group("a transfer")
         with self._lock:
             link = self._links.get(peer)
             if link is None:
@@ -179,11 +173,11 @@ class Links:
     def _meet(self, peer: int) -> dict[str, Handle]:
         context = self._context
         lower = context.rank < peer
-        mine = tell(self._library, context, makes_id=lower)
-        theirs = swap(context, mine, peer, context.tag(_MEETING))
+        mine = make_record(self._library, context, makes_id=lower)
+        theirs = exchange_records(context, mine, peer, context.tag(_MEETING))
         place = int(not lower)
         with self._streams.guard():
-            meeting = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, place)
-            up, down = (meeting.split(context, 0, place, size=2, rank=place) for _ in range(2))
-            meeting.close()
+            parent = Handle.meet(self._library, context, (mine if lower else theirs).unique_id, 2, place)
+            up, down = (parent.split(context, 0, place, size=2, rank=place) for _ in range(2))
+            parent.close()
         return {"send": up, "recv": down} if lower else {"recv": up, "send": down}

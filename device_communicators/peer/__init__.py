@@ -1,4 +1,4 @@
-"""Kernels over GPU memory that peers have mapped, and torch's symmetric memory; the kernels' CUDA in `csrc/`.
+"""Kernels over GPU memory that peers have mapped, their CUDA in `csrc/`, and torch's symmetric memory.
 
 May import `machine`, `cuda`, `routing` and what is below them.
 """

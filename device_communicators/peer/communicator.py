@@ -4,7 +4,7 @@ Sums are taken in float32, in rank order, and rounded once, by whichever kernel:
 element's sum doesn't depend on which kernel, which size or which place in the tensor it had. What is larger than the
 thresholds, and all that the kernels don't know, is refused: the next communicator carries it.
 
-Set-up, failures and launches are in `peer.group`, admission in `peer.admission`, thresholds in `peer.thresholds`.
+Set-up, failures and launches are in `peer.group`, admission and thresholds in `peer.thresholds`.
 Not run on a GPU.
 """
 
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError, UnsupportedError
 from device_communicators.peer.device import PeerDevice, start
-from device_communicators.peer.group import DTYPES, PeerGroup
+from device_communicators.peer.group import DTYPES, PeerGroup, PeerNorms
 from device_communicators.peer.memory import NotSharedError, together
-from device_communicators.peer.norms import PeerNorms
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
-from device_communicators.routing.communicator import GroupContext, Request
-from device_communicators.routing.partial import PartialCommunicator
+from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
 from device_communicators.routing.reductions import REDUCING
 
 ALIGNMENT = 16
@@ -67,7 +65,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
 
     @property
     def group(self) -> PeerGroup:
-        """What `admit` has made."""
+        """Returns the group that `admit` has made."""
         if self._made is None:
             raise UnsupportedError(f"{self.context} has no peer memory: it was not admitted, or closed")
         return self._made
@@ -107,12 +105,12 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return f"{size_bytes} bytes, and {request.operation} is preferred up to {limit} here"
 
     def algorithm(self, size_bytes: int) -> str:
-        """The kernel that all-reduces a tensor of this size."""
+        """Returns the kernel that all-reduces a tensor of this size."""
         admission = self.group.admission
         return admission.pinned or admission.thresholds.algorithm(size_bytes) or ALGORITHMS[-1]
 
     def _placed(self, x: Tensor) -> Tensor:
-        """`x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
+        """Returns `x`, or a copy, as the kernels want it: contiguous, and at a multiple of 16 bytes."""
         if x.device != self._at:
             raise InvalidArgumentError(f"tensors of {self.context} must be on {self._at}, but one is on {x.device}")
         if not x.is_contiguous():
@@ -147,7 +145,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self._norms.token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """A pinned algorithm has the one kernel for every size: the composed norm has other bits."""
+        """Returns True if the fused kernel is taken; for every size if pinned, as the composed norm has other bits."""
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self._norms.takes(x, residual, weight)

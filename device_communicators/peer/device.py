@@ -11,14 +11,27 @@ from typing import Any
 
 import torch
 
-from device_communicators.cuda.driver import Launcher
+from device_communicators.cuda import nccl_library
 from device_communicators.cuda.streams import CudaStreams
 from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, uuid_of
-from device_communicators.machine.topology_reading import read_topology
-from device_communicators.peer import measured
-from device_communicators.peer.kernels import PeerKernels
+from device_communicators.machine.topology import read_topology
+from device_communicators.peer.kernels import Launcher, PeerKernels
 from device_communicators.peer.memory import IpcWay, SymmetricWay, Way, together
 from device_communicators.routing.communicator import GroupContext
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what measured times depend on."""
+    try:
+        nccl = nccl_library.version_text(nccl_library.load().version)
+    except nccl_library.NcclUnavailableError:
+        nccl = "none"
+    return {"driver": read_topology().driver_version or "none", "nccl": nccl, "torch": torch.__version__}
+
+
+def arch_of(device: torch.device) -> str:
+    """Returns the compute capability, as `9.0`. Not run on a GPU."""
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
 
 
 class HostWords:
@@ -46,15 +59,15 @@ class PeerDevice:
         self.streams = CudaStreams(device)
 
     def arch(self) -> str:
-        """The compute capability, as `9.0`."""
-        return measured.arch_of(self._device)
+        """Returns the compute capability, as `9.0`."""
+        return arch_of(self._device)
 
     def versions(self) -> dict[str, str]:
-        """Of the driver, NCCL and torch."""
-        return measured.versions()
+        """Returns the versions of driver, NCCL and torch."""
+        return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """What the ranks know together; every rank of the group calls it."""
+        """Returns what the ranks know together; every rank of the group calls it."""
         read: list[Any] = []
         together(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)
@@ -63,12 +76,12 @@ class PeerDevice:
         return HostWords(count)
 
     def kernels(self) -> Launcher:
-        """Compiled for this device and loaded. Raises KernelError."""
+        """Compiles the kernels for this device and loads them. Raises KernelError."""
         return PeerKernels.load(torch.cuda.current_device() if self._device.index is None else self._device.index)
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """This rank's device, or the given one; every rank of the group calls it. Raises NotSharedError on all alike."""
+    """Starts this rank's device; every rank of the group calls it. Raises NotSharedError on all alike."""
     found: list[PeerDevice] = [] if device is None else [device]
     together(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
     return found[0]

@@ -27,15 +27,24 @@ import torch
 from torch import Tensor
 
 from device_communicators import settings
-from device_communicators.cuda.driver import KERNELS, MAX_THREADS, REGION_BYTES, Call, Launcher, grid, read_report
 from device_communicators.cuda.streams import StreamOrder
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError
-from device_communicators.peer.admission import Admission, agree
 from device_communicators.peer.device import HostWords, PeerDevice
+from device_communicators.peer.kernels import (
+    KERNELS,
+    MAX_THREADS,
+    REGION_BYTES,
+    Call,
+    Launcher,
+    grid,
+    norm_grid,
+    read_report,
+)
 from device_communicators.peer.memory import NotSharedError, PeerMemory, hold, release, share, together
-from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from device_communicators.peer.thresholds import ALGORITHMS, Admission, Thresholds, agree
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import died
+from device_communicators.routing.failures import died
+from device_communicators.routing.reductions import FP8
 
 logger = logging.getLogger("parallel_state")
 
@@ -91,7 +100,7 @@ class PeerGroup:
 
     @classmethod
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
-        """Every rank of the group calls it. Raises NotSharedError on all ranks alike, or CommunicationError."""
+        """Makes the group; every rank calls it. Raises NotSharedError on all ranks alike, or CommunicationError."""
         started = time.monotonic()
         is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
         admission = agree(context, device, thresholds, is_auto=is_auto)
@@ -107,19 +116,19 @@ class PeerGroup:
         return group
 
     def _load(self, device: PeerDevice) -> int:
-        """How many blocks of a kernel this rank has room for."""
+        """Returns how many blocks of a kernel this rank has room for."""
         context = self.context
         self._words = device.words(_WORDS)
         hold(self._words)
         if context.watcher is not None:
-            context.watcher.on_death.append(self._hear)
-        threading.Thread(target=self._look, daemon=True, name="parallel_state-peers").start()
+            context.watcher.on_death.append(self._abort_on_death)
+        threading.Thread(target=self._watch_words, daemon=True, name="parallel_state-peers").start()
         self._kernels = kernels = device.kernels()
         sharers = len(self.admission.topology.sharers(context.rank)) or 1  # under MPS they are on it at once
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Every kind of call once: nothing is first done within a capture, and what can't work shows here."""
+        """Makes every kind of call once: nothing is first done within a capture, and what can't work shows here."""
         with self.proving() as prove_one:
             for number, (name, how) in enumerate(_PROOFS, 1):
                 prove_one(f"{name} ({how})", functools.partial(self._try, name, how, number))
@@ -157,7 +166,7 @@ class PeerGroup:
         self._deadline_ns = int(1e9 * self.context.timeout_s)
 
     def _try(self, name: str, how: str, number: int) -> tuple[Tensor, Tensor]:
-        """A small call, and what it must give; `number` keeps one call's figures apart from another's."""
+        """Returns a small call, and what it must give; `number` keeps one call's figures apart from another's."""
         size, rank = self.context.size, self.context.rank
         counts = torch.arange(1000 * size, dtype=torch.float32, device=self.context.device)
         x, total = counts + number * rank, counts * size + number * sum(range(size))
@@ -187,7 +196,7 @@ class PeerGroup:
         self._closed.set()
         if self.context.watcher is not None:
             with contextlib.suppress(ValueError):
-                self.context.watcher.on_death.remove(self._hear)
+                self.context.watcher.on_death.remove(self._abort_on_death)
         if self._is_done(_GOODBYE_S):
             self.memory.close()
             if self._kernels is not None:
@@ -200,7 +209,7 @@ class PeerGroup:
         self.memory.leave()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Whether the calls so far have run; after `timeout_s` they are told to end."""
+        """Returns True if the calls so far have run; after `timeout_s` they are told to end."""
         if self._order.last is None:
             return True
         try:
@@ -218,16 +227,16 @@ class PeerGroup:
 
     # Failures.
 
-    def _hear(self) -> None:
-        """A rank of the world has ended; in the thread that noticed it."""
+    def _abort_on_death(self) -> None:
+        """Ends kernels after a rank's death, in the thread that noticed it."""
         if self.context.deaths() and not self._words[_ABORT]:
             self._words[_ABORT] = 1
             logger.error(
                 "%s: a rank has ended, so its kernels in peer memory end; their results are void", self.context
             )
 
-    def _look(self) -> None:
-        """In a thread of its own, until the end: the words are the host's memory, so CUDA isn't asked."""
+    def _watch_words(self) -> None:
+        """Watches the words in a thread: they are the host's memory, so CUDA isn't asked."""
         while not self._closed.wait(_LOOK_S):
             if self._words[_REPORT] and not self._words[_ABORT]:
                 logger.error("%s", self._failed("peer memory"))
@@ -249,21 +258,22 @@ class PeerGroup:
         if context.deaths():
             return died(context, operation, started)
         if report is None or report.reason != "deadline":
-            return CommunicationError(
+            return context.failure(
+                CommunicationError,
                 f"{operation} of {context} was given up on the device. The group can't be used further; look for the "
                 "first rank that failed",
-                group=context.name, operation=operation, rank=context.rank, timeout_s=context.timeout_s,
-            )  # fmt: skip
+                operation,
+                timeout_s=context.timeout_s,
+            )
         late = tuple(context.ranks[report.peer : report.peer + 1])
         who = f"global rank {late[0]}" if late else "a rank that isn't known"
-        return CollectiveTimeoutError(
+        return context.failure(
+            CollectiveTimeoutError,
             f"{report.kernel} of {context} waited on the device for {who}, which did "
             f"not come within {context.timeout_s:g} s (block {report.block}, epoch {report.epoch}). The group can't be "
             "used further, nor CUDA in this process; look at what that rank does instead (its log, `py-spy dump`), or "
             "raise the timeout",
-            group=context.name,
-            operation=report.kernel,
-            rank=context.rank,
+            report.kernel,
             suspect_ranks=late,
             elapsed_s=context.timeout_s,
             timeout_s=context.timeout_s,
@@ -272,15 +282,15 @@ class PeerGroup:
     # Calls; tensors are contiguous, on the group's device, and begin at 16 bytes.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """`how`: one of ALGORITHMS. `out` may be `x`."""
+        """Reduces by `how`, one of ALGORITHMS. `out` may be `x`."""
         self._launch(("all_reduce", how, x.dtype, x.numel()), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
-        """`how`: push or pull. Of any dtype: bytes."""
+        """Gathers bytes by `how`: push or pull."""
         self._launch(("all_gather", how, None, x.nbytes), x, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, how: str) -> None:
-        """`how`: push or pull."""
+        """Reduces and scatters by `how`: push or pull."""
         self._launch(("reduce_scatter", how, out.dtype, out.numel()), x, out)
 
     def _launch(self, what: _What, x: Tensor, out: Tensor) -> None:
@@ -312,7 +322,7 @@ class PeerGroup:
         call.deadline_ns = self._deadline_ns
         stream = self._order.next()  # two calls at once on one rank would share an epoch
         try:
-            if self.streams.is_here():
+            if self.streams.is_current_device():
                 self._loaded().launch(kernel, blocks, threads, call, stream)
             else:
                 with self.streams.guard():
@@ -320,14 +330,15 @@ class PeerGroup:
         except Exception as error:
             if self._words[_REPORT] or self._words[_ABORT]:
                 raise self._failed(kernel) from error
-            raise CommunicationError(
+            raise self.context.failure(
+                CommunicationError,
                 f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for it; look at what "
                 "ran on this device before (CUDA_LAUNCH_BLOCKING=1)",
-                group=self.context.name, operation=kernel, rank=self.context.rank,
-            ) from error  # fmt: skip
+                kernel,
+            ) from error
 
     def new_call(self, numel: int) -> Call:
-        """What every launch is told alike; the rest is for the caller to fill in."""
+        """Returns a call with what all launches share; the caller fills in the rest."""
         call = Call()
         for rank, address in enumerate(self.memory.addresses):
             call.regions[rank] = address
@@ -339,3 +350,101 @@ class PeerGroup:
         if self._kernels is None:
             raise CommunicationError(f"{self.context} has no kernels in peer memory")
         return self._kernels
+
+
+PLAIN = "all_reduce_add_rms_norm"
+STATIC_FP8 = "all_reduce_add_rms_norm_static_fp8"
+TOKEN_FP8 = "all_reduce_add_rms_norm_token_fp8"
+
+_MOST_PREPARED = 1024
+
+
+class PeerNorms:
+    """The fused kernels of one group. Tensors are contiguous, on its device, of one dtype, and begin at 16 bytes."""
+
+    def __init__(self, group: PeerGroup) -> None:
+        self._group = group
+        self._prepared: dict[tuple[str, int, int], tuple[int, int, Call]] = {}
+        self._lock = threading.Lock()
+
+    def takes(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """Returns True if there is a kernel for these; the same on all ranks."""
+        if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
+            return False
+        if residual.shape != x.shape or weight.shape != x.shape[-1:]:
+            return False
+        if any(each.dtype != x.dtype or each.device != x.device for each in (residual, weight)):
+            return False
+        return self._grid(x)[0] > 0
+
+    def plain(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        out, y = torch.empty_like(x), torch.empty_like(x)
+        self._run(PLAIN, (x, residual, weight, None), (out, y, None), eps)
+        return out, y
+
+    def static_fp8(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+        self._run(STATIC_FP8, (x, residual, weight, scale), (out, y, None), eps)
+        return out, y
+
+    def token_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        self._run(TOKEN_FP8, (x, residual, weight, None), (out, y, scales), eps)
+        return out, scales, y
+
+    def prove(self) -> None:
+        """Makes each kind of call once, as PeerGroup.prove does. Results are exact: y is 1, the norm is the weight."""
+        context = self._group.context
+        rows, hidden = 3, 96
+        x = torch.arange(rows * hidden, dtype=torch.float32, device=context.device).view(rows, hidden)
+        residual, weight = 1 - x * context.size, (x[0] % 8 + 1) * 64  # 64 … 512, exact in float8 up to 448
+        quantised = (weight - (weight == 512) * 64).expand(rows, hidden)
+        one = torch.ones(1, device=context.device)
+        weight_of_448 = weight.clamp(max=448)
+
+        def plain() -> tuple[Tensor, Tensor]:
+            normed, y = self.plain(x, residual, weight, 0.0)
+            return torch.cat([normed, y]), torch.cat([weight.expand(rows, hidden), torch.ones_like(x)])
+
+        def static() -> tuple[Tensor, Tensor]:
+            return self.static_fp8(x, residual, weight, one, 0.0)[0].float(), quantised
+
+        def token() -> tuple[Tensor, Tensor]:
+            found, scales, _ = self.token_fp8(x, residual, weight_of_448, 0.0)
+            return found.float() * scales, quantised
+
+        with self._group.proving() as prove_one:
+            for what, attempt in ((PLAIN, plain), (STATIC_FP8, static), (TOKEN_FP8, token)):
+                prove_one(what, attempt)
+
+    def _grid(self, x: Tensor) -> tuple[int, int]:
+        hidden = x.shape[-1]
+        return norm_grid(hidden * x.itemsize, x.numel() // hidden, self._group.max_blocks)
+
+    def _run(
+        self,
+        kernel: str,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+        outputs: tuple[Tensor, Tensor, Tensor | None],
+        eps: float,
+    ) -> None:
+        (x, residual, weight, scale), (out, y, scales) = inputs, outputs
+        hidden = x.shape[-1]
+        rows, name = x.numel() // hidden, f"{kernel}_{DTYPES[x.dtype]}"
+        with self._lock:  # a prepared call is filled in and launched by one thread at a time
+            prepared = self._prepared.get((name, rows, hidden))
+            if prepared is None:
+                if len(self._prepared) >= _MOST_PREPARED:
+                    self._prepared.clear()
+                prepared = (*self._grid(x), self._group.new_call(x.numel()))
+                self._prepared[name, rows, hidden] = prepared
+            blocks, threads, call = prepared
+            call.input, call.residual, call.weight = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+            call.output, call.residual_out = out.data_ptr(), y.data_ptr()
+            call.scale = 0 if scale is None else scale.data_ptr()
+            call.scale_out = 0 if scales is None else scales.data_ptr()
+            call.rows, call.hidden, call.eps = rows, hidden, eps
+            self._group.start(name, blocks, threads, call)

@@ -1,9 +1,11 @@
-"""The kernels of `csrc` on a GPU: loaded once for a device, and launched at a low cost for the host.
+"""The kernels of `csrc` on a GPU: what a launch is told, how they are compiled, loaded once for a device, and launched.
 
-The driver is called through ctypes: one call with everything prepared, a few microseconds less than any wrapper that
-looks at each argument. All kernels are loaded and resolved in `load`, as nothing may be loaded while a graph is
-captured, and as a load may wait for kernels that run, which may wait for this rank. How kernels are compiled is
-`cuda.build`; what they are told is `cuda.driver`. Not run on a GPU: the tests give it a libcuda of their own.
+The structure of a call, its constants and names mirror `call.cuh`, with which a test compares them. NVRTC compiles
+through `cuda.core` to a cubin for one architecture, kept in the user's cache; it needs no GPU, no driver, no nvcc,
+but the packages of the extra `cuda`. The driver is called through ctypes: one call with everything prepared, a few
+microseconds less than any wrapper that looks at each argument. All is loaded and resolved in `load`, as nothing
+may be loaded while a graph is captured, and as a load may wait for kernels that run, which may wait for this rank. Who
+launches what when is `group`'s. Not run on a GPU: the tests give it a libcuda of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +13,242 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
+import io
+import logging
 import threading
 from collections.abc import Iterator
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from typing import Any, ClassVar
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
-from device_communicators.cuda import build as cuda_build
-from device_communicators.cuda.driver import KERNELS, MAX_THREADS, OPERATIONS, Call, KernelError
+from device_communicators import build_cache, settings
+from device_communicators.build_cache import CacheError
+
+MAX_RANKS = 8
+MAX_BLOCKS = 128
+MAX_THREADS = 512
+PART_PACKETS = 256
+"""Packets (8 bytes of data each) that a block sends to a rank in one epoch."""
+STAGE_BYTES = 32 << 10
+"""What a block stages in one epoch."""
+REGION_ALIGNMENT = 256
+PACKETS_OFFSET = 64 << 10
+STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16
+REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
+"""Of each rank's region, whatever the size of the tensors: all zero before any rank's first launch."""
+
+
+class Call(ctypes.Structure):
+    """The one argument of every kernel, by value. Addresses are the device's; 0 where a kernel doesn't use one."""
+
+    _fields_: ClassVar = [
+        ("regions", c_uint64 * MAX_RANKS),
+        ("input", c_uint64),
+        ("output", c_uint64),
+        ("residual", c_uint64),
+        ("residual_out", c_uint64),
+        ("weight", c_uint64),
+        ("scale", c_uint64),
+        ("scale_out", c_uint64),
+        ("report", c_uint64),
+        ("abort", c_uint64),
+        ("numel", c_uint64),
+        ("deadline_ns", c_uint64),
+        ("rank", c_uint32),
+        ("size", c_uint32),
+        ("operation", c_uint32),
+        ("flags", c_uint32),
+        ("rows", c_uint32),
+        ("hidden", c_uint32),
+        ("eps", c_float),
+        ("reserved", c_uint32),
+    ]
+
+
+_OF_EACH_DTYPE = (
+    "all_reduce_push", "all_reduce_pull", "all_reduce_two_shot", "reduce_scatter_push", "reduce_scatter_pull",
+)  # fmt: skip
+_NORMS = (
+    "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8", "all_reduce_add_rms_norm_token_fp8",
+)  # fmt: skip
+_DTYPES = ("float32", "float16", "bfloat16")
+KERNELS: tuple[str, ...] = (
+    *(f"{what}_{dtype}" for what in _OF_EACH_DTYPE for dtype in _DTYPES),
+    "all_gather_push",
+    "all_gather_pull",
+    *(f"{what}_{dtype}" for what in _NORMS for dtype in _DTYPES),
+)
+"""By number: `operation` of a call. The last one to be added comes last."""
+OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
+
+
+class Launcher(Protocol):
+    """Something that runs the kernels: a GPU, or what stands in for one in tests."""
+
+    def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
+        """Enqueues a kernel on a stream (a cudaStream_t as a number) of the current device, which is the launcher's.
+
+        The call is copied; it may be changed and used again at once. Capturable. Raises KernelError.
+        """
+
+    def resident_blocks(self, name: str, threads: int) -> int:
+        """Returns how many blocks a launch may have: they wait for peers, so the device must hold all at once.
+
+        On a GPU as many as half of its multiprocessors: the other half is left to kernels that wait as well, NCCL's or
+        another group's, as two that each have half of their blocks on the device wait for ever. Take the least over all
+        ranks of a group, and divide it by the number of ranks on one GPU, which under MPS are on it at once.
+        """
+
+
+class KernelError(RuntimeError):
+    """A kernel can't be loaded or launched; the text says why."""
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The report of a kernel that gave up."""
+
+    reason: str
+    """"deadline" or "abort"."""
+    peer: int
+    """The rank in the group that it was waiting for; 255: another of its own blocks, so this doesn't say."""
+    kernel: str
+    block: int
+    epoch: int
+
+
+def read_report(word: int) -> KernelReport | None:
+    """Returns what the word says; None where nothing was reported."""
+    if word == 0:
+        return None
+    operation = word >> 40 & 0xFF
+    return KernelReport(
+        reason={1: "deadline", 2: "abort"}.get(word >> 56, f"code {word >> 56}"),
+        peer=word >> 48 & 0xFF,
+        kernel=KERNELS[operation] if operation < len(KERNELS) else f"kernel {operation}",
+        block=word >> 32 & 0xFF,
+        epoch=word & 0xFFFFFFFF,
+    )
+
+
+THREADS = {"push": 256, "pull": 512, "two_shot": 512}
+"""Of a block, by how a kernel moves the data."""
+_BYTES = {"push": 8, "pull": 16, "two_shot": 16}
+
+
+def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
+    """Returns blocks and threads for a kernel ("push", "pull", "two_shot") that moves `nbytes` of each rank or row.
+
+    So many that each thread has one thing to move, as long as there are blocks; what is left is taken in turns. From
+    what is equal on all ranks only, so the blocks of all ranks match: `limit` is the least `resident_blocks` of any
+    rank. No blocks: there is nothing to do, and nothing may be launched.
+    """
+    shards = size if how == "two_shot" else 1  # a block's threads sum a shard of what it stages
+    each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
+    return min(-(-nbytes // each), limit, MAX_BLOCKS), THREADS[how]
+
+
+def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
+    """Returns the `grid` of kernels with a norm: as many blocks to a row as a push carries at once, for some rows.
+
+    No blocks: a row (of the input's dtype) is too long, or there is none.
+    """
+    members = -(-row_bytes // (8 * PART_PACKETS))
+    if members == 0:
+        return 0, THREADS["push"]
+    return min(rows, min(limit, MAX_BLOCKS) // members) * members, THREADS["push"]
+
+
+logger = logging.getLogger("parallel_state")
+
+SOURCES = Path(__file__).with_name("csrc")
+_UNIT = "kernels.cu"
+_STANDARD = "c++17"
+_INSTALL = "`pip install parallel-state[cuda]` brings cuda-core, cuda-bindings and NVRTC"
+
+
+def source_files() -> tuple[Path, ...]:
+    return tuple(sorted(path for path in SOURCES.iterdir() if path.suffix in (".cu", ".cuh")))
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Returns NVRTC's version. Raises KernelError."""
+    _, nvrtc = _packages()
+    try:
+        error, major, minor = nvrtc.nvrtcVersion()
+    except Exception as problem:  # what the library's finder raises is not public
+        raise KernelError(f"NVRTC can't be loaded: {_first_line(problem)}; {_INSTALL}") from problem
+    if int(error) != 0:
+        raise KernelError(f"NVRTC doesn't tell its version: error {int(error)}")
+    return int(major), int(minor)
+
+
+def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
+    """Compiles the kernels for `arch` ("sm_90") to a cubin. Raises KernelError.
+
+    `log` takes what the assembler says of each kernel's registers and memory.
+    """
+    nvrtc_version()  # the clearer message where the library is missing
+    core, _ = _packages()
+    try:
+        verbose: dict[str, Any] = {} if log is None else {"ptxas_options": ["-v"]}
+        options = core.ProgramOptions(name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), **verbose)
+        program = core.Program((sources / _UNIT).read_text(), "c++", options)
+        made = program.compile("cubin", logs=log)
+    except Exception as problem:
+        raise KernelError(f"NVRTC can't compile the kernels for {arch}: {_first_line(problem)}") from problem
+    return bytes(made.code)
+
+
+def cubin(arch: str) -> bytes:
+    """Returns the kernels for `arch`, cached, or compiled by one of the processes that ask. Raises KernelError."""
+    target = build_cache.cache_folder() / f"cuda_{arch}_{_digest(arch, nvrtc_version())}.cubin"
+    try:
+        flaw = _flaw_of(target)
+        if flaw is not None and settings.BUILD.get() == "never":
+            raise KernelError(f"the kernels can't be had: {flaw}, and {settings.BUILD.name} is never")
+        if flaw is not None:
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            build_cache.check_owner(target.parent)
+            with build_cache.locked(target.with_suffix(".lock")):
+                if _flaw_of(target) is not None:
+                    logger.info("compiling the CUDA kernels, once for %s (%s=never forbids)", arch, settings.BUILD.name)
+                    build_cache.write_sealed(target, compile_kernels(arch))
+        return build_cache.read_sealed(target)
+    except (OSError, CacheError) as problem:
+        raise KernelError(f"the kernels' cache can't be used: {build_cache.about_cache(problem)}") from problem
+
+
+def _flaw_of(target: Path) -> str | None:
+    """Returns why the kernels must be compiled first; None where the cache has them whole."""
+    build_cache.check_owner(target.parent)
+    return build_cache.flaw_of(target) if target.exists() else "they aren't compiled"
+
+
+def _digest(arch: str, version: tuple[int, int]) -> str:
+    content = hashlib.sha256(f"{arch} {version} {_STANDARD}".encode())
+    for path in source_files():
+        content.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return content.hexdigest()[:16]
+
+
+def _packages() -> tuple[Any, Any]:
+    """Imports cuda.core and NVRTC's binding; the oldest tried is 0.7, as those before need a driver to compile."""
+    try:
+        from cuda import core
+        from cuda.bindings import nvrtc
+    except ImportError as problem:
+        raise KernelError(f"{_first_line(problem)}; {_INSTALL}") from problem
+    return core, nvrtc
+
+
+def _first_line(problem: BaseException) -> str:
+    """Returns the line of a compiler's output with the first error."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    return next((line for line in lines if "error" in line and ":" in line), lines[0])
+
 
 _LIBRARY = "libcuda.so.1"
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -67,7 +298,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class _Prepared(threading.local):
-    """What a launch fills in and passes on: a thread's own, as the call into the driver lets other threads run.
+    """The structures that a launch fills in: a thread's own, as the call into the driver lets other threads run.
 
     A thread that made no CUDA call yet has device 0 and no context, in which no kernel can be launched; neither
     torch.cuda.device nor set_device makes one for the device that is the current one already (pytorch #152667, triton
@@ -104,7 +335,7 @@ class PeerKernels:
         if start_early and major < 9:
             raise KernelError(f"a kernel can start early from sm_90 on, but the device is {self.arch}")
         self._multiprocessors = driver.attribute(device, _MULTIPROCESSORS)
-        image = cuda_build.cubin(self.arch)
+        image = cubin(self.arch)
         self._context = driver.get("cuDevicePrimaryCtxRetain", c_void_p, device)
         self._prepared = _Prepared(driver, self._context, start_early)
         with self._current():
@@ -118,9 +349,9 @@ class PeerKernels:
     @staticmethod
     @functools.cache
     def load(device: int) -> PeerKernels:
-        """Those of a device, by torch's number, compiled at the first use on this machine. Raises KernelError."""
+        """Returns a device's kernels, by torch's number, compiled at the first use here. Raises KernelError."""
         driver = _load_driver()
-        nvrtc = cuda_build.nvrtc_version()
+        nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:
             raise KernelError(
                 f"the driver is for CUDA {driver.version[0]}.{driver.version[1]}, which can't load what NVRTC "
@@ -129,7 +360,7 @@ class PeerKernels:
         return PeerKernels(driver, device)
 
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """See Launcher. The current device must be this one's, which a stream of 0 wouldn't tell."""
+        """Launches as Launcher says. The current device must be this one's, which a stream of 0 wouldn't tell."""
         function, call.operation = self._functions[name]
         prepared = self._prepared
         config = prepared.config
@@ -141,7 +372,7 @@ class PeerKernels:
             raise KernelError(f"{name} can't be launched: {self._driver.name_of(error)}")
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """See Launcher."""
+        """Returns what Launcher says."""
         known = self._resident.get((name, threads))
         if known is None:
             with self._current():
@@ -153,7 +384,7 @@ class PeerKernels:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Within: the device's context is this thread's."""
+        """Makes the device's context this thread's within a block."""
         self._driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -180,7 +411,7 @@ class _Driver:
             raise KernelError(f"{name} failed: {self.name_of(error)}")
 
     def get(self, name: str, kind: type[Any], *arguments: Any) -> Any:
-        """What a function gives through its first argument."""
+        """Returns a function's result, which it gives through its first argument."""
         result = kind()
         self.call(name, byref(result), *arguments)
         return result

@@ -3,7 +3,7 @@
 A group has one region per rank, all of one size, made once when the group is made, zeroed once, and never grown: what
 doesn't fit is another communicator's business. There are several ways to share memory; each is tried by all ranks
 together, in one order, and one rank for which it fails has all ranks go on to the next. What lies in a region is the
-kernels' business (`csrc`), who may use them `peer.admission`'s.
+kernels' business (`csrc`), who may use them `peer.thresholds`'s.
 
 Either way keeps a region's memory until its owner *and* all who have mapped it have let go, so ranks may close in any
 order: a peer that is behind reads memory that still is there. Over CUDA IPC that holds while the owner's process lives;
@@ -44,10 +44,10 @@ class Sharing(Protocol):
     """This rank's memory of one way, on its way to be shared."""
 
     def offer(self) -> Any:
-        """What the other ranks must be told, as JSON has it. Raises any error where it can't be shared."""
+        """Returns what the other ranks must be told, as JSON has it. Raises any error where it can't be shared."""
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
-        """Every rank's offer in; the addresses of every rank's region, as this process sees them, out."""
+        """Maps every rank's offer; returns the addresses of all regions, as this process sees them."""
 
     def close(self) -> None:
         """Lets go of the mappings and of the memory. Twice is fine."""
@@ -144,7 +144,7 @@ class _Ipc:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """For each rank a handle of its own: torch counts one receiver for each, and frees when that has let go."""
+        """Returns a handle for each rank: torch counts one receiver for each, and frees when that has let go."""
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
@@ -185,7 +185,7 @@ def _index(device: torch.device) -> int:
 
 
 def _zero(tensor: torch.Tensor) -> None:
-    """Done before anybody else has the memory."""
+    """Zeroes memory, and waits for it, before anybody else has it."""
     tensor.zero_()
     torch.cuda.synchronize(tensor.device)
 
@@ -224,11 +224,11 @@ class PeerMemory:
 
     @property
     def sharing(self) -> Sharing | None:
-        """This rank's part, as the way that was taken has it; None once closed."""
+        """Returns this rank's part, as the way that was taken has it; None once closed."""
         return self._sharing
 
     def leave(self) -> None:
-        """Instead of `close`, where work with the regions may not be over: they stay mapped until the process ends."""
+        """Leaves the regions mapped until the process ends, as work with them may not be over."""
         self._sharing = None
 
 
@@ -241,12 +241,12 @@ def hold(what: object) -> None:
 
 
 def release(what: object) -> None:
-    """The end of `hold`."""
+    """Ends a `hold`."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
 
 
 def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMemory:
-    """Every rank of the group calls it, with the same ways and size; the first way that works for all is taken.
+    """Shares memory by the first way that works for all ranks, each of which calls it with the same ways and size.
 
     Raises NotSharedError on all ranks where none does, with every way's reason; PeerDiedError, CollectiveTimeoutError
     and CommunicationError where the ranks can't tell each other.
@@ -293,19 +293,19 @@ def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
 
 
 def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """What `step()` gave on each rank, as JSON has it. Every rank of the group calls it.
+    """Runs `step()` on each rank, all of which call it, and returns all results, as JSON has them.
 
     Raises NotSharedError on all ranks where it raised on one of them, so that none goes on alone; SettingError where
     a variable can't be read.
     """
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     try:
-        told["value"] = step()
+        outcome["value"] = step()
     except CommunicationError:
         raise  # a rank has ended: the others find out for themselves
     except Exception as error:
-        told = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
-    everyone = exchange_facts(context, told, what)
+        outcome = {"problem": _one_line(error), "is_setting": isinstance(error, SettingError)}
+    everyone = exchange_facts(context, outcome, what)
     for rank, each in enumerate(everyone):
         if "problem" in each:
             raise (SettingError if each["is_setting"] else NotSharedError)(f"rank {rank}: {each['problem']}")
@@ -313,7 +313,7 @@ def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[
 
 
 def _one_line(error: Exception) -> str:
-    """The first line that says something, of bounded length."""
+    """Returns the first line that says something, of bounded length."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     with contextlib.suppress(AttributeError):
         text = text or type(error).__qualname__

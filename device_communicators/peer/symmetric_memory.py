@@ -22,7 +22,6 @@ from device_communicators import settings
 from device_communicators.cuda.streams import StreamOrder
 from device_communicators.cuda.watch import GOODBYE_S, Watch
 from device_communicators.errors import UnsupportedError
-from device_communicators.peer.admission import agree
 from device_communicators.peer.device import PeerDevice, start
 from device_communicators.peer.memory import (
     NotSharedError,
@@ -33,9 +32,8 @@ from device_communicators.peer.memory import (
     share,
     together,
 )
-from device_communicators.peer.thresholds import Thresholds
-from device_communicators.routing.communicator import GroupContext, Request
-from device_communicators.routing.partial import PartialCommunicator
+from device_communicators.peer.thresholds import Thresholds, agree
+from device_communicators.routing.communicator import GroupContext, PartialCommunicator, Request
 from device_communicators.routing.reductions import REDUCING
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -90,8 +88,8 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         self._streams, self._order = device.streams, StreamOrder(device.streams)
         admission = agree(context, device, self._thresholds)
         limit = min(admission.thresholds.symmetric, settings.SYMMETRIC_MEMORY_BYTES.get()) // _ROUND * _ROUND
-        told = together(context, "symmetric memory", lambda: limit)
-        limit = min(told)
+        limits = together(context, "symmetric memory", lambda: limit)
+        limit = min(limits)
         if admission.pinned is not None:
             raise NotSharedError(f"{settings.PEER_MEMORY_ALGORITHM.name} has another algorithm for every size")
         if limit == 0:
@@ -110,7 +108,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         return bool(self._sharing().handle.multicast_ptr)
 
     def _prove(self) -> None:
-        """Nothing is first done within a capture, and what can't work shows here."""
+        """Makes a first call: nothing is first done within a capture, and what can't work shows here."""
         with self._streams.guard():
             count = min(1001, self._limit // torch.float32.itemsize)
             x = torch.full((count,), self.context.rank + 1.0, device=self.context.device)
@@ -155,7 +153,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
         self._reduce(x, x)
 
     def _reduce(self, out: Tensor, x: Tensor) -> None:
-        """`out` may be `x`; neither need be contiguous."""
+        """Reduces `x` to `out`, which may be one tensor; neither need be contiguous."""
         if x.numel() == 0:
             return
         watch, memory, sharing = self._watch, self._memory, self._sharing()
@@ -186,7 +184,7 @@ class SymmetricMemoryCommunicator(PartialCommunicator):
     def close(self) -> None:
         watch, self._watch = self._watch, None
         memory, self._memory = self._memory, None
-        done = watch is None or watch.settle(GOODBYE_S)
+        done = watch is None or watch.drain(GOODBYE_S)
         if watch is not None:
             watch.close()
         if memory is not None:

@@ -1,21 +1,37 @@
-"""Up to which size the peer-memory kernels are preferred, and which of them: a table by GPU architecture and ranks.
+"""Decides if a group uses the kernels in peer memory, and up to which size: a table by GPU and ranks.
 
-This is preference; whether a group *can* use the kernels is `peer.admission`'s. The table is data: the package's is
-`thresholds.json`, whose figures are cited from other libraries and not measured here. `python -m parallel_state
-tune` measures a node and writes the user's, in the same form; PARALLEL_STATE_PEER_MEMORY_TABLE puts one in their place.
+The table is data: the package's is `thresholds.json`, whose figures are cited from other libraries and not measured
+here. `python -m parallel_state tune` measures a node and writes the user's, in the same form;
+PARALLEL_STATE_PEER_MEMORY_TABLE puts one in their place.
+
+A row counts for `auto` where it was measured under the very conditions that the group finds: GPU architecture, number
+of ranks, a GPU for each, kind of link, versions of driver, NCCL and torch. Rows of ranks that shared a GPU are evidence
+and never count: no byte went over a link. What a measured row switches on is still proven by the group at its start.
+Until there is a row, `auto` is off, and the log says once how to get one.
+
+All ranks agree whether they use them, with the reason where they can't. Ranks that share a GPU are admitted: slow, but
+right, as their kernels wait for each other in turns of the device.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 import os
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from device_communicators import settings
 from device_communicators.errors import SettingError
+from device_communicators.machine.group_topology import GroupTopology, agree_on_topology, exchange_facts, uuid_of
+from device_communicators.machine.topology import read_topology
+from device_communicators.peer.device import PeerDevice, arch_of, versions
+from device_communicators.peer.memory import NotSharedError, together
+from device_communicators.routing.communicator import GroupContext
 
 ALGORITHMS = ("push", "pull", "two_shot")
 """Of all_reduce, from small messages to large."""
@@ -49,7 +65,7 @@ class Thresholds:
     """Whether that goes by the switches' multicast instead of two-shot."""
     measured: bool
     source: str
-    # The conditions of a measurement, as `measured.Conditions`; empty where the figures are cited.
+    # The conditions of a measurement, as `Conditions`; empty where the figures are cited.
     one_gpu_each: bool = False
     link: str = ""
     driver: str = ""
@@ -61,11 +77,11 @@ class Thresholds:
     """Whether NCCL communicators of our own were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
-        """Which one all-reduces a message; None where it is too large for all."""
+        """Returns the algorithm that all-reduces a message; None if it is too large for all."""
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)
 
     def most(self) -> int:
-        """The largest message that is all-reduced here."""
+        """Returns the largest message that is all-reduced here."""
         return max(getattr(self, name) for name in ALGORITHMS)
 
     def __str__(self) -> str:
@@ -83,13 +99,13 @@ class Table:
     """Of its content: ranks with different tables would choose differently."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
-        """The row for so many ranks; where there is none, that of the next larger number, whose bounds are lower."""
+        """Returns the row for so many ranks, or for the next larger number, whose bounds are lower."""
         rows = [row for row in self.rows if row.arch == arch and row.world_size >= world_size]
         return min(rows, key=lambda row: row.world_size, default=None)
 
 
 def load(path: Path | None = None) -> Table:
-    """The table at `path`; by default the one that PARALLEL_STATE_PEER_MEMORY_TABLE names, or the package's behind the
+    """Loads the table at `path`; by default that of PARALLEL_STATE_PEER_MEMORY_TABLE, or the package's behind the
     user's rows, of which those of shared GPUs are left out.
 
     Raises SettingError where it can't be read or isn't such a table.
@@ -102,10 +118,10 @@ def load(path: Path | None = None) -> Table:
     path = path or (PACKAGED if named is None else Path(named))
     try:
         text = path.read_text()
-        told = json.loads(text)
-        if told["format"] != FORMAT:
-            raise ValueError(f"format {told['format']}")
-        rows = tuple(_row(each) for each in told["rows"])
+        facts = json.loads(text)
+        if facts["format"] != FORMAT:
+            raise ValueError(f"format {facts['format']}")
+        rows = tuple(_row(each) for each in facts["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(
             f"{settings.PEER_MEMORY_TABLE.name} must name a table of thresholds of format {FORMAT}, but {path} is none "
@@ -127,8 +143,8 @@ def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
     path.write_text(f'{{\n  "format": {FORMAT},\n  "origin": {json.dumps(origin)},\n  "rows": [\n    {body}\n  ]\n}}\n')
 
 
-def _row(told: dict[str, Any]) -> Thresholds:
-    row = Thresholds(**told)
+def _row(facts: dict[str, Any]) -> Thresholds:
+    row = Thresholds(**facts)
     for field in fields(row):
         value = getattr(row, field.name)
         if type(value).__name__ != field.type or (isinstance(value, int) and value < 0):
@@ -141,3 +157,167 @@ def _text(size_bytes: int) -> str:
         if size_bytes >= unit:
             return f"{size_bytes / unit:g} {name}"
     return f"{size_bytes} B"
+
+
+logger = logging.getLogger("parallel_state")
+
+HOW = "`python -m parallel_state tune` measures this machine, proves the kernels on it and writes the user's row"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions of a measurement."""
+
+    arch: str
+    world_size: int
+    one_gpu_each: bool
+    link: str
+    """Of `link_of`."""
+    driver: str
+    nccl: str
+    torch: str
+
+    def __str__(self) -> str:
+        gpus = "a GPU for each" if self.one_gpu_each else "GPUs that are shared"
+        return (
+            f"{self.world_size} ranks with {gpus} of architecture {self.arch} over {self.link}, driver {self.driver}, "
+            f"NCCL {self.nccl}, torch {self.torch}"
+        )
+
+
+def link_of(topology: GroupTopology) -> str:
+    """Returns NV18 and the like where NVLink connects all GPUs, by the fewest links between two; none or PCIe else."""
+    size = len(topology.gpus)
+    if len(topology.sharers(0)) == size > 1:
+        return "none"
+    if not topology.nvlink_full_mesh:
+        return "PCIe"
+    links = [topology.nvlinks[one][two] for one in range(size) for two in range(size) if one != two]
+    return f"NV{min((each for each in links if each is not None), default='?')}"
+
+
+def conditions_of(arch: str, topology: GroupTopology, facts: dict[str, str]) -> Conditions:
+    return Conditions(arch, len(topology.gpus), not topology.shared_gpus, link_of(topology), **facts)
+
+
+def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds | None:
+    """Returns the row that was measured, and proven, under these conditions."""
+    wanted = asdict(conditions)
+    for row in rows:
+        if _counts(row) and conditions.one_gpu_each and all(getattr(row, each) == wanted[each] for each in wanted):
+            return row
+    return None
+
+
+def _counts(row: Thresholds) -> bool:
+    return row.measured and row.one_gpu_each and row.proven_calls > 0
+
+
+def auto_refusal(conditions: Conditions | None, setting: str) -> str:
+    """Says why `auto` is off."""
+    where = "this machine" if conditions is None else str(conditions)
+    return f"{setting} is auto, and no measured row covers {where}: {HOW}"
+
+
+def local_refusal(context: GroupContext, setting: str) -> str | None:
+    """Returns why `auto` is off by what this rank knows alone, or None where the group has to look together.
+
+    Asks nothing of the driver unless a measured row has this number of ranks; the package's table has none.
+    """
+    try:
+        rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
+    except SettingError as error:
+        return str(error)
+    if not rows:
+        return auto_refusal(None, setting)
+    facts = {"arch": arch_of(context.device), **versions()}
+    if any(all(getattr(row, name) == value for name, value in facts.items()) for row in rows):
+        return None
+    return auto_refusal(None, setting)
+
+
+def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
+    """Returns the row that covers the group, or why there is none: the same on all ranks, each of which calls it."""
+    table = load()
+    mine = {"arch": arch_of(context.device), "table": table.digest, **versions()}
+    facts = exchange_facts(context, mine, "measured rows")
+    for rank, each in enumerate(facts):
+        for name, value in each.items():
+            if value != facts[0][name]:
+                return f"{setting} is auto, and {name} is {facts[0][name]} on rank 0, but {value} on rank {rank}"
+    topology = agree_on_topology(context, read_topology(), uuid_of(context.device), probe=False)
+    names = {field.name for field in fields(Conditions)}
+    found = conditions_of(mine["arch"], topology, {name: mine[name] for name in mine if name in names - {"arch"}})
+    return covering(table.rows, found) or auto_refusal(found, setting)
+
+
+@functools.cache
+def warn_once(setting: str) -> None:
+    """Tells the user of an NVIDIA machine what measuring would give."""
+    logger.warning(
+        "this machine's GPUs go by torch's NCCL, since no measured row covers them: %s (%s=off: no such line)",
+        HOW, setting,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The agreement of all ranks."""
+
+    thresholds: Thresholds
+    pinned: str | None
+    """The algorithm for every size; None: by size."""
+    topology: GroupTopology
+
+
+def agree(
+    context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
+) -> Admission:
+    """Agrees on the kernels' use; every rank calls it. `thresholds`: instead of the table's, to measure them.
+    `is_auto`: only a row that was measured under this group's conditions will do.
+
+    Raises NotSharedError with the same reason on all ranks; CommunicationError where they can't tell each other.
+    """
+    tables: list[Table] = []
+    facts = together(context, "peer memory", lambda: _facts(device, tables, is_auto))
+    for rank, each in enumerate(facts):
+        for name, value in facts[0].items():
+            if each.get(name) != value:
+                raise NotSharedError(f"{name} is {value} on rank 0, but {each.get(name)} on rank {rank}")
+    arch = facts[0]["GPU architecture"]
+    thresholds = thresholds or tables[0].find(arch, context.size)
+    if thresholds is None:
+        raise NotSharedError(f"no thresholds are known for {context.size} ranks on GPUs of architecture {arch}: {HOW}")
+    topology = device.topology(context)
+    problem = _problem(topology, context.size)
+    if problem is not None:
+        raise NotSharedError(problem)
+    if is_auto:
+        found = conditions_of(arch, topology, {name: facts[0][name] for name in ("driver", "nccl", "torch")})
+        row = covering(tables[0].rows, found)
+        if row is None:
+            raise NotSharedError(auto_refusal(found, settings.PEER_MEMORY.name))
+        thresholds = row
+    algorithm = facts[0][settings.PEER_MEMORY_ALGORITHM.name]
+    return Admission(thresholds, None if algorithm == "auto" else algorithm, topology)
+
+
+def _facts(device: PeerDevice, tables: list[Table], is_auto: bool) -> dict[str, Any]:
+    """Returns what must be the same on every rank, by the name under which a difference is reported."""
+    tables.append(load())
+    return {
+        "GPU architecture": device.arch(),
+        settings.PEER_MEMORY_ALGORITHM.name: settings.PEER_MEMORY_ALGORITHM.get(),
+        "the table of thresholds": tables[0].digest,
+        settings.PEER_MEMORY.name: "auto" if is_auto else "not auto",
+        **(device.versions() if is_auto else {}),
+    }
+
+
+def _problem(topology: GroupTopology, size: int) -> str | None:
+    if not topology.peer_access:
+        return f"no peer access: {topology.peer_access.reason}"
+    # Over PCIe each rank's traffic to all others goes through one link, in which these kernels gain nothing.
+    if size > 2 and not topology.nvlink_full_mesh:
+        return f"NVLink doesn't connect all GPUs, which more than 2 ranks need: {topology.nvlink_full_mesh.reason}"
+    return None

@@ -56,7 +56,7 @@ class ProcessGroupCommunicator(Communicator):
         return f"torch.distributed over {self._name}, every CPU tensor"
 
     def _exchange(self, call: Call, payload: Tensor | None, size_bytes: int) -> Frames | None:
-        """What came with the frames, where the tensors, of `size_bytes` at most on any rank, fit into them."""
+        """Exchanges frames; returns them if tensors, of `size_bytes` at most on any rank, fit into them."""
         fits_in = size_bytes <= self._room
         frames = exchange(self.context, call, payload if fits_in else None, self._gather)
         return frames if fits_in else None

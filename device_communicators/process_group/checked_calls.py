@@ -1,4 +1,4 @@
-"""Are all ranks in the same call? Asked before gloo sees a tensor, which would mix up what doesn't match, or abort.
+"""Checks that all ranks are in the same call, before gloo sees a tensor: it mixes up what doesn't match, or aborts.
 
 Each rank tells all others its call, in a *frame* of fixed layout: what the caller called, in which step of it the rank
 is, and reduction, dtype, elements, root, dim, sizes, splits. Where they differ, all ranks raise alike, and no tensor
@@ -39,7 +39,7 @@ _LARGE_GROUP = 16
 
 
 class Call(NamedTuple):
-    """What a rank is in. All of it must be equal on all ranks, but for `text`, and `splits` of an all_to_all."""
+    """A call, of which all must be equal on all ranks, but for `text`, and `splits` of an all_to_all."""
 
     operation: str
     """The step of the user's call."""
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     text: str = ""
 
     def of(self, user_call: UserCall) -> Call:
-        """This as a step of `user_call`."""
+        """Returns this as a step of `user_call`."""
         return self._replace(
             reduce_op=self.reduce_op or user_call.reduce_op or "",
             dim=user_call.dim,
@@ -78,18 +78,18 @@ class Call(NamedTuple):
 
 
 def call_of(operation: str, x: Tensor, reduce_op: str = "", root: int = -1, splits: Sequence[int] = ()) -> Call:
-    """The step `operation` of the collective that this thread is in."""
+    """Returns the step `operation` of the collective that this thread is in."""
     dtype = str(x.dtype).removeprefix("torch.")
     return Call(operation, reduce_op, dtype, x.numel(), root, tuple(splits)).of(current(operation))
 
 
 def transfer_of(operation: str, x: Tensor) -> Call:
-    """A `send` or `recv` between two ranks."""
+    """Returns the call of a `send` or `recv` between two ranks."""
     return Call(operation, dtype=str(x.dtype).removeprefix("torch."), numel=x.numel())
 
 
 def room_for(size: int) -> int:
-    """Bytes of a tensor that a frame of a group of `size` ranks takes in, beside the splits of all."""
+    """Returns how many bytes of a tensor a frame of `size` ranks takes in, beside the splits of all."""
     return _SMALL_BYTES if size <= _LARGE_GROUP else _SMALL_IN_LARGE_GROUPS
 
 
@@ -101,24 +101,24 @@ class Frames:
         self._begin = _begin_of(call)
 
     def payload(self, rank: int, like: Tensor) -> Tensor:
-        """What came in the frame of `rank`, flat, of dtype and length of `like`."""
+        """Returns what came in the frame of `rank`, flat, of dtype and length of `like`."""
         return self._frames[rank, self._begin : self._begin + like.nbytes].view(like.dtype)
 
     def bytes(self, rank: int, begin: int, count: int) -> Tensor:
-        """A part of what came in the frame of `rank`."""
+        """Returns a part of what came in the frame of `rank`."""
         return self._frames[rank, self._begin + begin : self._begin + begin + count]
 
     def blocks(self, like: Tensor) -> Tensor:
-        """What came in all of them: `[ranks, like.numel()]`."""
+        """Returns what came in all of them: `[ranks, like.numel()]`."""
         return self._frames[:, self._begin : self._begin + like.nbytes].contiguous().view(like.dtype)
 
     def splits(self, count: int) -> Tensor:
-        """Those of all ranks: `[ranks, count]` of int64."""
+        """Returns those of all ranks: `[ranks, count]` of int64."""
         return self._frames[:, _HEAD_BYTES : _HEAD_BYTES + _SPLIT_BYTES * count].contiguous().view(torch.int64)
 
 
 def call_in(frame: Tensor) -> Call | None:
-    """The call that a frame tells of. None where it tells of none."""
+    """Parses a frame's call; None if it has none."""
     head = bytes(frame[:_HEAD_BYTES].tolist())
     magic, *texts, root, count, numel, dim, digest, kind = _ALIKE.unpack(head[: _ALIKE.size])
     if magic != _MAGIC or _HEAD_BYTES + count * _SPLIT_BYTES > frame.numel():
@@ -133,7 +133,7 @@ def call_in(frame: Tensor) -> Call | None:
 
 
 def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
-    """The bytes that came with `call`, as many as `like` has."""
+    """Returns the bytes that came with `call`, as many as `like` has."""
     return frame[_begin_of(call) : _begin_of(call) + like.nbytes]
 
 
@@ -142,7 +142,7 @@ def _begin_of(call: Call) -> int:
 
 
 def frame_bytes(size: int) -> int:
-    """Of a group of `size` ranks: room for an all_to_all's splits of both directions, and for a small tensor."""
+    """Returns a frame's size: room for an all_to_all's splits of both directions, and for a small tensor."""
     return _HEAD_BYTES + 2 * _SPLIT_BYTES * size + room_for(size)
 
 
@@ -163,7 +163,7 @@ Gather = Callable[[Tensor, Tensor], object]
 
 
 def exchange(context: GroupContext, call: Call, payload: Tensor | None, gather: Gather | None = None) -> Frames:
-    """The frames of all ranks, which have been found to be in the same call. Every rank calls it.
+    """Exchanges frames, and checks that all ranks are in the same call. Every rank calls it.
 
     `payload`: contiguous, at most `room_for` the group. `gather`: where another communicator carries some of the
     group's collectives, and compares them in its own way: then it must carry the frames, too, so that ranks meet.
@@ -182,7 +182,7 @@ def exchange(context: GroupContext, call: Call, payload: Tensor | None, gather: 
 
 
 def checked(context: GroupContext, call: Call, frames: Tensor) -> Frames:
-    """`frames` of all ranks, where they agree."""
+    """Checks that `frames` of all ranks agree, and returns them."""
     found = Frames(frames, call)
     heads = frames[:, : _ALIKE.size]
     if not bool((heads == heads[context.rank]).all()):
@@ -197,7 +197,7 @@ def checked(context: GroupContext, call: Call, frames: Tensor) -> Frames:
 
 
 def _check_directions(context: GroupContext, call: Call, splits: Tensor) -> None:
-    """Each rank's input splits, and then its output splits: what one sends to another, that one must expect."""
+    """Checks input against output splits: what a rank sends to another, that one must expect."""
     sent, expected = splits.view(context.size, 2, context.size).unbind(1)
     wrong = (sent != expected.T).nonzero()
     if not len(wrong):
@@ -242,12 +242,4 @@ def _mismatch(context: GroupContext, call: Call, frames: Tensor) -> Communicatio
 
 def _error(context: GroupContext, call: Call, what: str, suspects: Sequence[int]) -> CollectiveMismatchError:
     operation = call.text.partition("(")[0].partition(" ")[0] or call.operation
-    return CollectiveMismatchError(
-        f"{operation} of {context} met another call: {what}. Nothing was written. The group can't be used "
-        "further; make the same calls in the same order on every rank",
-        group=context.name,
-        operation=operation,
-        rank=context.rank,
-        suspect_ranks=suspects,
-        timeout_s=context.timeout_s,
-    )
+    return context.mismatch(operation, f"{what}. Nothing was written", suspects, timeout_s=context.timeout_s)

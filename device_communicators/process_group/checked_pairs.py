@@ -83,13 +83,12 @@ class Transfer(ByThread):
     def _mismatch(self, own: Call, other: Call | None) -> CollectiveMismatchError:
         context, peer = self._context, self._context.ranks[self._with]
         what = "something that is not of this library" if other is None else f"{other}"
-        return CollectiveMismatchError(
+        return context.failure(
+            CollectiveMismatchError,
             f"{self.operation} of {context} met another call: this rank is in {own}, and global rank {peer} in {what}. "
             "Nothing was written. The group can't be used further; give the receiving rank the shape and dtype that "
             "are sent, and receive in the order of the sends",
-            group=context.name,
-            operation=self.operation,
-            rank=context.rank,
+            self.operation,
             suspect_ranks=[peer],
             timeout_s=context.timeout_s,
         )

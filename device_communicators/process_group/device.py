@@ -1,4 +1,4 @@
-"""A device's tensors over the group's torch process group, as torch has it: NCCL for CUDA.
+"""A device's tensors over the group's torch process group, as torch has it: NCCL for CUDA; and over its `fake` backend.
 
 Whether all ranks are in the same call is compared in debug mode only: it would cost a copy to the host.
 The part about captures has not been run on a GPU.
@@ -6,13 +6,14 @@ The part about captures has not been run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from device_communicators.process_group.plain import PlainProcessGroup
-from device_communicators.routing.communicator import GroupContext, Request
+from device_communicators.routing.communicator import DONE, GroupContext, Request, Work
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
@@ -32,7 +33,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
         return f"torch.distributed over {self.context.device_group.name()}, {self.context.device.type} tensors"
 
     def connect(self, peer: int) -> None:
-        """torch has a communicator for each pair of ranks, which it makes at their first transfer."""
+        """Makes the communicator that torch has for each pair of ranks, at their first transfer."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
         steps = [self.send, self.recv] if self.context.rank < peer else [self.recv, self.send]
         for step in steps:
@@ -40,15 +41,51 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """torch makes a group's communicator at its first call, and NCCL connects ranks at the first one of a kind, for
-        which a capture is no place."""
         if self.context.device.type == "cuda" and not self._is_warm and not torch.cuda.is_current_stream_capturing():
-            x = torch.zeros(self.context.size, device=self.context.device)
-            out, parts = torch.empty_like(x), [1] * self.context.size
-            self.flat_all_reduce_(x, "sum")
-            self.flat_all_gather(out, x[:1])
-            self.flat_reduce_scatter(out[:1], x, "sum")
-            self.flat_broadcast_(x, 0)
-            self.flat_all_to_all(out, x, parts, parts)
+            self.call_each_once()
             self._is_warm = True
         yield
+
+
+class FakeGroupCommunicator(PlainProcessGroup):
+    """Calls torch's FakeProcessGroup, whose works are done when it returns."""
+
+    name = "fake"
+
+    def __str__(self) -> str:
+        return "torch's fake backend, which imagines the other ranks"
+
+    def _watched(self, work: object, *_: object) -> Work:
+        return DONE
+
+    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
+        super()._finish(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
+
+    def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
+        return x.split(list(sizes), dim)[self.context.rank].contiguous().clone()
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        for out in outs:
+            out.copy_(x) if out.shape == x.shape else out.zero_()
+        super().flat_all_gatherv(outs, x)
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        super().flat_scatter(out.zero_(), x, src)
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        if out.shape == x.shape and len({*output_splits, *input_splits}) == 1:
+            output_splits, input_splits = [], []  # torch copies then, and else repeats the first rows
+        if x.numel() == 0:
+            out.zero_()
+        else:
+            super().flat_all_to_all(out, x, output_splits, input_splits)
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        return DONE
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        out.zero_()
+        return DONE
+
+    def barrier(self) -> None:
+        self.context.device_group.barrier().wait()

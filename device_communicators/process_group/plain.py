@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from device_communicators.errors import GroupNotInitializedError
 from device_communicators.routing.communicator import DONE, Communicator, Request, Then, Work
 from device_communicators.routing.reductions import REDUCING, as_bytes, reducible, reduction_refusal
 from device_communicators.routing.user_call import begin_sending
@@ -54,18 +53,14 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """A device's work is waited for by its stream, not by the host; there is none where it was synchronous."""
+        """Watches a work of the host; a device's is waited for by its stream, and there is none if synchronous."""
         if work is None:
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work
 
     def check_pair_group(self, x: Tensor, operation: str) -> None:
-        """Two ranks alone can't make the gloo group of more: the others would never come."""
-        if x.device.type == "cpu" and self.context.size > 2 and not self.context.cpu_group_is_made:
-            raise GroupNotInitializedError(
-                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
-                "group make together at its first use; call barrier() on every rank once before"
-            )
+        if x.device.type == "cpu":
+            self.context.check_cpu_group(operation)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions)).wait()

@@ -44,7 +44,7 @@ class StartedCalls:
         self._lock = threading.Lock()
 
     def start(self, call: Call, payload: Tensor | None, finish: Finish) -> StartedCall:
-        """`payload` goes along in the frame where it has the room; `finish` runs in the thread."""
+        """Starts a call; a small `payload` goes along in the frame, and `finish` runs in the thread."""
         with self._lock:  # frames and tags go in the order of the calls
             exchange = Exchange(self.context, self._number)
             self._number = (self._number + 1) % _NUMBERS
@@ -81,7 +81,7 @@ class Exchange:
         self._tag = _OWN_TAGS | number << _CHANNEL_BITS | context.tag(0)
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[tuple[Any, Tensor]]:
-        """Contiguous tensors to and from ranks; the works, with what they read or write."""
+        """Starts transfers of contiguous tensors; returns the works, with what they read or write."""
         group = self.context.cpu_group
         begin_sending()
         works = [(group.recv([as_bytes(x)], rank, self._tag), x) for rank, x in received.items() if x.numel()]
@@ -93,7 +93,7 @@ class Exchange:
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, each beginning with the one after it, so that not all send to the same one at first."""
+        """Returns the other ranks from the next one on, so that not all send to the same one at first."""
         size, rank = self.context.size, self.context.rank
         return [(rank + step) % size for step in range(1, size)]
 
@@ -104,7 +104,7 @@ class Exchange:
         self.run(dict.fromkeys(self.others, x), {rank: out[rank] for rank in self.others})
 
     def reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """`x` is `[size, …]`, `out` `[…]`."""
+        """Reduces `[size, …]` to this rank's `[…]`."""
         blocks = torch.empty_like(x)
         mine = self.context.rank
         blocks[mine].copy_(x[mine])
@@ -112,7 +112,7 @@ class Exchange:
         out.copy_(reduce_in_rank_order(blocks, reduce_op))
 
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Flat `x`: each rank reduces a slice, and gives it to all."""
+        """Reduces flat `x`: each rank reduces a slice, and gives it to all."""
         slices = list(x.tensor_split(self.context.size))
         mine = slices[self.context.rank]
         blocks = x.new_empty((self.context.size, mine.numel()))
@@ -122,7 +122,7 @@ class Exchange:
         self.run(dict.fromkeys(self.others, mine), {rank: slices[rank] for rank in self.others})
 
     def broadcast_(self, x: Tensor, src: int) -> None:
-        """In parts, which each rank gives to all others: no rank sends it all more than twice."""
+        """Broadcasts in parts, which each rank gives to all others: no rank sends it all more than twice."""
         mine = self.context.rank
         parts = list(as_bytes(x).tensor_split(self.context.size))
         if mine == src:
@@ -158,7 +158,7 @@ class StartedCall:
         )
 
     def run(self) -> None:
-        """In the group's thread."""
+        """Finishes the call, in the group's thread."""
         finish, self._finish = self._finish, None
         try:
             for work, _ in self._works:

@@ -1,9 +1,9 @@
-"""What a communicator is: one way to move the bytes of one group.
+"""What a communicator is: one way to move the bytes of one group; and what is started by it, a `Work`.
 
 A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
 and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
-do better (a gather along any dim without a second pass, say). Routing, counting and error translation are not its
-business: `routing.Route` does them for all.
+do better (a gather along any dim without a second pass, say). One that carries some operations only is a
+`PartialCommunicator`. Routing, counting and error translation are not its business: `routing.Route` does them for all.
 
 Ranks are ranks in the group. Public operations return contiguous tensors that share no memory with their inputs.
 """
@@ -14,16 +14,54 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from device_communicators.errors import format_ranks
+from device_communicators.errors import GroupMember, GroupNotInitializedError, UnsupportedError, format_ranks
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
-from device_communicators.routing.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.work import DONE, Then, Work
+from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+
+
+class Work(Protocol):
+    """A transfer in progress, as c10d's `Work`."""
+
+    def wait(self) -> Any: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class _Done:
+    """The work of a transfer of nothing: all ranks know the size, so nobody sends."""
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class Then:
+    """A work, and what this rank does once with its result."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self._work = work
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
 
 if TYPE_CHECKING:
     from device_communicators.cpu.host_memory import HostMemory
@@ -59,8 +97,8 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupContext:
-    """What a communicator may know of its group."""
+class GroupContext(GroupMember):
+    """The facts of a group that a communicator may know."""
 
     name: str
     ranks: tuple[int, ...]
@@ -98,7 +136,7 @@ class GroupContext:
 
     @property
     def cpu_group(self) -> Any:
-        """torch ProcessGroup (gloo) for CPU tensors and messages; the device group itself where `device` is the CPU."""
+        """Returns the gloo group for CPU tensors and messages; the device group itself if `device` is the CPU."""
         return None if self.make_cpu_group is None else self.make_cpu_group()
 
     @property
@@ -107,7 +145,7 @@ class GroupContext:
 
     @property
     def key(self) -> str:
-        """What the ops are called with: the name, and the rank and size that the compiler's cached code depends on.
+        """Returns what ops are called with: the name, and rank and size, on which the compiler's cached code depends.
 
         Caches of compiled code outlive processes and are shared by ranks; what isn't in an op's arguments isn't in
         their keys.
@@ -116,19 +154,45 @@ class GroupContext:
 
     @property
     def failure_ranks(self) -> Collection[int]:
-        """The global ranks whose death fails the group."""
+        """Returns the global ranks whose death fails the group."""
         return self.ranks if self.domain is None else self.domain.ranks
 
     def deaths(self) -> list[Death]:
         """Returns the deaths that fail the group, in the order in which they came to be known."""
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
+    def check_cpu_group(self, what: str) -> None:
+        """Refuses a transfer whose gloo group isn't made: two ranks can't make it, as the others would never come."""
+        if self.size > 2 and not self.cpu_group_is_made:
+            raise GroupNotInitializedError(
+                f"{what} on {self} needs the gloo group beside the device group, which all ranks of the group make "
+                "together at its first use; call barrier() on every rank once before"
+            )
+
     def tag(self, kind: int) -> int:
-        """The tag of transfers of a kind (0 … 3), apart from those of other groups over the same process groups."""
+        """Returns the tag of a kind (0 … 3) of transfers, apart from other groups over the same process groups."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
         return f"group {self.name!r}, rank {self.rank} of {self.size} (global ranks {format_ranks(self.ranks)})"
+
+
+class OpServer(Protocol):
+    """Carries the registered ops that are called with a group's `key`, without Python."""
+
+    def serve(self, key: str) -> None: ...
+
+    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
+        """Sends them through the route again. Returns what `traffic` did."""
+
+    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        """Returns calls and bytes, by operation."""
+
+    def next_operation(self, key: str) -> int:
+        """Returns the number of an operation that comes through Python, among those that don't."""
+
+    def operations(self, key: str) -> list[Operation]:
+        """Returns the last operations."""
 
 
 class Communicator(ABC):
@@ -147,7 +211,7 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Why the group can't have this communicator after all, or None; every rank calls it, and all get the same.
+        """Returns why the group can't have this communicator, or None; the same on all ranks, which call it.
 
         Called once, when the group's route is built: what the ranks have to make together and may fail to is made here.
         One that gives a reason has made nothing that it keeps.
@@ -156,13 +220,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Why this communicator doesn't carry `request`, or None if it does.
+        """Returns why this communicator doesn't carry `request`, or None if it does.
 
         Decides from `request` and from facts that all ranks agreed on, so that all ranks decide alike.
         """
 
     def beside(self, communicators: Sequence[Communicator]) -> None:
-        """Told which communicators the route has: those before it may carry what must be compared with its calls."""
+        """Takes note of the route's communicators: those before it may carry what must be compared with its calls."""
 
     def set_up(self, *, divisible: bool = False) -> None:
         """Makes now what the first call would make, and so that it can be divided. Every rank of the group calls it."""
@@ -179,39 +243,22 @@ class Communicator(ABC):
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Entered around the capture of a CUDA graph."""
+        """Prepares and encloses the capture of a CUDA graph."""
         yield
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Entered around each collective that is waited for; raises UsageError where another thread is in the way."""
+        """Encloses each collective that is waited for; raises UsageError if another thread is in the way."""
         return nullcontext()
 
     @property
     def has_native_ops(self) -> bool:
-        """True if the registered ops reach it without Python."""
+        """Returns True if the registered ops reach it without Python."""
         return False
 
-    def serve_ops(self, key: str) -> None:
-        """Lets the registered ops that are called with `key` come straight here, where the communicator can do that.
-
-        Told to the first communicator of a route.
-        """
-
-    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
-        """They go through the route again. Returns what `served_traffic` did."""
-        return {}
-
-    def served_traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Calls and bytes, by operation, of what came straight here."""
-        return {}
-
-    def next_served(self, key: str) -> int:
-        """The number of the next operation where those that come straight here are numbered; else 0."""
-        return 0
-
-    def served_operations(self, key: str) -> list[Operation]:
-        """The last operations that came straight here."""
-        return []
+    @property
+    def op_server(self) -> OpServer | None:
+        """Returns what lets registered ops come past the route; asked of the first communicator of a route."""
+        return None
 
     def close(self) -> None:
         """Frees what the communicator made itself; process groups belong to `parallel_state.process_groups.pool`."""
@@ -228,25 +275,25 @@ class Communicator(ABC):
             self.flat_all_reduce_(flat, reduce_op)
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
+        """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`, see the coordinator's."""
         return add_rms_norm(self.all_reduce(x, "sum"), residual, weight, eps)
 
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`(quantised, y)`, see the coordinator's."""
+        """Returns `(quantised, y)`, see the coordinator's."""
         normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
         return static_fp8_quant(normed, scale), y
 
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(quantised, scales, y)`, see the coordinator's."""
+        """Returns `(quantised, scales, y)`, see the coordinator's."""
         normed, y = self.all_reduce_add_rms_norm(x, residual, weight, eps)
         return (*dynamic_per_token_fp8_quant(normed), y)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """`[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
+        """Returns `[…, d, …]` on each rank to `[…, size · d, …]`; a 0-d tensor to `[size]`."""
         out = x.new_empty((self.context.size, *x.shape))
         self.flat_all_gather(out, x.contiguous())
         return merge_blocks(out, dim, x.dim())
@@ -258,14 +305,14 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
-        """`[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
+        """Returns `[…, size · d, …]` on each rank to this rank's reduced `[…, d, …]`."""
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((rows.shape[0] // self.context.size, *rows.shape[1:]))
         self.flat_reduce_scatter(out, rows, reduce_op)
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """All to all of the slices, then a reduction in rank order: the same bytes as a reduce-scatter."""
+        """Exchanges the slices, then reduces in rank order: the same bytes as a reduce-scatter."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -274,14 +321,14 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """As all_gather on `dst`; an empty `[0]` tensor on the others."""
+        """Gathers on `dst` as all_gather does; an empty `[0]` tensor on the others."""
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
         return x.new_empty(0) if out is None else merge_blocks(out, dim, x.dim())
 
     def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
-        """Slice r of `src`'s `[…, size · d, …]` into rank r's contiguous `out`."""
+        """Writes slice r of `src`'s `[…, size · d, …]` to rank r's contiguous `out`."""
         blocks = None
         if x is not None:
             slices = (self.context.size, x.shape[dim] // self.context.size)
@@ -309,6 +356,16 @@ class Communicator(ABC):
     def recv(self, out: Tensor, src: int) -> None:
         self.irecv_(out, src, self.context.tag(0)).wait()
 
+    def call_each_once(self) -> None:
+        """Makes each kind of call on the device: a library connects ranks at the first, which no capture may hold."""
+        x = torch.zeros(self.context.size, device=self.context.device)
+        out, parts = torch.empty_like(x), [1] * self.context.size
+        self.flat_all_reduce_(x, "sum")
+        self.flat_all_gather(out, x[:1])
+        self.flat_reduce_scatter(out[:1], x, "sum")
+        self.flat_broadcast_(x, 0)
+        self.flat_all_to_all(out, x, parts, parts)
+
     # Flat operations: every tensor is contiguous, the group's dim is 0.
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
@@ -329,27 +386,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """In place."""
+        """Reduces in place."""
 
     @abstractmethod
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        """`out` is `[size, *x.shape]`."""
+        """Gathers into `out`, `[size, *x.shape]`."""
 
     @abstractmethod
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """`outs[r]` is contiguous and takes rank r's tensor."""
+        """Gathers rank r's tensor into contiguous `outs[r]`."""
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """`x` is `[size · out.shape[0], *out.shape[1:]]`."""
+        """Reduces `x`, `[size · out.shape[0], *out.shape[1:]]`, and scatters it."""
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
-        """`out` is `[size, *x.shape]` on `dst`, None elsewhere."""
+        """Gathers into `out`, `[size, *x.shape]` on `dst`, None elsewhere."""
 
     @abstractmethod
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
-        """`x` is `[size, *out.shape]` on `src`, None elsewhere."""
+        """Scatters `x`, `[size, *out.shape]` on `src`, None elsewhere."""
 
     @abstractmethod
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None: ...
@@ -359,7 +416,7 @@ class Communicator(ABC):
         """Starts a broadcast of `src`'s tensor into the others'; the caller keeps `x` alive until it is done."""
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
-        """`src`'s tensor into the others'."""
+        """Broadcasts `src`'s tensor into the others'."""
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
@@ -394,7 +451,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """`[size, *shape]` to shape with `dim` size times as long."""
+    """Returns `[size, *shape]` to shape with `dim` size times as long."""
     if x_dim == 0:
         return blocks
     if dim == 0:
@@ -405,10 +462,32 @@ def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
 
 @contextmanager
 def _contiguous(x: Tensor) -> Iterator[Tensor]:
-    """`x` itself, or a contiguous copy that is written back."""
+    """Returns `x` itself, or a contiguous copy that is written back."""
     if x.is_contiguous():
         yield x
         return
     flat = x.contiguous()
     yield flat
     x.copy_(flat)
+
+
+def _lacking(operation: str) -> Any:
+    def raise_lack(self: Communicator, *_: object) -> NoReturn:
+        raise UnsupportedError(f"{self.context}: {self.name} has no {operation}")
+
+    return raise_lack
+
+
+class PartialCommunicator(Communicator):
+    """Carries what its `refusal` lets through; the next communicator of the route carries the rest."""
+
+    flat_all_gather = _lacking("all_gather")
+    flat_all_gatherv = _lacking("all_gatherv")
+    flat_reduce_scatter = _lacking("reduce_scatter")
+    flat_gather = _lacking("gather")
+    flat_scatter = _lacking("scatter")
+    flat_all_to_all = _lacking("all_to_all")
+    ibroadcast_ = _lacking("broadcast")
+    isend = _lacking("send")
+    irecv_ = _lacking("recv")
+    barrier = _lacking("barrier")

@@ -1,11 +1,15 @@
-"""What torch.distributed's words for a failure mean: it raises RuntimeError for all of them."""
+"""What a failure means: torch.distributed's words, for all of which it raises RuntimeError, and who has died."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, HostUnreachableError, PeerDiedError
+from device_communicators.liveness.health import NEWS_S, Watcher
+from device_communicators.routing.communicator import GroupContext
 
 ADVICE: dict[type[CommunicationError], str] = {
     CollectiveTimeoutError: "look at the ranks that are not in this call (their logs, `py-spy dump`), or raise the "
@@ -16,7 +20,7 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 def kind_of_failure(text: str) -> type[CommunicationError]:
-    """The error's type, by c10d's text."""
+    """Returns the error's type, by c10d's text."""
     lowered = text.lower()
     if "timed out" in lowered or "timeout" in lowered:
         return CollectiveTimeoutError
@@ -33,6 +37,81 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Whether torch.distributed raised it, by its type or its words; else it is a mistake of this rank."""
+    """Returns True if torch.distributed raised it, by its type or its words; else it is a mistake of this rank."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
+
+
+def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
+    """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
+    deaths = context.deaths()
+    elapsed = time.monotonic() - started
+    who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+    if any(death.certain for death in deaths):
+        kind: type[CommunicationError] = PeerDiedError
+    else:
+        kind = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
+    return context.failure(
+        kind,
+        f"{operation} of {context} failed after {elapsed:.3f} s: {who}. The group can't be used further; look at that "
+        "rank's log",
+        operation,
+        suspect_ranks=[death.rank for death in deaths],
+        elapsed_s=elapsed,
+        timeout_s=context.timeout_s,
+    )
+
+
+def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
+    """Returns `failure`, which names one dead rank; where others have died with it, the error that names them all."""
+    watcher = context.watcher
+    if watcher is None:
+        return failure
+    deaths = watcher.await_death_of(context.failure_ranks, NEWS_S)
+    if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
+        blame_the_dead(watcher, failure)
+    known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
+    return failure if known else died(context, operation, started)
+
+
+def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
+    """Blames the dead: a rank that lives and left a group left it, most likely, because another rank has ended."""
+    deaths = watcher.deaths()
+    if deaths:
+        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+        failure.args = (f"{failure.args[0]}. Of the world, {who}",)
+        failure.suspect_ranks = tuple(death.rank for death in deaths)
+
+
+def attributed(
+    context: GroupContext, operation: str, started: float, failure: CommunicationError
+) -> CommunicationError:
+    """Returns the error for a connection that broke: by whose death, where that comes to be known in a moment.
+
+    Where all of the group's ranks are watched and none has ended, one of them closed the connection because it gave up.
+    """
+    watcher = context.watcher
+    if watcher is None:
+        return failure
+    if watcher.await_death_of(context.failure_ranks, NEWS_S):
+        return died(context, operation, started)
+    others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
+    if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
+        return failure
+    found = gave_up(context, failure)
+    blame_the_dead(watcher, found)
+    return found
+
+
+def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
+    """Returns `failure` by a connection that broke, where nobody has ended."""
+    return context.failure(
+        CommunicationError,
+        f"{failure.args[0]}. No rank of the group has ended: one gave up first, at its deadline or by an error of its "
+        "own",
+        failure.operation,
+        sequence=failure.sequence,
+        suspect_ranks=failure.suspect_ranks,
+        elapsed_s=failure.elapsed_s,
+        timeout_s=failure.timeout_s,
+    )

@@ -61,7 +61,7 @@ class Operation:
 
     @property
     def call(self) -> str:
-        """What all ranks that are in this operation say of it."""
+        """Returns the call in words, which are equal on all ranks in this operation."""
         if self.told or not self.dtype:
             return self.told or self.name
         alike = self.name not in NOT_ALIKE_SHAPES
@@ -92,12 +92,12 @@ class Recorder:
         return operation
 
     def last(self, others: Iterable[Operation] = ()) -> list[Operation]:
-        """Together with those that were recorded elsewhere, in the order of their numbers."""
+        """Returns the last operations, with those recorded elsewhere, in the order of their numbers."""
         return sorted([*self._operations, *others], key=lambda each: each.sequence)[-RECORDS:]
 
 
 def call_site() -> str:
-    """Who called into this library: the first frame outside of it and of torch."""
+    """Returns the caller's line: that of the first frame outside of this library and of torch."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -108,7 +108,7 @@ def call_site() -> str:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:
-    """One file for this process; the last one stays."""
+    """Writes one file for this process; the last one stays."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}

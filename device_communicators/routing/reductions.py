@@ -1,4 +1,8 @@
-"""Which dtypes and reductions there are, and how those are reduced that no transport knows."""
+"""What operations compute, composed of torch's functions: which dtypes are reduced and how, and the fused norms.
+
+Every communicator without a kernel of its own uses these; kernels are tested against the numerics described here.
+Nothing here talks to another rank.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ REDUCING = (
 
 
 def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
-    """Why `reduce_op` of `dtype` has no defined result here, or None."""
+    """Returns why `reduce_op` of `dtype` has no defined result here, or None."""
     if dtype in _NATIVE or dtype in _WIDENED:
         if reduce_op == "avg" and not dtype.is_floating_point:
             return f"avg needs a floating-point dtype, not {dtype}; sum and divide as you mean it"
@@ -50,12 +54,12 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether backends reduce `dtype` as it is (but averages of float16)."""
+    """Returns True if backends reduce `dtype` as it is (but averages of float16)."""
     return dtype in _NATIVE
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A flat view of contiguous `x`."""
+    """Returns a flat view of contiguous `x`."""
     flat = x.view(-1)
     if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
         flat = flat.as_strided((flat.numel(),), (1,))
@@ -63,7 +67,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """`x` in a dtype that backends reduce, the op to use on it, and where to copy the result if it isn't a view."""
+    """Returns `x` in a dtype that backends reduce, the op for it, and where to copy the result unless a view."""
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may be too large where the average is not
         return x.float(), reduce_op, x
     if x.dtype in _NATIVE or x.dtype in UNSIGNED:
@@ -77,3 +81,36 @@ def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
 
 def _names(dtypes: Any) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
+"""The smallest scale of a token, so that a row of zeros has one to divide by. vLLM's bound."""
+
+
+def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns `(rms_norm(y) * weight, y)` of rounded `y = total + residual`; the norm is in float32, rounded once."""
+    y = total + residual
+    return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
+
+
+def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
+    """Returns `normed / scale` as float8_e4m3fn, for a `scale` of one element, float32.
+
+    In float32: times the reciprocal, which is rounded, as vLLM's kernels do it. What is beyond ±448 becomes ±448,
+    infinities too, whatever torch's own conversion makes of it (it has done both); NaN stays NaN.
+    """
+    return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `(normed / scale as float8_e4m3fn, scale)`, by rows: `max(abs(row)) / 448`, at least MIN_SCALE.
+
+    In float32; here the division is one, as in vLLM's kernels. A row that holds a NaN has the scale NaN and is NaN, one
+    that holds an infinity has the scale infinity, and is NaN there and 0 elsewhere.
+    """
+    wide = normed.float()
+    largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
+    scale = (largest / FP8_MAX).clamp(min=MIN_SCALE)
+    return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale

@@ -10,7 +10,7 @@ from pathlib import Path
 from device_communicators import forks, settings
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.routing import recorder, stalls
+from device_communicators.routing import recorder, reports
 from device_communicators.routing.route import Route, on_failure
 
 logger = logging.getLogger("parallel_state")
@@ -58,7 +58,7 @@ on_failure.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """In a forked child: the routes are its parent's. Whether there are any."""
+    """Leaves the routes to the parent, in a forked child. Returns True if there are any."""
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
         route.closed = route.is_parents = True
@@ -72,20 +72,20 @@ def register_route(route: Route) -> None:
     if former is not None:
         former.serve_ops(False)
     route.serve_ops(True)
-    stalls.watch(route)
+    reports.watch(route)
     _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
     _KNOWN_NAMES.add(route.context.name)
 
 
 def unique_name(stem: str) -> str:
-    """`tp:0`, then `tp:1`, …: a name that no group of this process had, so that a stale one is told from a new one."""
+    """Returns `tp:0`, then `tp:1`, …: a name that no group of this process had, to tell a stale one from a new one."""
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"
 
 
 def find_route(key: str) -> Route:
-    """The route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
+    """Returns the route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
     route = _ROUTES.get(key)
     if route is not None:
         return route

@@ -1,4 +1,4 @@
-"""Who carries what for one group: an ordered list of communicators.
+"""The route of one group: an ordered list of communicators, which carry its operations eagerly, compiled and captured.
 
 `Route.run` is the one place through which an operation goes on its way: it picks, counts, and turns what a
 communicator raises into this library's errors. It holds no membership logic and moves no byte itself.
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,18 @@ from device_communicators.errors import (
     UsageError,
     plain,
 )
-from device_communicators.routing.call_check import check_alike
-from device_communicators.routing.communicator import Communicator, GroupContext, Request
-from device_communicators.routing.failures import ADVICE, is_communication_error, is_of_transport, kind_of_failure
-from device_communicators.routing.paths import Paths, check_recordable, table
+from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
+from device_communicators.routing.failures import (
+    ADVICE,
+    all_died,
+    attributed,
+    died,
+    is_communication_error,
+    is_of_transport,
+    kind_of_failure,
+)
 from device_communicators.routing.recorder import PAIRS, Operation, Recorder, call_site
-from device_communicators.routing.reports import explained, publish
-from device_communicators.routing.stalls import WAITS, add_calls, end_wait
+from device_communicators.routing.reports import WAITS, add_calls, end_wait, explained, publish
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
     METHODS,
@@ -46,13 +51,54 @@ from device_communicators.routing.user_call import (
     begin_locally,
     begin_sending,
     called_as,
+    check_alike,
     has_sent,
     of_arguments,
     overlap_error,
     swap,
     transfer_method,
 )
-from device_communicators.routing.waiting import TransferError, all_died, attributed, died
+from device_communicators.routing.waiting import TransferError
+
+STATES = ("eager", "compiled", "captured")
+
+
+class Paths(NamedTuple):
+    """The ways to a communicator in each state, in a few words."""
+
+    eager: str
+    compiled: str
+    captured: str | None
+    """None for what the host does: a replay would not do it, so it is refused while a graph is recorded."""
+
+
+_HOST = "not recordable: the host does it"
+
+OP = Paths("registered op, Python", "the same op", None)
+"""CPU tensors, unless a row says otherwise."""
+
+
+def table(paths: Mapping[str, Paths]) -> list[str]:
+    """Lines: a communicator in each, a state in each column."""
+    rows = [("", *STATES)]
+    rows += [(name, one.eager, one.compiled, one.captured or _HOST) for name, one in paths.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def is_capturing(context: GroupContext) -> bool:
+    """Returns True if this thread records a CUDA graph on the group's device now."""
+    return context.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_recordable(context: GroupContext, operation: str) -> None:
+    """Raises UnsupportedError while a graph is recorded: the host does `operation` then, and no replay does."""
+    if is_capturing(context):
+        raise UnsupportedError(
+            f"{operation} on {context} is done by the host and can't be recorded in a CUDA graph: a replay would not "
+            "do it. Call it before or after the capture"
+        )
+
 
 _RECENT = 8
 _MOST_CHOSEN = 4096
@@ -67,7 +113,7 @@ on_failure: list[Callable[[], object]] = []
 
 @dataclass
 class Traffic:
-    """What went through one operation of a route: `bytes` are those of the calling rank's tensors."""
+    """The traffic of one operation of a route: `bytes` are those of the calling rank's tensors."""
 
     calls: int = 0
     bytes: int = 0
@@ -94,6 +140,7 @@ class Route:
         self._picks_by_size = False
         self._communicators: tuple[Communicator, ...] = ()
         self._serves_ops = False
+        self._server: OpServer | None = None
         self._turn = threading.Lock()  # of the collective that is under way; never waited for
         self._holder = 0
         self.communicators = communicators
@@ -121,7 +168,7 @@ class Route:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """In order of preference. Assigned anew, they carry what comes from then on."""
+        """Returns the communicators in order of preference. Assigned anew, they carry what comes from then on."""
         return self._communicators
 
     @communicators.setter
@@ -134,21 +181,24 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Whether the registered ops may go straight to the first communicator, past this route."""
+        """Lets the registered ops go straight to the first communicator, past this route, or no longer."""
         on = on and not self.in_debug_mode  # where each call is compared, and its caller noted
-        for first in self._communicators[:1]:
-            if on and not self._serves_ops:
-                first.serve_ops(self.context.key)
-            elif self._serves_ops and not on:
-                self._kept = first.served_operations(self.context.key)
-                self.sequence = max([self.sequence, *(each.sequence for each in self._kept)])
-                for name, told in first.stop_serving_ops(self.context.key).items():
-                    self.count(name, *told)
+        key, first = self.context.key, next(iter(self._communicators), None)
+        if on and not self._serves_ops:
+            self._server = None if first is None else first.op_server
+            if self._server is not None:
+                self._server.serve(key)
+        elif self._server is not None and not on:
+            server, self._server = self._server, None
+            self._kept = server.operations(key)
+            self.sequence = max([self.sequence, *(each.sequence for each in self._kept)])
+            for name, counts in server.stop_serving(key).items():
+                self.count(name, *counts)
         self._serves_ops = on
 
     @property
     def in_debug_mode(self) -> bool:
-        """Whether all ranks compare their calls: PARALLEL_STATE_DEBUG on one of them."""
+        """Returns True if all ranks compare their calls: PARALLEL_STATE_DEBUG on one of them."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -201,7 +251,7 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """As `run` for the operations with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`: doesn't wait.
+        """Starts an operation with an `i` (isend, iall_reduce_, …) of a contiguous `tensor`, and doesn't wait.
 
         Its bytes are counted as those of `part_of`, whose calls the caller counts. `dim`: along which ranks' tensors
         meet, where the arguments don't tell it.
@@ -223,8 +273,8 @@ class Route:
         return Handle(self, record, work, tensor)
 
     def served_operations(self) -> list[Operation]:
-        """The last ones that came past this route."""
-        return self._communicators[0].served_operations(self.context.key) if self._serves_ops else []
+        """Returns the last operations that came past this route."""
+        return [] if self._server is None else self._server.operations(self.context.key)
 
     @contextmanager
     def _turn_of(self, call: UserCall | None) -> Iterator[None]:
@@ -311,12 +361,12 @@ class Route:
         return communicator, record
 
     def check_recordable(self, operation: str) -> None:
-        """`operation` is done by the host: UnsupportedError while a CUDA graph is recorded."""
+        """Raises UnsupportedError for the host's `operation` while a CUDA graph is recorded."""
         if self._on_cuda:
             check_recordable(self.context, operation)
 
     def _check_not_served(self, call: UserCall) -> None:
-        """Another thread may be in a call that came past this route."""
+        """Raises UsageError if another thread is in a call that came past this route."""
         memory = self.context.host_memory
         busy = memory is not None and memory.collectives is not None and memory.collectives.is_busy
         if busy and self._holder != threading.get_ident():
@@ -325,15 +375,14 @@ class Route:
     def note(self, operation: str, tensor: Tensor | None, call: UserCall | None = None) -> Operation:
         """Numbers and records an operation that begins."""
         if operation not in PAIRS:
-            served = self._communicators[0].next_served(self.context.key) if self._serves_ops else 0
+            served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
-        site, told = call_site() if self.in_debug_mode else "", transfer_method() if call is None else str(call)
-        return self._recorder.begin(self.sequence, operation, tensor, site, told)
+        site, text = call_site() if self.in_debug_mode else "", transfer_method() if call is None else str(call)
+        return self._recorder.begin(self.sequence, operation, tensor, site, text)
 
     def operations(self) -> list[Operation]:
-        """The last ones, in order; one that has no end is under way, or has failed."""
-        served = self._communicators[0].served_operations(self.context.key) if self._serves_ops else self._kept
-        return self._recorder.last(served)
+        """Returns the last operations, in order; one without an end is under way, or has failed."""
+        return self._recorder.last(self._kept if self._server is None else self.served_operations())
 
     def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
         """Adds to the traffic of `name`."""
@@ -344,17 +393,17 @@ class Route:
         traffic.bytes += size_bytes
 
     def traffic(self) -> dict[str, Traffic]:
-        """Calls and bytes so far, by operation."""
+        """Returns calls and bytes so far, by operation."""
         found = {name: Traffic(traffic.calls, traffic.bytes) for name, traffic in self._traffic.items()}
-        if self._serves_ops and self._communicators:
-            for name, (calls, size_bytes) in self._communicators[0].served_traffic(self.context.key).items():
+        if self._server is not None:
+            for name, (calls, size_bytes) in self._server.traffic(self.context.key).items():
                 total = found.setdefault(name, Traffic())
                 total.calls += calls
                 total.bytes += size_bytes
         return found
 
     def pick(self, request: Request) -> Communicator:
-        """The first communicator that carries `request`; UnsupportedError with every reason if none does."""
+        """Returns the first communicator that carries `request`; UnsupportedError with every reason if none does."""
         for communicator in self.communicators:
             if communicator.refusal(request) is None:
                 return communicator
@@ -374,12 +423,11 @@ class Route:
             if memory is not None and memory.collectives is not None:
                 # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
                 memory.collectives.library.raise_interruption()
-            raise GroupFailedError(
+            raise self.context.failure(
+                GroupFailedError,
                 f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
-                group=self.context.name,
-                operation=self.first_failure.operation,
+                self.first_failure.operation,
                 sequence=self.first_failure.sequence,
-                rank=self.context.rank,
                 suspect_ranks=self.first_failure.suspect_ranks,
                 elapsed_s=self.first_failure.elapsed_s,
                 timeout_s=self.first_failure.timeout_s,
@@ -400,7 +448,7 @@ class Route:
         *,
         sent: bool = True,
     ) -> Exception:
-        """The error to raise for `error`; a communication error poisons the group.
+        """Returns the error to raise for `error`; a communication error poisons the group.
 
         `record`: of the operation that failed, where it isn't the last that began. `sent`: whether others may know of
         it; else it is this rank's affair, and the group goes on.
@@ -429,14 +477,13 @@ class Route:
             )
         kind = kind_of_failure(text)
         elapsed = time.monotonic() - started
-        failure: CommunicationError = kind(
+        failure: CommunicationError = self.context.failure(
+            kind,
             f"{operation} number {sequence} of {self.context} failed after {elapsed:.3f} s "
             f"(timeout {self.context.timeout_s:g} s): {plain(error)}. "
             f"The group can't be used further; {ADVICE[kind]}",
-            group=self.context.name,
-            operation=operation,
+            operation,
             sequence=sequence,
-            rank=self.context.rank,
             suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
             elapsed_s=elapsed,
             timeout_s=self.context.timeout_s,
@@ -453,7 +500,7 @@ class Route:
         return failure
 
     def _add_calls(self, failure: CommunicationError) -> None:
-        """Has an error that doesn't know all calls name those in which the ranks wait."""
+        """Adds the calls in which ranks wait to an error that doesn't know all of them."""
         knows = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
         if not knows and not isinstance(failure, PeerDiedError) and self.first_failure is None:
             add_calls(self.context, failure)
@@ -469,7 +516,7 @@ class Route:
         return memory is not None and len(memory.hosts) > 1
 
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
-        """`failure` of an operation, with what the other ranks say of where they are."""
+        """Returns `failure` of an operation, with what the other ranks say of where they are."""
         if last is None or last.name in PAIRS or self.first_failure is not None:
             return failure
         if self.context.deaths():
@@ -490,19 +537,19 @@ class Route:
                 listener()
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """The communicators make now what their first calls would make. Every rank of the group calls it."""
+        """Makes now what the communicators' first calls would make. Every rank of the group calls it."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
 
     def divide(self, part: Route | None, color: int) -> None:
-        """See Communicator.divide: each communicator of this route, with the one of its kind in the part's."""
+        """Divides each communicator of this route, with the one of its kind in the part's: see Communicator.divide."""
         parts = {} if part is None else {communicator.name: communicator for communicator in part.communicators}
         for communicator in self.communicators:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """A context in which a CUDA graph may record the group's operations, with transfers to and from `peers`.
+        """Prepares a context in which a CUDA graph may record the group's operations, and transfers with `peers`.
 
         Every rank of the group calls it; a rank's peers are ranks in the group, each of which names it as well.
         """
@@ -518,12 +565,12 @@ class Route:
         return stack
 
     def _carriers_of_the_device(self) -> Sequence[Communicator]:
-        """All, or those up to the first one that lets nothing past."""
+        """Returns the communicators up to the first one that lets nothing of the device past."""
         last = next((at for at, each in enumerate(self.communicators) if each.carries_the_device), None)
         return self.communicators if last is None else self.communicators[: last + 1]
 
     def explain(self) -> str:
-        """Which communicators carry the group's operations, in order, and why the others don't."""
+        """Returns which communicators carry the group's operations, in order, and why the others don't."""
         lines = [str(self.context)]
         lines += [f"  {i}. {c.name}: {c}" for i, c in enumerate(self.communicators, 1)]
         if not self.communicators:
@@ -553,7 +600,7 @@ class Route:
 
 
 def _let_go(failure: BaseException | None) -> None:
-    """Whoever keeps an error keeps the variables of all calls that it went through: process groups, and the store."""
+    """Clears an error's frames, which keep the variables of all its calls: process groups, and the store."""
     seen: set[int] = set()  # an error that is raised from itself is its own cause
     while failure is not None and id(failure) not in seen:
         seen.add(id(failure))

@@ -11,9 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from device_communicators.host_calls import host_call
+from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.stalls import WAITS, Waiting, end_wait
-from device_communicators.routing.work import Work
+from device_communicators.routing.reports import WAITS, Waiting, end_wait
 
 WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
 
@@ -43,7 +43,7 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Whether `wait()` would return at once.
+        """Returns True if `wait()` would return at once.
 
         gloo's point-to-point works can't be polled (they stay "not completed" until waited for, and a wait with a
         short timeout closes the connection), so the first call that finds one unfinished leaves a thread waiting.
@@ -64,15 +64,15 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Whether the transfer is known to have ended, without a look at it that costs anything."""
+        """Returns True if the transfer is known to have ended, without a look at it that costs anything."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
     @property
     @host_call(WAITED_FOR)
     def needs_a_thread(self) -> bool:
-        """Whether the transfer's end shows to a thread only that waits for it: see `run_to_end`."""
-        return not self.has_ended and hasattr(self._work, "run_here")
+        """Returns True if only a thread that waits for the transfer sees its end: see `run_to_end`."""
+        return not self.has_ended and hasattr(self._work, "run_in_this_thread")
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
@@ -80,7 +80,7 @@ class Handle:
 
         What went wrong is kept for `wait()`. Transfers of other kinds return at once.
         """
-        run = getattr(self._work, "run_here", None)
+        run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
             run()
             self._wait_quietly()
@@ -137,7 +137,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """The tensor, once it is here; raises what went wrong on the way. May be repeated."""
+        """Returns the tensor, once it is here; raises what went wrong on the way. May be repeated."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, HostUnreachableError, PeerDiedError
-from device_communicators.liveness.health import NEWS_S, NOTICE_S, Watcher
+from device_communicators.errors import CommunicationError
+from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext, Work
+from device_communicators.routing.failures import died
 
 _SLICE = timedelta(milliseconds=50)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -58,7 +59,7 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """What the dead rank sent before may still be on its way."""
+        """Waits a moment more: what the dead rank sent before may still be on its way."""
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
         except RuntimeError as error:
@@ -68,8 +69,21 @@ class Watched:
         return self._work.is_completed()
 
 
+def gather_bytes(cpu_group: Any, size: int, mine: bytes, wait: Callable[[Work], None]) -> list[bytes]:
+    """Returns the bytes of all `size` ranks of a gloo group, as many on each. Every rank of the group calls it."""
+    content, step = bytearray(len(mine) * size), len(mine)
+    out, x = (torch.frombuffer(each, dtype=torch.uint8) for each in (content, bytearray(mine)))
+    wait(cpu_group._allgather_base(out, x))
+    return [bytes(content[at : at + step]) for at in range(0, len(content), step)]
+
+
+def all_gather_bytes(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
+    """Returns the bytes of every rank of a group, as many on each, with the group's deadline. Every rank calls it."""
+    return gather_bytes(context.cpu_group, context.size, mine, lambda work: Watched(work, context, operation).wait())
+
+
 class TransferError(RuntimeError):
-    """What torch raised for a transfer with `peer`, a rank in the group."""
+    """An error that torch raised for a transfer with `peer`, a rank in the group."""
 
     def __init__(self, text: str, peer: int) -> None:
         super().__init__(text)
@@ -92,14 +106,14 @@ class ByThread:
         self._error: BaseException | None = None
 
     def _run(self) -> None:
-        """What the thread does."""
+        """Runs in the thread."""
         raise NotImplementedError
 
     def begin(self) -> None:
         if self._take():
             threading.Thread(target=self._to_the_end, daemon=True, name="parallel_state-gloo").start()
 
-    def run_here(self) -> None:
+    def run_in_this_thread(self) -> None:
         """Sees the work to its end in this thread, without a deadline; its error is kept for `wait`."""
         if self._take():
             self._to_the_end()
@@ -150,9 +164,9 @@ class WatchedByThread(ByThread):
         self._work = work
         self._limit: timedelta | None = None
 
-    def run_here(self) -> None:
+    def run_in_this_thread(self) -> None:
         self._limit = _NO_LIMIT  # gloo closes the connection where a wait of its own times out
-        super().run_here()
+        super().run_in_this_thread()
 
     def _run(self) -> None:
         limit = limit_of(self._context) if self._limit is None and self._peer is not None else self._limit
@@ -186,80 +200,3 @@ def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
-
-
-def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
-    """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
-    deaths = context.deaths()
-    elapsed = time.monotonic() - started
-    who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-    if any(death.certain for death in deaths):
-        kind: type[CommunicationError] = PeerDiedError
-    else:
-        kind = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
-    return kind(
-        f"{operation} of {context} failed after {elapsed:.3f} s: {who}. The group can't be used further; look at that "
-        "rank's log",
-        group=context.name,
-        operation=operation,
-        rank=context.rank,
-        suspect_ranks=[death.rank for death in deaths],
-        elapsed_s=elapsed,
-        timeout_s=context.timeout_s,
-    )
-
-
-def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """`failure`, which names one dead rank; where others have died with it, the error that names them all."""
-    watcher = context.watcher
-    if watcher is None:
-        return failure
-    deaths = watcher.await_death_of(context.failure_ranks, NEWS_S)
-    if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
-        blame_the_dead(watcher, failure)
-    known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
-    return failure if known else died(context, operation, started)
-
-
-def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """A rank that lives and left the group left it, most likely, because of one that ended in another group."""
-    deaths = watcher.deaths()
-    if deaths:
-        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-        failure.args = (f"{failure.args[0]}. Of the world, {who}",)
-        failure.suspect_ranks = tuple(death.rank for death in deaths)
-
-
-def attributed(
-    context: GroupContext, operation: str, started: float, failure: CommunicationError
-) -> CommunicationError:
-    """The error for a connection that broke: by whose death, where that comes to be known in a moment.
-
-    Where all of the group's ranks are watched and none has ended, one of them closed the connection because it gave up.
-    """
-    watcher = context.watcher
-    if watcher is None:
-        return failure
-    if watcher.await_death_of(context.failure_ranks, NEWS_S):
-        return died(context, operation, started)
-    others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
-    if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
-        return failure
-    found = gave_up(context, failure)
-    blame_the_dead(watcher, found)
-    return found
-
-
-def gave_up(context: GroupContext, failure: CommunicationError) -> CommunicationError:
-    """`failure` by a connection that broke, where nobody has ended."""
-    return CommunicationError(
-        f"{failure.args[0]}. No rank of the group has ended: one gave up first, at its deadline or by an error of its "
-        "own",
-        group=context.name,
-        operation=failure.operation,
-        sequence=failure.sequence,
-        rank=context.rank,
-        suspect_ranks=failure.suspect_ranks,
-        elapsed_s=failure.elapsed_s,
-        timeout_s=failure.timeout_s,
-    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from device_communicators.routing.norms import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from parallel_state.collectives import checks, fused_ops
 from parallel_state.collectives.tensor_calls import TensorCollectives
 

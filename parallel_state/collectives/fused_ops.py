@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.norms import FP8
+from device_communicators.routing.reductions import FP8
 from device_communicators.routing.registry import find_route
 from parallel_state.collectives import ops
 

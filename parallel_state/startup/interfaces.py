@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from device_communicators.errors import format_ranks
+from device_communicators.host import namespace_id, start_time
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
@@ -60,16 +61,7 @@ def whereabouts() -> Whereabouts:
 def process() -> Whereabouts:
     """As `whereabouts`, without what takes a look-up of names."""
     pid = os.getpid()
-    return Whereabouts(_namespace("net"), processes=_namespace("pid"), pid=str(pid), born=born(pid))
-
-
-def born(pid: int) -> str:
-    """When a process of this PID namespace began; empty where there is none, or where that can't be told."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    return Whereabouts(namespace_id("net"), processes=namespace_id("pid"), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Whereabouts]) -> list[str]:
@@ -163,15 +155,6 @@ def _names() -> str:
         found = [name for _, name in socket.if_nameindex() if name != "lo"]
         return ", ".join(found[:8]) or "none"
     return "unknown"
-
-
-def _namespace(kind: str) -> str:
-    """The name of one of this process' namespaces, which no other one of any host has."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
-    except OSError:
-        return ""
 
 
 def _interface_of(address: str) -> str | None:

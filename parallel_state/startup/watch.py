@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators.host import start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
-from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Whereabouts
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Processes:
         except (OSError, AttributeError) as error:  # no pidfds here, or no descriptor: the deadline is left
             logger.debug("rank %d can't be watched while it starts: %s", rank, error)
         else:
-            if interfaces.born(pid) == began:
+            if start_time(pid) == began:
                 self._descriptors[descriptor] = rank
             else:  # its pid is another one's by now
                 os.close(descriptor)

@@ -16,8 +16,7 @@ from typing import Any
 
 from device_communicators.machine.nvml import NoAnswerError, Reader, Recorder, RecordError, Recording, open_nvml
 from device_communicators.machine.peer_probe import Pair, Probe, probe_peers
-from device_communicators.machine.topology import Topology
-from device_communicators.machine.topology_reading import read_topology
+from device_communicators.machine.topology import Topology, read_topology
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
 from parallel_state.tools.topology_picture import topology_picture

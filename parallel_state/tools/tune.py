@@ -33,8 +33,8 @@ from torch import Tensor
 
 from device_communicators import CATALOG, Communicator, GroupContext, Request, settings
 from device_communicators.cuda import nccl_library
-from device_communicators.machine import gpu_sharing
-from device_communicators.peer import measured
+from device_communicators.machine import group_topology
+from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
 from parallel_state.coordinator import GroupCoordinator
@@ -129,7 +129,7 @@ class Tuning:
         self._other = other_of(group.route.communicators, self.device.type)
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
-    def row(self, conditions: measured.Conditions, source: str) -> Thresholds:
+    def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
         """Measures, chooses and proves. Raises TuneError on all ranks alike."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
@@ -312,7 +312,7 @@ def _problem(call: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> s
     return None if torch.equal(found[0].view(-1), expected.reshape(-1)) else "a wrong answer"
 
 
-def choose(times: Mapping[str, Times], conditions: measured.Conditions, source: str) -> Thresholds:
+def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
     """Returns the thresholds for a number of ranks; raises TuneError where an operation has no times."""
     ranks = conditions.world_size
     for operation in ORDERS:
@@ -343,7 +343,7 @@ def choose(times: Mapping[str, Times], conditions: measured.Conditions, source: 
 
 def write(row: Thresholds, path: Path) -> None:
     """Adds a row to the file, in the place of one with the same conditions."""
-    names = [field.name for field in fields(measured.Conditions)]
+    names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -375,7 +375,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     ranks = place.local_world_size or place.world_size
     os.environ.update({settings.NCCL.name: "on", settings.PEER_MEMORY.name: "off"})  # ours is made below, unbounded
     if gpus < ranks:
-        gpu_sharing.share_gpus(place.local_rank, ranks, gpus, nccl_library.load().version)
+        group_topology.share_gpus(place.local_rank, ranks, gpus, nccl_library.load().version)
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.set_num_threads(1)
     init_distributed_environment(backend="nccl")
@@ -396,7 +396,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
                 made.append(symmetric)
             else:
                 symmetric = None
-        conditions = measured.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
+        conditions = peer_thresholds.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
         name = torch.cuda.get_device_name(group.device)
         tuning = Tuning(group, peers, symmetric, options.plan)
         row = tuning.row(conditions, f"python -m parallel_state tune, {name}, {datetime.date.today()}")

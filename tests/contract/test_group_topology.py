@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from device_communicators.machine.group_topology import agree_on_topology
+from device_communicators.machine.group_topology import agree_on_topology, find_shared_gpus, shared_gpu_warning
 from device_communicators.machine.peer_probe import Pair, Probe
-from device_communicators.machine.shared_gpus import find_shared_gpus, warning
 from parallel_state import get_tp_group, get_world_group
 from tests.machines import machine
 from tests.workers import WorkerPool
@@ -55,7 +54,7 @@ def test_a_rank_without_a_gpu(pools: Callable[[int], WorkerPool]) -> None:
 def _sharing_body(uuids: list[str | None]) -> tuple[dict[str, list[int]], str]:
     context = get_world_group().context
     shared = find_shared_gpus(context, uuids[context.rank])
-    return shared, warning(context, shared)
+    return shared, shared_gpu_warning(context, shared)
 
 
 def test_ranks_that_share_a_gpu_are_found(pools: Callable[[int], WorkerPool]) -> None:

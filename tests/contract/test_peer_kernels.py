@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peer_kernels import KernelRow
 from peer_kernels_ranks import EmulatedMachine, KernelTeam, Others, Regions
 
-from device_communicators.cuda.driver import (
+from device_communicators.peer.kernels import (
     MAX_BLOCKS,
     MAX_RANKS,
     OPERATIONS,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from device_communicators.peer.measured import Conditions
-from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
+from device_communicators.peer.thresholds import ALGORITHMS, Conditions, Thresholds
 from parallel_state.tools.tune import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
 from tests import cuda_on_cpu, peer_stand_in
 from tests.peer_stand_in import StandInPeerMemory

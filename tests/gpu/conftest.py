@@ -21,9 +21,9 @@ from tests.gpu.ranks import DRY, GpuRanks
 
 COMPILE = """
 import torch
-from device_communicators.cuda import build as cuda_build
+from device_communicators.peer import kernels as peer_kernels
 if torch.cuda.is_available():
-    cuda_build.cubin("sm_{}{}".format(*torch.cuda.get_device_capability()))
+    peer_kernels.cubin("sm_{}{}".format(*torch.cuda.get_device_capability()))
 """
 
 

@@ -20,7 +20,7 @@ import torch
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, settings
 from device_communicators.cuda import nccl_library
-from device_communicators.machine import gpu_sharing
+from device_communicators.machine import group_topology
 from device_communicators.nccl.communicator import NcclCommunicator
 from parallel_state.messages.messenger import Messenger
 from parallel_state.tools.bench.devices import Captured
@@ -56,8 +56,8 @@ class GpuRanks(WorkerPool):
             folder = str(self.stand_in.parent)
             return {**common, nccl_stand_in.LIBRARY: str(self.stand_in), nccl_stand_in.FOLDER: folder}
         gpus = torch.cuda.device_count()
-        shared = gpu_sharing.variables_of(rank, self.world_size, gpus, nccl_library.load().version)
-        return {**common, gpu_sharing.VISIBLE: gpu_sharing.own_gpu(rank, gpus), **shared}
+        shared = group_topology.variables_of(rank, self.world_size, gpus, nccl_library.load().version)
+        return {**common, group_topology.VISIBLE: group_topology.own_gpu(rank, gpus), **shared}
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return (serve, ()) if self.stand_in is None else (serve_dry, ())

@@ -22,8 +22,8 @@ import torch
 from gpu_proof import unproven
 
 from device_communicators.cuda import nccl_library
-from device_communicators.machine import gpu_sharing
-from device_communicators.machine.topology_reading import read_topology
+from device_communicators.machine import group_topology
+from device_communicators.machine.topology import read_topology
 from parallel_state.tools.bench.report import commit
 
 _TOLD = 300
@@ -169,7 +169,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda,
         "NCCL": nccl_library.version_text(library.version),
-        "several ranks on a GPU": gpu_sharing.means(library.version),
+        "several ranks on a GPU": group_topology.describe_sharing(library.version),
         "not provable here": "; ".join(unproven(len(topology.gpus))) or "nothing",
         **_common(),
     }

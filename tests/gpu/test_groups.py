@@ -75,7 +75,7 @@ def _options_body(nccl: str) -> None:
         assert (own is not None) == (nccl == "on")
         if own is not None:
             assert own.context.nccl_config == {"minCTAs": 1, "maxCTAs": 2}
-            assert own._group.streams.side()._stream.priority < 0
+            assert own.streams.side()._stream.priority < 0
 
 
 @pytest.mark.parametrize("nccl", ["on", "off"])

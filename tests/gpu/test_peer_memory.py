@@ -23,11 +23,11 @@ import torch
 
 import parallel_state as ps
 from device_communicators import CATALOG, Row, build_route, register_route, settings
-from device_communicators.cuda import build as cuda_build
-from device_communicators.cuda.driver import KernelError
 from device_communicators.errors import CollectiveTimeoutError, PeerDiedError
+from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice
+from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.memory import IpcWay, SymmetricWay, Way
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import captured
@@ -95,7 +95,7 @@ def new_peers(
         PeerRanks.dry = {peer_stand_in.FOLDER: folder, peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
     else:
         try:
-            cuda_build.nvrtc_version()
+            peer_kernels.nvrtc_version()
         except KernelError as error:
             pytest.skip(str(error))
     return PeerRanks

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from device_communicators.cuda import build as cuda_build
-from device_communicators.cuda.driver import KernelError
+from device_communicators.peer import kernels as peer_kernels
+from device_communicators.peer.kernels import KernelError
 from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import needs_a_gpu
 
@@ -68,7 +68,7 @@ def test_a_kernel_alone(check: str, ranks: int) -> None:
     if which is None:
         pytest.skip(f"there is no {TOOL}, which comes with the CUDA toolkit")
     try:
-        cuda_build.nvrtc_version()
+        peer_kernels.nvrtc_version()
     except KernelError as error:
         pytest.skip(str(error))
     done = _run(command(which, check, ranks))

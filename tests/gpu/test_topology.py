@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import parallel_state as ps
-from device_communicators.machine.group_topology import agree_on_topology, uuid_of
-from device_communicators.machine.shared_gpus import find_shared_gpus
-from device_communicators.machine.topology_reading import read_topology
+from device_communicators.machine.group_topology import agree_on_topology, find_shared_gpus, uuid_of
+from device_communicators.machine.topology import read_topology
 from tests.gpu.ranks import GpuRanks, device, needs_a_gpu, on_gpu
 
 Gpus = Callable[[int], GpuRanks]

@@ -441,19 +441,6 @@ int ncclRecv(void* recv, size_t count, int dtype, int peer, Comm* comm, void* st
   return enqueue((Op){'r', NULL, recv, count, dtype, 0, peer, comm});
 }
 
-/* Memory. */
-
-int ncclMemAlloc(void** place, size_t bytes) { return (*place = malloc(bytes)) ? Success : SystemError; }
-int ncclMemFree(void* memory) { return free(memory), Success; }
-int ncclCommWindowRegister(Comm* comm, void* memory, size_t bytes, void** window, int flags) {
-  LOG("CommWindowRegister bytes=%zu flags=%d\n", bytes, flags);
-  *window = memory;
-  return comm ? Success : InvalidArgument;
-}
-int ncclCommWindowDeregister(Comm* comm, void* window) {
-  LOG("CommWindowDeregister\n");
-  return comm && window ? Success : InvalidArgument;
-}
 #ifndef WITHOUT_SUSPEND
 int ncclCommSuspend(Comm* comm, int flags) {
   LOG("CommSuspend flags=%d\n", flags);

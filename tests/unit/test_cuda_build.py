@@ -17,8 +17,8 @@ import pytest
 
 from device_communicators import build_cache
 from device_communicators.cpu import native_build
-from device_communicators.cuda import build as cuda_build
-from device_communicators.cuda.driver import KERNELS, KernelError
+from device_communicators.peer import kernels as peer_kernels
+from device_communicators.peer.kernels import KERNELS, KernelError
 from tests import compiled
 from tests.programs import Program
 
@@ -30,7 +30,7 @@ DEADLINE_S = 300
 def reason() -> str | None:
     """Why NVRTC can't be used here, or None."""
     try:
-        cuda_build.nvrtc_version()
+        peer_kernels.nvrtc_version()
     except KernelError as error:
         return str(error)
     return None
@@ -41,8 +41,8 @@ needs_nvrtc = pytest.mark.skipif(reason() is not None, reason=f"needs NVRTC: {re
 
 def kept(name: str, make: Callable[[], str]) -> str:
     """What NVRTC or nvcc says of the kernels, asked once for these sources, options and this test."""
-    files = [*cuda_build.source_files(), Path(cuda_build.__file__), Path(__file__)]
-    version = cuda_build.nvrtc_version() if reason() is None else None
+    files = [*peer_kernels.source_files(), Path(peer_kernels.__file__), Path(__file__)]
+    version = peer_kernels.nvrtc_version() if reason() is None else None
     return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
 
 
@@ -50,9 +50,9 @@ def ptx_of(arch: str) -> str:
     """Through the binding itself: cuda.core asks the driver before it makes PTX."""
     from cuda.bindings import nvrtc
 
-    source = (cuda_build.SOURCES / "kernels.cu").read_bytes()
+    source = (peer_kernels.SOURCES / "kernels.cu").read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, [], [])
-    options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17", f"-I{cuda_build.SOURCES}".encode()]
+    options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17", f"-I{peer_kernels.SOURCES}".encode()]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     assert int(error) == 0
     _, size = nvrtc.nvrtcGetPTXSize(program)
@@ -63,7 +63,7 @@ def ptx_of(arch: str) -> str:
 
 def log_of(arch: str) -> str:
     log = io.StringIO()
-    assert cuda_build.compile_kernels(arch, log=log)
+    assert peer_kernels.compile_kernels(arch, log=log)
     return log.getvalue()
 
 
@@ -133,14 +133,14 @@ def test_a_cubin_is_compiled_once_and_then_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = cuda_build.cubin("sm_90")
-    assert cuda_build.cubin("sm_90") == first
+    first = peer_kernels.cubin("sm_90")
+    assert peer_kernels.cubin("sm_90") == first
     assert counting() == 1
     (kept,) = (tmp_path / "parallel_state").glob("cuda_sm_90_*.cubin")
     monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
-    assert cuda_build.cubin("sm_90") == first
+    assert peer_kernels.cubin("sm_90") == first
     with pytest.raises(KernelError, match="PARALLEL_STATE_BUILD is never"):
-        cuda_build.cubin("sm_80")
+        peer_kernels.cubin("sm_80")
     assert counting() == 1
     assert build_cache.flaw_of(kept) is None
 
@@ -150,7 +150,7 @@ def test_a_cubin_that_is_not_whole_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int], damage: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cuda_build.cubin("sm_90")
+    peer_kernels.cubin("sm_90")
     (kept,) = (tmp_path / "parallel_state").glob("*.cubin")
     content = kept.read_bytes()
     if damage == "writable":
@@ -161,9 +161,9 @@ def test_a_cubin_that_is_not_whole_is_made_again(
     monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
     why = "others may have written to it" if damage == "writable" else "it is damaged"
     with pytest.raises(KernelError, match=f"{why}, and PARALLEL_STATE_BUILD is never"):
-        cuda_build.cubin("sm_90")
+        peer_kernels.cubin("sm_90")
     monkeypatch.delenv("PARALLEL_STATE_BUILD")
-    assert cuda_build.cubin("sm_90") == b"sm_90 2"
+    assert peer_kernels.cubin("sm_90") == b"sm_90 2"
     assert counting() == 2
     assert build_cache.flaw_of(kept) is None
 
@@ -172,26 +172,26 @@ def test_a_cache_of_others_is_not_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cuda_build.cubin("sm_90")
+    peer_kernels.cubin("sm_90")
     (tmp_path / "parallel_state").chmod(0o777)
     with pytest.raises(KernelError, match="must be this user's"):
-        cuda_build.cubin("sm_90")
+        peer_kernels.cubin("sm_90")
 
 
 def test_another_source_or_version_is_another_cubin(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counting: Callable[[], int]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    cuda_build.cubin("sm_90")
-    cuda_build.cubin("sm_80")
-    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (12, 9))
-    cuda_build.cubin("sm_90")
+    peer_kernels.cubin("sm_90")
+    peer_kernels.cubin("sm_80")
+    monkeypatch.setattr(peer_kernels, "nvrtc_version", lambda: (12, 9))
+    peer_kernels.cubin("sm_90")
     sources = tmp_path / "cuda"
-    shutil.copytree(cuda_build.SOURCES, sources)
+    shutil.copytree(peer_kernels.SOURCES, sources)
     with open(sources / "epochs.cuh", "a") as file:
         file.write("// changed\n")
-    monkeypatch.setattr(cuda_build, "SOURCES", sources)
-    cuda_build.cubin("sm_90")
+    monkeypatch.setattr(peer_kernels, "SOURCES", sources)
+    peer_kernels.cubin("sm_90")
     assert counting() == 4
 
 
@@ -204,8 +204,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         calls.append(arch)
         return f"{arch} {len(calls)}".encode()
 
-    monkeypatch.setattr(cuda_build, "compile_kernels", compile_kernels)
-    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(peer_kernels, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(peer_kernels, "nvrtc_version", lambda: (13, 0))
     return lambda: len(calls)
 
 
@@ -213,7 +213,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def test_a_source_that_does_not_compile_is_reported_by_its_first_error(tmp_path: Path) -> None:
     (tmp_path / "kernels.cu").write_text("__global__ void broken() { nothing; }\n")
     with pytest.raises(KernelError, match=r"for sm_90: kernels\.cu\(1\): error: .*nothing"):
-        cuda_build.compile_kernels("sm_90", sources=tmp_path)
+        peer_kernels.compile_kernels("sm_90", sources=tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["cuda", "cuda.core", "cuda.bindings"])
@@ -221,10 +221,10 @@ def test_what_is_missing_is_named(missing: str) -> None:
     code = (
         "import sys\n"
         f"sys.modules[{missing!r}] = None\n"
-        "from device_communicators.cuda import build as cuda_build, driver as cuda_call\n"
+        "from device_communicators.peer import kernels as peer_kernels\n"
         "try:\n"
-        "    cuda_build.compile_kernels('sm_90')\n"
-        "except cuda_call.KernelError as error:\n"
+        "    peer_kernels.compile_kernels('sm_90')\n"
+        "except peer_kernels.KernelError as error:\n"
         "    print(error)\n"
     )
     out, err = Program(code, os.environ).communicate(60)
@@ -235,7 +235,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
 def test_the_library_for_cpus_does_not_depend_on_these_sources() -> None:
     assert not [path for path in native_build.plain_recipe().sources if path.suffix in (".cu", ".cuh")]
     before = native_build.sources_digest()
-    extra = cuda_build.SOURCES / "not_there.h"
+    extra = peer_kernels.SOURCES / "not_there.h"
     extra.write_text("")
     try:
         assert native_build.sources_digest() == before
@@ -253,7 +253,7 @@ def test_nvcc_takes_the_same_sources(tmp_path: Path) -> None:
 
     def made() -> str:
         ptx = tmp_path / "kernels.ptx"
-        source = str(cuda_build.SOURCES / "kernels.cu")
+        source = str(peer_kernels.SOURCES / "kernels.cu")
         done = subprocess.run([*command, "-o", str(ptx), source], capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stderr
         return ptx.read_text()

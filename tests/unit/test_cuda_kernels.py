@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from device_communicators.cpu import native_build
-from device_communicators.cuda.driver import (
+from device_communicators.peer.kernels import (
     KERNELS,
     MAX_BLOCKS,
     MAX_RANKS,

@@ -12,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from device_communicators.cuda import build as cuda_build
-from device_communicators.cuda.driver import KERNELS, MAX_THREADS, OPERATIONS, Call, KernelError, Launcher
-from device_communicators.peer import kernels as cuda_kernels
-from device_communicators.peer.kernels import LaunchAttribute, LaunchConfig, PeerKernels, _Driver
+from device_communicators.peer import kernels as peer_kernels
+from device_communicators.peer.kernels import (
+    KERNELS,
+    MAX_THREADS,
+    OPERATIONS,
+    Call,
+    KernelError,
+    LaunchAttribute,
+    LaunchConfig,
+    Launcher,
+    PeerKernels,
+    _Driver,
+)
 from tests.machines import stand_in
 
 
@@ -31,9 +40,9 @@ def driver(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     stub.stand_in_last.restype = ctypes.POINTER(ctypes.c_int64)
     stub.stand_in_name.restype = ctypes.c_char_p
     stub.stand_in_is(13000, 90)
-    monkeypatch.setattr(cuda_build, "cubin", lambda arch: b"\x7fELF" + arch.encode())
-    monkeypatch.setattr(cuda_build, "nvrtc_version", lambda: (13, 0))
-    monkeypatch.setattr(cuda_kernels, "_load_driver", lambda: _Driver(str(library)))
+    monkeypatch.setattr(peer_kernels, "cubin", lambda arch: b"\x7fELF" + arch.encode())
+    monkeypatch.setattr(peer_kernels, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(peer_kernels, "_load_driver", lambda: _Driver(str(library)))
     PeerKernels.load.cache_clear()
     yield stub
     PeerKernels.load.cache_clear()
@@ -95,7 +104,7 @@ def test_a_thread_without_a_context_gets_one_and_one_that_has_keeps_it(driver: A
 
 
 def test_an_early_start_is_asked_for_only_where_the_chip_has_it(driver: Any) -> None:
-    library = cuda_kernels._load_driver()
+    library = peer_kernels._load_driver()
     PeerKernels(library, 0, start_early=True).launch(KERNELS[0], 1, 32, Call(), 0)
     assert driver.stand_in_last()[6] == 1
     driver.stand_in_is(13000, 80)
@@ -114,7 +123,7 @@ def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KernelError, match=text):
         PeerKernels.load(0)
     driver.stand_in_is(13000, 90)
-    monkeypatch.setattr(cuda_build, "cubin", lambda arch: b"nothing")
+    monkeypatch.setattr(peer_kernels, "cubin", lambda arch: b"nothing")
     with pytest.raises(KernelError, match="cuModuleLoadData failed: CUDA_ERROR_INVALID_IMAGE"):
         PeerKernels.load(0)
     assert driver.stand_in_last()[8] == 0, "the context was taken back"
@@ -122,7 +131,7 @@ def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_a_driver_there_is_a_reason() -> None:
     with pytest.raises(KernelError, match=r"no CUDA driver .*nowhere"):
-        cuda_kernels._load_driver("/nowhere/libcuda.so.1")
+        peer_kernels._load_driver("/nowhere/libcuda.so.1")
 
 
 def test_structures_and_numbers_are_those_of_cuda() -> None:
@@ -132,8 +141,8 @@ def test_structures_and_numbers_are_those_of_cuda() -> None:
     ]
     assert offsets == [24, 32, 40, 48]
     assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute), LaunchAttribute.value.offset) == (56, 72, 8)
-    assert (cuda_kernels._STREAM_SERIALIZATION, cuda_kernels._REGISTERS) == (6, 4)
-    attributes = cuda_kernels._MULTIPROCESSORS, cuda_kernels._CAPABILITY_MAJOR, cuda_kernels._CAPABILITY_MINOR
+    assert (peer_kernels._STREAM_SERIALIZATION, peer_kernels._REGISTERS) == (6, 4)
+    attributes = peer_kernels._MULTIPROCESSORS, peer_kernels._CAPABILITY_MAJOR, peer_kernels._CAPABILITY_MINOR
     assert attributes == (16, 75, 76)
 
 
@@ -150,11 +159,11 @@ def test_structures_and_numbers_are_those_of_cuda_h(tmp_path: Path) -> None:
         ("sizeof(CUlaunchConfig)", ctypes.sizeof(LaunchConfig)),
         ("sizeof(CUlaunchAttribute)", ctypes.sizeof(LaunchAttribute)),
         ("offsetof(CUlaunchAttribute, value)", LaunchAttribute.value.offset),
-        ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", cuda_kernels._STREAM_SERIALIZATION),
-        ("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT", cuda_kernels._MULTIPROCESSORS),
-        ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR", cuda_kernels._CAPABILITY_MAJOR),
-        ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR", cuda_kernels._CAPABILITY_MINOR),
-        ("CU_FUNC_ATTRIBUTE_NUM_REGS", cuda_kernels._REGISTERS),
+        ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", peer_kernels._STREAM_SERIALIZATION),
+        ("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT", peer_kernels._MULTIPROCESSORS),
+        ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR", peer_kernels._CAPABILITY_MAJOR),
+        ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR", peer_kernels._CAPABILITY_MINOR),
+        ("CU_FUNC_ATTRIBUTE_NUM_REGS", peer_kernels._REGISTERS),
     ]
     lines = ["#include <cstddef>", "#include <cuda.h>"]
     lines += [f'static_assert({theirs} == {ours}, "");' for theirs, ours in facts]

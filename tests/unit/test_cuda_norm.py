@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.cuda.driver import (
+from device_communicators.peer.kernels import (
     MAX_BLOCKS,
     MAX_RANKS,
     OPERATIONS,

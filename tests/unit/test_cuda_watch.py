@@ -93,10 +93,10 @@ def test_a_device_that_gets_on_has_no_deadline_however_far_behind_it_is(watch: W
 def test_the_end_waits_for_the_device_and_not_for_ever(watch: Watch, device: Device) -> None:
     _call(watch)
     threading.Timer(0.3, setattr, (device, "done", 1)).start()
-    assert watch.settle(10.0)
+    assert watch.drain(10.0)
     _call(watch)
     started = time.monotonic()
-    assert not watch.settle(0.2)
+    assert not watch.drain(0.2)
     assert time.monotonic() - started < 5.0
     watch.close()
 

@@ -33,9 +33,9 @@ def agree(
 ) -> list[GroupTopology]:
     """All ranks' agreements; an exchange is played by asking the ranks one after the other."""
     size = len(places)
-    devices = [group_topology._tell_device(*place) for place in places]
+    devices = [group_topology._device_record(*place) for place in places]
     views = [
-        group_topology._tell_views(rank, devices, places[rank][0], options.get("probe", True), prober)
+        group_topology._view_records(rank, devices, places[rank][0], options.get("probe", True), prober)
         for rank in range(size)
     ]
     found = []

@@ -117,10 +117,10 @@ NOT_BROUGHT = (
     "device_communicators.cpu.host_memory",
     "device_communicators.cpu.native",
     "device_communicators.cpu.message_queue",
-    "device_communicators.peer.measured",
+    "device_communicators.peer.thresholds",
     "device_communicators.machine.topology",
     "device_communicators.machine.nvml",
-    "device_communicators.cuda.build",
+    "device_communicators.peer.kernels",
     "device_communicators.cuda.nccl_library",
     "device_communicators.peer.memory",
 )

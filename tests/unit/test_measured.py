@@ -14,10 +14,8 @@ import torch
 
 from device_communicators import GroupContext, catalog, settings
 from device_communicators.machine.group_topology import GroupTopology, RankGpu, Vote
-from device_communicators.peer import measured
 from device_communicators.peer import thresholds as peer_thresholds
-from device_communicators.peer.measured import Conditions, conditions_of, covering, link_of
-from device_communicators.peer.thresholds import Thresholds
+from device_communicators.peer.thresholds import Conditions, Thresholds, conditions_of, covering, link_of
 
 VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)
@@ -39,7 +37,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the user's rows are; none at first."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv(settings.PEER_MEMORY_TABLE.name, raising=False)
-    measured.tell_once.cache_clear()
+    peer_thresholds.warn_once.cache_clear()
     (tmp_path / "parallel_state").mkdir()
     return peer_thresholds.user_path()
 
@@ -110,8 +108,8 @@ def test_auto_on_and_off(setting: settings.Setting[str]) -> None:
 def test_without_a_row_the_driver_is_asked_nothing_and_one_line_says_what_measuring_gives(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(measured, "arch_of", lambda device: pytest.fail("asked"))
-    monkeypatch.setattr(measured, "versions", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(peer_thresholds, "arch_of", lambda device: pytest.fail("asked"))
+    monkeypatch.setattr(peer_thresholds, "versions", lambda: pytest.fail("asked"))
     for name in (settings.PEER_MEMORY.name, settings.NCCL.name):
         monkeypatch.delenv(name, raising=False)
     with caplog.at_level(logging.WARNING, logger="parallel_state"):
@@ -132,14 +130,14 @@ def test_what_a_rank_knows_alone(
     user: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_covered: bool
 ) -> None:
     peer_thresholds.dump([dataclasses.replace(ROW, **changes)], user, "a test")
-    monkeypatch.setattr(measured, "arch_of", lambda device: "9.0")
-    monkeypatch.setattr(measured, "versions", lambda: VERSIONS)
-    assert (measured.local_refusal(CONTEXT, "X") is None) == is_covered
+    monkeypatch.setattr(peer_thresholds, "arch_of", lambda device: "9.0")
+    monkeypatch.setattr(peer_thresholds, "versions", lambda: VERSIONS)
+    assert (peer_thresholds.local_refusal(CONTEXT, "X") is None) == is_covered
 
 
 def test_a_broken_file_is_a_reason_and_no_error_on_one_rank(user: Path) -> None:
     user.write_text("{}")
-    assert "remove the file" in str(measured.local_refusal(CONTEXT, "X"))
+    assert "remove the file" in str(peer_thresholds.local_refusal(CONTEXT, "X"))
 
 
 @pytest.mark.parametrize(
@@ -156,12 +154,12 @@ def test_what_the_ranks_agree_on(
     user: Path, monkeypatch: pytest.MonkeyPatch, found: Any, others: dict[str, str], expected: Any
 ) -> None:
     peer_thresholds.dump([ROW], user, "a test")
-    monkeypatch.setattr(measured, "arch_of", lambda device: "9.0")
-    monkeypatch.setattr(measured, "versions", lambda: VERSIONS)
-    monkeypatch.setattr(measured, "uuid_of", lambda device: "GPU-1")
-    monkeypatch.setattr(measured, "exchange_facts", lambda context, mine, what: [mine, {**mine, **others}])
-    monkeypatch.setattr(measured, "agree_on_topology", lambda *given, **options: found)
-    row = measured.agreed_row(CONTEXT, "X")
+    monkeypatch.setattr(peer_thresholds, "arch_of", lambda device: "9.0")
+    monkeypatch.setattr(peer_thresholds, "versions", lambda: VERSIONS)
+    monkeypatch.setattr(peer_thresholds, "uuid_of", lambda device: "GPU-1")
+    monkeypatch.setattr(peer_thresholds, "exchange_facts", lambda context, mine, what: [mine, {**mine, **others}])
+    monkeypatch.setattr(peer_thresholds, "agree_on_topology", lambda *given, **options: found)
+    row = peer_thresholds.agreed_row(CONTEXT, "X")
     if isinstance(expected, str):
         assert isinstance(row, str) and expected in row
     else:
@@ -172,10 +170,10 @@ def test_own_nccl_is_on_where_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv(settings.NCCL.name, raising=False)
     for faster in (True, False):
         row = dataclasses.replace(ROW, own_nccl=faster)
-        monkeypatch.setattr(measured, "agreed_row", lambda context, setting, row=row: row)
+        monkeypatch.setattr(peer_thresholds, "agreed_row", lambda context, setting, row=row: row)
         assert (catalog._unmeasured_nccl(CONTEXT) is None) == faster
     monkeypatch.setenv(settings.NCCL.name, "on")
-    monkeypatch.setattr(measured, "agreed_row", lambda context, setting: pytest.fail("asked"))
+    monkeypatch.setattr(peer_thresholds, "agreed_row", lambda context, setting: pytest.fail("asked"))
     assert catalog._unmeasured_nccl(CONTEXT) is None
 
 

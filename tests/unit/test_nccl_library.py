@@ -64,7 +64,7 @@ def _check_signatures(version: str) -> None:
         expected = [_kind_of(kind) for kind in told["functions"][name]]
         assert [_kind_in_binding(kind) for kind in (result, *arguments)] == expected, name
         compared += 1
-    assert compared >= 23
+    assert compared >= 19
 
 
 def test_the_library_has_the_functions_of_its_header() -> None:
@@ -116,7 +116,6 @@ def _check_numbers(version: str) -> None:
     results = {name: number for name, number in told["results"].items() if name != "ncclNumResults"}
     assert {name: nccl_library.RESULTS.index(name) for name in results} == results
     assert told["constants"]["NCCL_CONFIG_UNDEF_INT"] == nccl_library.UNDEFINED
-    assert told["constants"]["NCCL_WIN_COLL_SYMMETRIC"] == nccl_library.WINDOW_SYMMETRIC
     assert told["constants"].get("NCCL_SUSPEND_MEM", 1) == nccl_library.SUSPEND_MEMORY
 
 

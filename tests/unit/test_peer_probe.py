@@ -106,7 +106,7 @@ def test_answers_are_kept_per_pair_and_driver(library: str, tmp_path: Path, monk
     assert log.read_text().split().count("start") == 1
     newer = probe_peers(PAIRS, "560.00", library=library, cache=folder)
     assert all(result.works for result in newer.values())
-    monkeypatch.setattr(peer_probe, "_boot", lambda: "another")
+    monkeypatch.setattr(peer_probe, "boot_id", lambda: "another")
     assert probe(library, folder, "works", monkeypatch)[A, B].works
 
 

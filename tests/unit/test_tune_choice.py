@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from device_communicators.cpu.shared_memory import SharedMemoryCommunicator
-from device_communicators.peer.measured import Conditions
-from device_communicators.peer.thresholds import load
+from device_communicators.peer.thresholds import Conditions, load
 from device_communicators.process_group.device import DeviceGroupCommunicator
 from parallel_state import __main__ as commands
 from parallel_state.tools.tune import (

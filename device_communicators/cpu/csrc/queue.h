@@ -147,7 +147,6 @@ class QueueReader : public RingEnd {
   const ChunkHeader& header() const { return header_; }
   // The bytes of the chunk that is being read; they stay until `read` has gone past them.
   const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }
-  std::uint64_t bytes_here() const { return in_chunk_ ? end_ - offset_ : 0; }
   std::uint64_t bytes_left() const { return left_; }
 
  private:

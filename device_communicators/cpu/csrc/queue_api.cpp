@@ -150,12 +150,5 @@ int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s
   return told(opened, status);
 }
 
-// Where the message's next bytes lie, and how many of them lie there; until they are read, or passed over.
-const char* ps_queue_here(void* reader, std::uint64_t* bytes) {
-  auto* opened = static_cast<Opened<QueueReader>*>(reader);
-  *bytes = opened->end.bytes_here();
-  return opened->end.here();
-}
-
 }  // extern "C"
 #pragma GCC visibility pop

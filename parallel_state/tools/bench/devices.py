@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from device_communicators.cuda import nccl_library
-from device_communicators.machine import gpu_sharing
-from device_communicators.machine.topology_reading import read_topology
+from device_communicators.machine import group_topology
+from device_communicators.machine.topology import read_topology
 from parallel_state.startup import environment
 
 
@@ -26,9 +26,9 @@ def share_gpus() -> str:
     if gpus == 0 or ranks <= gpus:
         return ""
     version = nccl_library.load().version
-    if not gpu_sharing.share_gpus(place.local_rank, ranks, gpus, version):
+    if not group_topology.share_gpus(place.local_rank, ranks, gpus, version):
         return ""
-    return f"{gpus} GPU{'' if gpus == 1 else 's'}, shared by {gpu_sharing.means(version)}: slow"
+    return f"{gpus} GPU{'' if gpus == 1 else 's'}, shared by {group_topology.describe_sharing(version)}: slow"
 
 
 def describe(device: torch.device) -> dict[str, Any]:
