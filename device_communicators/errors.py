@@ -32,9 +32,7 @@ What does not belong here: anything that decides *when* to raise.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
 
 
 class ParallelStateError(Exception):
@@ -177,38 +175,6 @@ class LaunchError(ParallelStateError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
-
-
-LOST = "The group can't be used further"
-
-
-class GroupMember:
-    """Base of what knows a group and this process' rank in it: makes the group's errors, with these facts."""
-
-    name: str
-    rank: int
-    timeout_s: float
-
-    def failure(
-        self, kind: type[Failure], text: str, operation: str | None, *, started: float | None = None, **facts: Any
-    ) -> Failure:
-        """Returns an error of the group; `started`, when the operation began, gives it elapsed time and timeout."""
-        if started is not None:
-            facts = {"elapsed_s": time.monotonic() - started, "timeout_s": self.timeout_s, **facts}
-        return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)
-
-    def mismatch(self, operation: str, what: str, suspects: Sequence[int], **facts: Any) -> CollectiveMismatchError:
-        """Returns the error for ranks in different calls; `what` names the calls, `suspects` global ranks."""
-        advice = "make the same calls in the same order on every rank"
-        text = f"{operation} of {self} met another call: {what}. {LOST}; {advice}"
-        return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)
-
-    def destroyed(self) -> GroupDestroyedError:
-        """Returns the error for a call after the group's end."""
-        return GroupDestroyedError(f"{self} was destroyed; take the group anew from its getter")
-
-
-Failure = TypeVar("Failure", bound=CommunicationError)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """The table of rooms: which may import which. The direction test asserts it, and the docs draw it.
 
 A room is a sub-package, or a file at a package's root. It may import what its row names, and whatever the rooms named
-there may import in turn. `errors`, `settings`, `forks` and `host_calls` are the ground that every room stands on.
+there may import in turn. The files of `GROUND` are the ground that every room stands on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 LOWER = "device_communicators"
 UPPER = "parallel_state"
 
-GROUND = ("errors", "settings", "forks", "host", "host_calls", "limits", "build_cache")
+GROUND = ("errors", "settings", "forks", "host", "host_calls", "limits", "member", "build_cache")
 """Files at the root of `device_communicators` that every room of both packages may import."""
 
 LOWER_ROOMS: dict[str, tuple[str, ...]] = {

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.errors import (
-    LOST,
     CollectiveMismatchError,
     CommunicationError,
     MessageDecodeError,
 )
+from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.errors import (
-    LOST,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
-    Failure,
-    GroupMember,
     PeerDiedError,
     UsageError,
 )
+from device_communicators.member import LOST, Failure, GroupMember
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import reducible
 from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, overlap_error
