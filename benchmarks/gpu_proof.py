@@ -287,7 +287,7 @@ def collected() -> frozenset[str]:
 @cache
 def _collect() -> frozenset[str]:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    variables = {**os.environ, "GPU_TESTS": "dry"}
+    variables = {**os.environ, "GPU_TESTS": "dry", "FAILURE_TESTS": "long"}  # else the dry run leaves repeats out
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
     return frozenset(line.removeprefix("tests/gpu/") for line in done.stdout.splitlines() if "::" in line)
 
