@@ -92,13 +92,11 @@ from parallel_state.getters import __all__ as _getters
 from parallel_state.groups.current import (
     try_get_current_groups,
 )
-from parallel_state.groups.division import (
-    create_fsdp_groups,
-    create_parallel_groups,
-)
 from parallel_state.groups.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
+    create_fsdp_groups,
+    create_parallel_groups,
     current_groups,
 )
 from parallel_state.groups.same_node import (

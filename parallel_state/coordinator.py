@@ -37,7 +37,7 @@ from parallel_state.messages.calls import GroupMessages
 from parallel_state.messages.messenger import Messenger
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions
-from parallel_state.process_groups.pool import Acquired, OnFirstUse, ProcessGroupPool, RankLists
+from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.torch_internals import is_fake, store_in_words
 
 logger = logging.getLogger("parallel_state")
@@ -244,7 +244,7 @@ class GroupCoordinator(GroupMessages, FusedCollectives):
                 self.context, name=unique_name(name), ranks=tuple(inside), rank=inside.index(self.rank)
             )
             return GroupCoordinator(context, self.traits)
-        inside = self.pool.agreement.settle(
+        inside = self.pool.agreement.resolve_and_agree(
             "sub-group", self.ranks, resolve, self.context.timeout_s, self.context.failure_ranks
         )
         if self.rank not in inside:
@@ -369,9 +369,9 @@ def create_group(
     try:
         device = acquire(traits.options)
         if traits.options.for_cpu == traits.options:
-            cpu_group = OnFirstUse(lambda: device.process_group)
+            cpu_group = LazyProcessGroup(lambda: device.process_group)
         else:
-            cpu_group = OnFirstUse(lambda: acquire(traits.options.for_cpu).process_group)
+            cpu_group = LazyProcessGroup(lambda: acquire(traits.options.for_cpu).process_group)
         if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
             cpu_group()
         members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)

@@ -67,9 +67,9 @@ def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
                 yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", getter
             else:
                 returned, of, text = _FACTS[fact]
-                tell = _bound(of, group_name)
-                tell.__doc__ = f"{text} {kind}. No call to other ranks."
-                yield f"get_{stem}_{fact}", f"() -> {returned}", tell
+                fact_getter = _bound(of, group_name)
+                fact_getter.__doc__ = f"{text} {kind}. No call to other ranks."
+                yield f"get_{stem}_{fact}", f"() -> {returned}", fact_getter
 
     def try_get() -> GroupCoordinator | None:
         return try_get_group(group_name)
@@ -103,7 +103,7 @@ def raise_missing(name: str) -> NoReturn:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
         if name in old:
             new = name.replace(axis.long_name, axis.name)
-            text = f"parallel_state.{name} is gone: neither Megatron-core, vLLM nor SGLang has it. Take {new}"
+            text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Take {new}"
             if sys._getframe(1).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)

@@ -16,13 +16,12 @@ from device_communicators.errors import GroupNotInitializedError, InvalidArgumen
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state import state
 from parallel_state.layout.axes import other_sizes_by_name
-from parallel_state.startup.store_address import meeting_place
 
 logger = logging.getLogger("parallel_state")
 
 
 def check_survivors(ranks: Sequence[int], own: int, world_size: int) -> list[int]:
-    """`ranks` of the old world, ascending; InvalidArgumentError for what can't be the next one."""
+    """Returns `ranks` of the old world, ascending; InvalidArgumentError for what can't be the next one."""
     wanted = sorted(set(ranks))
     if list(ranks) != wanted or not wanted or wanted[0] < 0 or wanted[-1] >= world_size:
         raise InvalidArgumentError(
@@ -69,7 +68,7 @@ def reinitialize(
     survivors = check_survivors(ranks, world.rank, world.world_size)
     memory = world.context.host_memory
     addresses = memory.addresses if memory is not None else ()
-    init_method = meeting_place(start, survivors, addresses)
+    init_method = start.meeting_place(survivors, addresses)
     lost = sorted(set(world.ranks) - set(survivors))
     logger.warning("rank %d starts again without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
@@ -77,17 +76,8 @@ def reinitialize(
         world.pool.abandon()
     state.destroy_distributed_environment()
     gc.collect()  # an error and the calls that it went through hold each other: with them goes the port
-    state.init_distributed_environment(
-        len(survivors),
-        place,
-        init_method,
-        start.local_rank,
-        start.backend,
-        start.timeout_s if timeout is None else timeout,
-        allow_pickle=start.allow_pickle,
-        bind_device=start.bind_device,
-        high_priority_stream=start.high_priority_stream,
-    )
+    options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
+    state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
     state._note_generation(start.generation + 1)
     state.initialize_model_parallel(
         tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size=data_parallel_size, **options

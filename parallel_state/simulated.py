@@ -21,8 +21,7 @@ from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.coordinator import GroupCoordinator
-from parallel_state.groups.division import made_at_start, virtual_pipeline
-from parallel_state.groups.parallel_groups import ParallelGroups
+from parallel_state.groups.parallel_groups import ParallelGroups, made_at_start, virtual_pipeline
 from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.resolution import resolve_layout
 
@@ -42,7 +41,7 @@ def simulate(
     ranks_per_node: int | None = None,
     **sizes: int | None,
 ) -> ParallelGroups:
-    """The groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
+    """Returns the groups of `rank` in a layout of `world_size` ranks, of which only this one exists.
 
     Sizes and order as in initialize_model_parallel, with the same errors.
     """
@@ -80,7 +79,7 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """One group of these global ranks, seen from global rank `rank`, of which only that one exists."""
+    """Returns one group of these global ranks, seen from global rank `rank`, of which only that one exists."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and hold rank {rank}, but are {ranks}")
     context = GroupContext(

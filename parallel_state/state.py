@@ -12,6 +12,7 @@ passed around without any of this. Getters of the other groups, and the longer n
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import logging
 import os
@@ -34,10 +35,9 @@ from device_communicators.errors import (
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
-from parallel_state.groups import mesh, parallel_groups
+from parallel_state.groups import mesh
 from parallel_state.groups.current import try_get_current_groups
-from parallel_state.groups.division import create_parallel_groups
-from parallel_state.groups.parallel_groups import ParallelGroups
+from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups
 from parallel_state.layout.axes import (
     BY_NAME,
     BY_PARAMETER,
@@ -51,7 +51,7 @@ from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
-from parallel_state.startup import environment, nccl_environment, store_address
+from parallel_state.startup import environment, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.watch import StartWatch
 from parallel_state.torch_internals import is_fake
@@ -70,10 +70,11 @@ _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
 _OWNS_DEFAULT_GROUP = False
 _CUSTOM_ALL_REDUCE = True
-_START: store_address.Start | None = None
-"""How this process joined its world, where it did so itself; for `reinitialize`."""
+_PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
+_START: environment.Start | None = None
+"""The way in which this process joined a world that it made; for `reinitialize`."""
 _EXPORTED: dict[str, str] = {}
-"""What init wrote into the environment for torch's env://; destroy takes it back."""
+"""Variables that init wrote into the environment for torch's env://; destroy takes it back."""
 
 
 # The world.
@@ -133,7 +134,7 @@ def init_distributed_environment(
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
             place = startup.with_free_port(place)
             _EXPORTED.update(environment.export(environment.with_address_of(distributed_init_method, place)))
-            _EXPORTED.update(nccl_environment.settle(place, uses_nccl="nccl" in startup.backend_of(backend)))
+            _EXPORTED.update(interfaces.set_nccl_environment(place, uses_nccl="nccl" in startup.backend_of(backend)))
             alone_over = startup.backend_of(backend) if place.world_size == 1 and not bind_device else None
             if alone_over is not None:
                 device = startup.device_alone(alone_over, place)
@@ -143,13 +144,13 @@ def init_distributed_environment(
                 )
                 _OWNS_DEFAULT_GROUP = True
             made_here = True
-            server = store_address.server_of(distributed_init_method, place)
+            server = environment.store_server(distributed_init_method, place)
         token = "" if made_here else startup.agree_on_token(device)
         if watch is None:
             watch = startup.watch_joined(place, token)
         watcher = None if watch is None else watch.watcher
         pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher)
-        pool.address = store_address.own_address(server or startup.master_of(place))
+        pool.address = interfaces.own_address(server or place.master)
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone,
@@ -167,10 +168,15 @@ def init_distributed_environment(
         prove(world)
         _NODES = startup.hosts_of(world)
         if made_here:
-            _START = store_address.Start(
-                distributed_init_method, pool.default_backend, place.local_rank, timeout_s, allow_pickle, bind_device,
-                None if server is None else 0, server, high_priority_stream=high_priority_stream,
-            )  # fmt: skip
+            options = {
+                "local_rank": place.local_rank,
+                "backend": pool.default_backend,
+                "timeout": timeout_s,
+                "allow_pickle": allow_pickle,
+                "bind_device": bind_device,
+                "high_priority_stream": high_priority_stream,
+            }
+            _START = environment.Start(distributed_init_method, options, server)
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watch is not None:
@@ -202,8 +208,8 @@ def init_world_group(
 
     if _WORLD is not None:
         raise AlreadyInitializedError("the world group exists already; destroy it first")
-    if pool is None:
-        _need_default_group("init_world_group")
+    if pool is None and not dist.is_initialized():
+        raise GroupNotInitializedError("init_world_group needs an initialised torch.distributed default group")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size() if pool is None else pool.world_size
@@ -286,7 +292,7 @@ def _take_back_exports() -> None:
 
 
 def _note_generation(generation: int) -> None:
-    """That the world is the how-many-th after a failure."""
+    """Records how often this world was rebuilt."""
     global _START
     if _START is not None:
         _START = dataclasses.replace(_START, generation=generation)
@@ -383,7 +389,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """The number of ranks on each host, where all have as many and they are neighbours."""
+    """Returns the number of ranks on each host; None unless all have as many and they are neighbours."""
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -482,7 +488,7 @@ def init_model_parallel_group(
     use_custom_allreduce: bool | None = None,
     allow_pickle: bool = False,
 ) -> GroupCoordinator:
-    """This rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
+    """Returns this rank's group among lists of global ranks; each rank of the world is in one list, and calls it alike.
 
     `use_custom_allreduce`: whether communicators with kernels of our own may carry its tensors; None: as
     `set_custom_all_reduce` says; never with `use_device_communicator=False`. `use_message_queue_broadcaster` is taken
@@ -503,7 +509,7 @@ def init_model_parallel_group(
         request = {"list of groups": lists, "digest": digest((group_ranks, options)), "options": repr(options)}
         return options, {**request, "custom_all_reduce": str(custom)}
 
-    options = pool.agreement.settle(
+    options = pool.agreement.resolve_and_agree(
         "groups by lists of ranks", world.ranks, resolve, world.context.timeout_s, world.context.failure_ranks
     )
     ranks = group_ranks[position_in(group_ranks, world.rank)]
@@ -527,15 +533,27 @@ def destroy_model_parallel() -> None:
 
 
 @contextmanager
+@host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
     """Makes `tp_group` what `get_tp_group()` returns in the body: a draft model of another size. Doesn't nest."""
-    with parallel_groups.patch_tensor_parallel_group(get_parallel_groups(), tp_group):
-        yield
+    groups = get_parallel_groups()
+    if _PATCHED.get():
+        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
+    _PATCHED.set(True)
+    try:
+        patched = {**groups.groups, "tp": tp_group}
+        view = dataclasses.replace(
+            groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}, is_view=True
+        )
+        with view.use():
+            yield
+    finally:
+        _PATCHED.set(False)
 
 
 @host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
-    """Whether tensor-parallel groups made from now on may use communicators with kernels of our own (default: yes)."""
+    """Allows, or forbids, kernels of our own to tensor-parallel groups that are made from now on (default: allowed)."""
     global _CUSTOM_ALL_REDUCE
     _CUSTOM_ALL_REDUCE = enable
 
@@ -544,45 +562,45 @@ def set_custom_all_reduce(enable: bool) -> None:
 
 
 def get_world_group() -> GroupCoordinator:
-    """The group of all ranks; GroupNotInitializedError before init_distributed_environment."""
+    """Returns the group of all ranks; GroupNotInitializedError before init_distributed_environment."""
     return _or_raise(try_get_world_group(), "world", "init_distributed_environment")
 
 
 def get_tp_group() -> GroupCoordinator:
-    """The tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the tensor-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_tp_group(), "tp")
 
 
 def get_pp_group() -> GroupCoordinator:
-    """The pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the pipeline-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_pp_group(), "pp")
 
 
 def get_dp_group() -> GroupCoordinator:
-    """The data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
+    """Returns the data-parallel group; GroupNotInitializedError before initialize_model_parallel."""
     return _or_raise(try_get_dp_group(), "dp")
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    """The group of all ranks; None before init_distributed_environment."""
+    """Returns the group of all ranks; None before init_distributed_environment."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    """The tensor-parallel group; None before initialize_model_parallel."""
+    """Returns the tensor-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    """The pipeline-parallel group; None before initialize_model_parallel."""
+    """Returns the pipeline-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    """The data-parallel group; None before initialize_model_parallel."""
+    """Returns the data-parallel group; None before initialize_model_parallel."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 
@@ -597,7 +615,7 @@ def get_parallel_groups() -> ParallelGroups:
 
 @host_call(OUTSIDE)
 def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
-    """torch's DeviceMesh over this rank's groups, with these dims, slowest first: `get_device_mesh("dp_shard", "tp")`.
+    """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
     names all axes of more than one rank, and `dp_shard` where tp or ep has more. Slices and flattens as any mesh.
@@ -608,12 +626,12 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
 
 
 def get_group(name: str) -> GroupCoordinator:
-    """This rank's group of a kind, by the name in the axis table: `get_group("ep")` is `get_ep_group()`."""
+    """Returns this rank's group of a kind, by the name in the axis table: `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """The global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+    """Returns the global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
 
     GroupNotInitializedError before initialize_model_parallel, or where this rank is in no such group.
     """
@@ -621,13 +639,13 @@ def get_group_ranks(name: str) -> list[int]:
 
 
 def get_group_rank(name: str) -> int:
-    """This rank's position in its group of a kind. Makes no group, as get_group_ranks."""
+    """Returns this rank's position in its group of a kind. Makes no group, as get_group_ranks."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """As get_group; None before initialize_model_parallel, or where this rank is in no such group."""
+    """Returns what get_group does; None before initialize_model_parallel, or where this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -642,12 +660,12 @@ def _or_raise(
 
 
 def get_node_count() -> int:
-    """How many hosts the world spans, by evidence of shared memory."""
+    """Returns the number of hosts that the world spans, by evidence of shared memory."""
     return len(get_nodes())
 
 
 def get_nodes() -> list[list[int]]:
-    """The world's global ranks by host, each list ascending, in the order of their first ranks: new lists."""
+    """Returns the world's global ranks by host, each list ascending, in the order of their first ranks: new lists."""
     if _NODES is None:
         raise GroupNotInitializedError("which ranks share a host is known after init_distributed_environment()")
     return [list(node) for node in _NODES]
@@ -678,8 +696,3 @@ def is_local_first_rank() -> bool:
     """Returns True on the first rank of a host; before init, as get_process_environment says."""
     world = try_get_world_group()
     return (get_process_environment().local_rank if world is None else world.local_rank) == 0
-
-
-def _need_default_group(caller: str) -> None:
-    if not dist.is_initialized():
-        raise GroupNotInitializedError(f"{caller} needs an initialised torch.distributed default group")

@@ -27,12 +27,14 @@ _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name i
 
 
 def default_store() -> dist.Store:
-    """The store through which the default group was made, within that group's own prefix."""
+    """Returns the store through which the default group was made, within that group's own prefix."""
     return c10d._get_default_store()
 
 
 def is_fake(group: Any = None) -> bool:
-    """Whether a process group, by default the default one, is of torch's `fake` backend: its peers are imagined.
+    """Returns True if a process group, by default the default one, is of torch's `fake` backend.
+
+    Its peers are imagined.
 
     Nothing that a rank waits for can come there, unless somebody plays them in a store of his own.
     """
@@ -40,7 +42,7 @@ def is_fake(group: Any = None) -> bool:
 
 
 def store_in_words() -> str:
-    """Which store that is, and who may come to it."""
+    """Returns which store that is, and who may come to it."""
     if not dist.is_initialized():
         return "none: torch.distributed has no default group"
     store: Any = default_store()
@@ -56,7 +58,7 @@ def store_in_words() -> str:
 
 
 def bound_device() -> torch.device | None:
-    """The device that the default group was bound to at init, whose communicator was then made at once."""
+    """Returns the device that the default group was bound to at init, whose communicator was then made at once."""
     return _SET_ASIDE[-1] if _SET_ASIDE else getattr(dist.group.WORLD, "bound_device_id", None)
 
 
@@ -87,7 +89,7 @@ def new_group_of_members(
     options: Any = None,
     store: dist.Store | None = None,
 ) -> Any:
-    """A process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
+    """Returns a process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
 
     Registered with torch.distributed as new_group's are: by name, destroyed by destroy_process_group. `options` are
     the backend's (`ProcessGroupNCCL.Options`); `store`: another connection than the default group's. Returns when
@@ -112,7 +114,7 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Where a device is bound, torch would split the default communicator, a call that all its ranks must join."""
+    """Keeps torch from splitting the default communicator of a bound device, a call that all its ranks must join."""
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
         yield
@@ -127,7 +129,7 @@ def _without_split() -> Iterator[None]:
 
 
 def is_registered(group: Any) -> bool:
-    """Whether torch.distributed still has this process group: destroy_process_group() ends them all at once."""
+    """Returns True if torch.distributed still has this process group: destroy_process_group() ends them all at once."""
     return group in c10d._world.pg_map
 
 
@@ -135,7 +137,7 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None
     """Has torch's `env://` and `tcp://` take the store that `find` gives for their address; None undoes that.
 
     `_create_c10d_store` is what both make their TCPStore with; the handlers themselves can't be registered anew. A
-    torch without it can't be helped: its own `env://` is turned away then, ours (`make_store`) isn't.
+    torch without it can't be helped: its own `env://` is turned away then, ours (`rendezvous.meet`) isn't.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:

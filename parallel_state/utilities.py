@@ -36,7 +36,7 @@ from parallel_state.state import try_get_pp_group, world_or_default_group
 
 @host_call(OUTSIDE)
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
-    """The file's content, read by rank 0 only and broadcast. Every rank calls it.
+    """Returns the file's content, read by rank 0 only and broadcast. Every rank calls it.
 
     Raises the OSError (or what else is wrong with the path) on rank 0, RemoteError on the others.
     """
@@ -62,7 +62,7 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
 
 
 def unwrap_dist(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel (also twice wrapped); any other module itself."""
+    """Returns the module inside DistributedDataParallel (also twice wrapped); any other module itself."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     return model
@@ -71,7 +71,7 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 @contextmanager
 @host_call(OUTSIDE)
 def master_first() -> Iterator[None]:
-    """The body runs on rank 0 of the world, then on all others. Every rank enters it.
+    """Runs the body on rank 0 of the world, then on all others. Every rank enters it.
 
     The body calls nothing that other ranks must call too, as they are not in it at the same time.
     All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
@@ -87,7 +87,7 @@ def master_first() -> Iterator[None]:
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
-    """The body runs on the first rank of each host, then on that host's others; hosts don't wait for each other.
+    """Runs the body on the first rank of each host, then on its others; hosts don't wait for each other.
 
     Exceptions as in master_first, among the ranks of one host.
     """
@@ -102,7 +102,7 @@ def local_master_first() -> Iterator[None]:
 
 @contextmanager
 def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
-    """`members[0]` first. Each member tells how its body ended; the first failure ends all of them."""
+    """Runs the body on `members[0]` first. Each member tells how its body ended; the first failure ends all of them."""
     leader, others = members[0], members[1:]
     if world.rank_in_group != leader:
         _raise_if_failed(world, world.recv_object(leader))
@@ -120,8 +120,8 @@ def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[N
         else:
             sends = [world.isend_object(verdict, member) for member in others]
             if verdict is None:  # else nobody else ran the body
-                told = [world.recv_object(member) for member in others]
-                verdict = next((failed for failed in told if failed is not None), None)
+                verdicts = [world.recv_object(member) for member in others]
+                verdict = next((failed for failed in verdicts if failed is not None), None)
                 sends += [world.isend_object(verdict, member) for member in others]
             for send in sends:
                 send.wait()
@@ -236,7 +236,7 @@ def set_random_seed(seed: int) -> int:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The exact quotient; InvalidArgumentError where there is a remainder."""
+    """Returns the exact quotient; InvalidArgumentError where there is a remainder."""
     if numerator % denominator:
         raise InvalidArgumentError(
             f"{numerator} must be divisible by {denominator}, but leaves {numerator % denominator}"
@@ -247,13 +247,13 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """`num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
+    """Returns `num_partitions` equal slices of the last dim, as views unless asked to be contiguous."""
     slices = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return [piece.contiguous() for piece in slices] if contiguous_split_chunks else slices
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """First layer of stage `pp_rank` and the one after its last.
+    """Returns the first layer of stage `pp_rank` and the one after its last.
 
     Layers that don't divide evenly go to the stages before the last one, which has the output head, as in vLLM.
     """

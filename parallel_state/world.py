@@ -43,9 +43,9 @@ from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
 from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.process_groups.pool import ProcessGroupPool
-from parallel_state.startup import environment, interfaces, reachability, store_address
+from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
-from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import Met, meet
 from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, run_watched
 from parallel_state.torch_internals import default_store, is_fake, reset_group_count, set_timeout
@@ -61,7 +61,7 @@ _READERS_PER_S = 256
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
-    """Where this process stands: from the arguments, or, where they are -1, from what started it."""
+    """Returns where this process stands: from the arguments, or, where they are -1, from what started it."""
     for name, number in (("world_size", world_size), ("rank", rank), ("local_rank", local_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < -1:
             raise InvalidArgumentError(f"{name} must be an int, -1 for what the environment says, but is {number!r}")
@@ -88,15 +88,13 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
     return place
 
 
-def master_of(place: ProcessEnvironment) -> tuple[str, int] | None:
-    """Returns the host and port where the ranks meet, whoever serves there; None where the environment has none."""
-    return (place.master_addr, place.master_port) if place.master_addr and place.master_port else None
-
-
 def join_default_group(
     world_size: int, rank: int, local_rank: int, backend: str | None
 ) -> tuple[ProcessEnvironment, torch.device]:
-    """Place and device in a default group that is there already; ConfigMismatchError where it isn't as asked for."""
+    """Returns place and device in a default group that is there already.
+
+    Raises ConfigMismatchError if it isn't as asked for.
+    """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
         raise ConfigMismatchError(
@@ -115,7 +113,7 @@ def join_default_group(
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """The device whose tensors the device groups carry; for CUDA also made this process' current one."""
+    """Returns the device whose tensors the device groups carry; makes it current if it is a GPU."""
     # A default group that was made without a backend, `undefined`, has gloo and, where there is CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -135,7 +133,7 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
 
 
 def prepare(device: torch.device, world_size: int) -> None:
-    """Has the compiled part ready where it will be used: the first use may compile it, which takes its time.
+    """Builds the native library before deadlines start, and removes what a killed start left in shared memory.
 
     Before the ranks look for each other, whose deadlines begin then. What speaks against it is told by `explain()`.
     And takes away what a start that was killed left in shared memory.
@@ -148,7 +146,7 @@ def prepare(device: torch.device, world_size: int) -> None:
 
 
 def backend_of(backend: str | None) -> str:
-    """The default group's: the argument, the setting, or what fits the machine."""
+    """Returns the default group's backend: the argument, the setting, or what fits the machine."""
     return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -180,7 +178,7 @@ def make_default_group(
     met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
     watch = None
     if place.world_size > 1:
-        served_by = None if store_address.server_of(init_method, place) is None else 0
+        served_by = None if environment.store_server(init_method, place) is None else 0
         watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
     try:
         if watch is not None and over_gloo:
@@ -258,7 +256,7 @@ def _init_process_group(
 def _not_connected(
     error: RuntimeError, place: ProcessEnvironment, backend: str, started: float, met: Met, watch: StartWatch | None
 ) -> CommunicationError:
-    """The error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
+    """Returns the error for a default group that couldn't be made: with the ranks that ended, gave up or never came."""
     everyone = range(place.world_size)
     late = time.monotonic() > met.deadline
     # What torch says comes with the end of a rank, or a moment before; at the deadline the watch is just asking.
@@ -290,13 +288,13 @@ def _not_connected(
 
 
 def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
-    """The watch over the start in a default group that somebody else made; every rank calls it."""
+    """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
     store = dist.PrefixStore(f"parallel_state{token}/start", default_store())
-    here, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
+    own, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
     deadline = time.monotonic() + start_timeout_s
-    store.set(f"process/{place.rank}", json.dumps(here))
+    store.set(f"process/{place.rank}", json.dumps(own))
     keys = [f"process/{rank}" for rank in range(place.world_size)]
     try:
         store.wait(keys, timedelta(seconds=start_timeout_s))
@@ -311,9 +309,9 @@ def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
             suspect_ranks=missing,
             timeout_s=start_timeout_s,
         ) from error
-    processes = Processes(here)
-    told = enumerate(store.multi_get(keys))
-    processes.see({rank: Whereabouts.told(json.loads(each)) for rank, each in told if rank != place.rank})
+    processes = Processes(own)
+    entries = enumerate(store.multi_get(keys))
+    processes.see({rank: Address.parse(json.loads(each)) for rank, each in entries if rank != place.rank})
     return StartWatch(store, place.rank, place.world_size, processes, deadline)
 
 
@@ -335,7 +333,7 @@ def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
 
 
 def agree_on_token(device: torch.device) -> str:
-    """A name for a world in a default group that somebody else made, where others of ours may have been before.
+    """Returns a name for a world in a default group that somebody else made, where others of ours may have been.
 
     Every rank of the default group calls it; rank 0 says the name.
     """
@@ -382,7 +380,7 @@ _BEATS_IN_LIMIT = 4
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """The ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
+    """Returns the ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
     memory = world.context.host_memory
     if is_fake():  # the other ranks are imagined
         return [world.ranks]
@@ -390,7 +388,7 @@ def hosts_of(world: GroupCoordinator) -> list[list[int]]:
 
 
 def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
-    """Has the ranks of this host watched, and all others listened to; every rank calls it once.
+    """Starts liveness checks for the world's ranks; every rank calls it once.
 
     Ranks of one host in several PID namespaces, as containers have them, hear of each other as hosts do.
     """
@@ -406,7 +404,7 @@ def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
         pool.watcher.on_close.append(functools.partial(farewells.say, world.rank))
 
     def has_left(rank: int) -> bool:
-        """Who leaves says so in shared memory, or else to the store."""
+        """Returns True for a rank that said so in shared memory, or else to the store."""
         if farewells is not None:
             return farewells.said(rank)
         return rank in pids and memory.collectives is not None and memory.collectives.has_left(rank)

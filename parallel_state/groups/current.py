@@ -72,7 +72,7 @@ class _Forwards:
             self._groups[0] = _FORGOTTEN
 
     def at(self, node: int) -> Any:
-        """The groups of a node, None, or `_UNKNOWN`. Raises where they are gone."""
+        """Returns the groups of a node, None, or `_UNKNOWN`. Raises where they are gone."""
         # Below a backward in a thread of autograd's, nodes have that thread's numbers: no record tells of them.
         foreign = threading.get_ident() != self._thread and is_in_nested_backward()
         groups = self._groups[-1 if foreign else bisect_right(self._numbers, node) - 1]
@@ -109,7 +109,7 @@ def _in_event_loop() -> bool:
 
 
 def _find(_: _Current) -> Any:
-    """The groups in use here, None, or `_POOLED`."""
+    """Returns the groups in use here, None, or `_POOLED`."""
     node = node_in_backward() if _Forwards.exist else None
     forwards = None if node is None else stashed_for_autograd()
     if node is not None and forwards is not None:
@@ -172,7 +172,10 @@ _OF_THREAD = threading.local()
 
 
 def _forwards_of_thread(groups: Any) -> _Forwards:
-    """This thread's record, made with its first use, which autograd shows to the threads that work for this one."""
+    """Returns this thread's record, made with its first use.
+
+    Autograd shows it to the threads that work for this one.
+    """
     forwards: _Forwards | None = getattr(_OF_THREAD, "forwards", None)
     if forwards is None:
         forwards = _OF_THREAD.forwards = _Forwards(groups)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, format_ranks
 from parallel_state.coordinator import GroupCoordinator
-from parallel_state.groups.parallel_groups import ParallelGroups
 from parallel_state.layout.axes import BY_NAME, by_axis
 from parallel_state.layout.ranks import Grid, Layout
+
+if TYPE_CHECKING:
+    from parallel_state.groups.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("parallel_state")
 
 
 def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: bool = False) -> DeviceMesh:
-    """The mesh of this rank with these dims, slowest first, over the groups of these names, which it makes if need be.
+    """Returns this rank's mesh with these dims, slowest first, over the groups of these names.
+
+    It makes those that aren't made yet.
 
     Every rank of the world calls it with the same names. They are axes, or groups made of axes (`dp`, `fsdp`), of one
     numbering of the ranks, and don't overlap. Without names: all axes that have more than one rank, slowest first;
@@ -44,7 +48,7 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: b
     grid = _grid_of(layout, ("ep",) if experts else names)
     wanted = list(names) or _usual(layout, grid)
     if not (names or experts) and groups.is_coordinator and tuple(wanted) not in groups.meshes:
-        _tell_of_experts(layout, wanted)
+        _warn_about_experts(layout, wanted)
     dims = _dims_of_root(layout, grid, wanted)
     process_groups = [_process_group(groups, name) for name in dims]
     root = groups.meshes.get(tuple(dims))
@@ -53,7 +57,7 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: b
     return root if wanted == dims else root[tuple(wanted)]
 
 
-def _tell_of_experts(layout: Layout, dims: Sequence[str]) -> None:
+def _warn_about_experts(layout: Layout, dims: Sequence[str]) -> None:
     if _size(layout, "ep") > 1:
         left_out = [name for name, size in reversed(layout.grid_of("ep").axes) if size > 1 and name not in dims]
         logger.warning(
@@ -91,7 +95,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """`wanted` and the axes beside them, slowest first if `wanted` are, else those beside them first.
+    """Returns `wanted` and the axes beside them, slowest first if `wanted` are, else those beside them first.
 
     Slowest first, the ranks of all roots are in the same order, whichever dims they have: FSDP joins the meshes of its
     own dims and of tensor parallelism, and torch refuses to join those of different ranks in different order.
@@ -138,7 +142,7 @@ def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_group
 def read(
     mesh: DeviceMesh, world: GroupCoordinator, sizes: Mapping[str, int | None]
 ) -> tuple[dict[str, int | None], str, dict[str, Any]]:
-    """Sizes, order and process groups of a mesh that the caller made; LayoutError for one that isn't a layout."""
+    """Returns sizes, order and process groups of a mesh that the caller made; LayoutError if it isn't a layout."""
     if not isinstance(mesh, DeviceMesh):
         raise InvalidArgumentError(f"device_mesh must be a torch DeviceMesh, but is a {type(mesh).__name__}")
     names = mesh.mesh_dim_names
@@ -157,14 +161,14 @@ def read(
         )
     given = {name: size for name, size in by_axis(sizes).items() if size is not None}
     shape: dict[str, int] = dict(zip(names, mesh.mesh.shape, strict=True))
-    said = {**shape, "dp": prod(shape[name] for name in parts & set(names))} if parts & set(names) else shape
-    twice = [name for name, size in given.items() if name in said and size not in (-1, said[name])]
+    mesh_sizes = {**shape, "dp": prod(shape[name] for name in parts & set(names))} if parts & set(names) else shape
+    twice = [name for name, size in given.items() if name in mesh_sizes and size not in (-1, mesh_sizes[name])]
     if twice:
         raise InvalidArgumentError(
-            f"the mesh says the sizes of its axes, {', '.join(f'{name}={said[name]}' for name in twice)}, but "
+            f"the mesh says the sizes of its axes, {', '.join(f'{name}={mesh_sizes[name]}' for name in twice)}, but "
             f"{', '.join(f'{name}={given[name]}' for name in twice)} are given as well"
         )
-    given = {name: size for name, size in given.items() if name not in said}
+    given = {name: size for name, size in given.items() if name not in mesh_sizes}
     order = _order_of(mesh, world)
     process_groups = {name: mesh.get_group(name) for name in names if shape[name] > 1}
     cut = [name for name in parts if name in process_groups]
@@ -175,7 +179,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """The dims from the fastest to the slowest, by how far apart in the world neighbours on them are; and `ep`."""
+    """Returns the dims from the fastest to the slowest, with `ep`, by how far apart neighbours on them are."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()
@@ -196,11 +200,11 @@ def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
 
 
 def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
-    """LayoutError unless this rank's group along each dim has the ranks that the mesh and the layout say."""
+    """Raises LayoutError unless this rank's group along each dim has the ranks that the mesh and the layout say."""
     names = mesh.mesh_dim_names or ()
-    here = (mesh.mesh == world.rank).nonzero()[0].tolist()
+    position = (mesh.mesh == world.rank).nonzero()[0].tolist()
     for dim, name in enumerate(names):
-        index = tuple(slice(None) if each == dim else at for each, at in enumerate(here))
+        index = tuple(slice(None) if each == dim else at for each, at in enumerate(position))
         by_mesh = mesh.mesh[index].tolist()
         by_layout = [world.context.ranks[position] for position in layout.group_of(world.rank_in_group, name)]
         by_group = dist.get_process_group_ranks(mesh.get_group(name))

@@ -1,37 +1,59 @@
-"""The groups of one model as an explicit, frozen object: what the singletons of `state` are a view of.
+"""The groups of one model as an explicit, frozen object, and the division of a world into them.
 
-Two models, a draft model or a test can each have theirs in one process. `use()` makes one the current groups,
-so that model code with `get_tp_group()` runs on it (`current` has what that means for threads, tasks and backward).
+The singletons of `state` are a view of a `ParallelGroups`. Two models, a draft model or a test can each have theirs in
+one process. `use()` makes one the current groups, so that model code with `get_tp_group()` runs on it (`current` has
+what that means for threads, tasks and backward). Sizes become a layout, agreed by all ranks, and then this rank's
+groups; nothing here is remembered.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import functools
+import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from device_communicators import limits, settings
 from device_communicators.errors import (
-    AlreadyInitializedError,
     GroupNotInitializedError,
+    InvalidArgumentError,
     LayoutError,
     UsageError,
 )
 from device_communicators.host_calls import OUTSIDE, host_call
-from parallel_state.coordinator import GroupCoordinator, prove
+from device_communicators.liveness.health import FailureDomain
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.groups import mesh
 from parallel_state.groups.current import try_get_current_groups, using
-from parallel_state.layout.axes import AXES
+from parallel_state.layout.axes import (
+    AXES,
+    BY_NAME,
+    DEFAULT_ORDER,
+    RankPicker,
+    by_axis,
+    embedding_ranks,
+    position_embedding_ranks,
+)
 from parallel_state.layout.ranks import Layout
+from parallel_state.layout.resolution import resolve_layout
+from parallel_state.process_groups.agreement import Request, digest
+from parallel_state.process_groups.options import GroupOptions, seconds
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
 class VirtualPipeline:
-    """Several stages on each pipeline rank, in turn: rank 0 of 2 has stages 0 and 2, with `size` 2."""
+    """Holds several stages of each pipeline rank, in turn: rank 0 of 2 has stages 0 and 2, with `size` 2."""
 
     size: int
     """Stages on each rank."""
@@ -44,7 +66,7 @@ class ParallelGroups:
     """This rank's group of each kind that a layout has, and the world they divide."""
 
     layout: Layout
-    """Of positions in `world`, whose global ranks are `world.ranks`."""
+    """The ranks in it are positions in `world`, whose global ranks are `world.ranks`."""
     world: GroupCoordinator
     groups: dict[str, GroupCoordinator]
     """Those that are made, by the name of their axis: `tp`, `dp`, `pp`, …"""
@@ -58,9 +80,9 @@ class ParallelGroups:
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     """The DeviceMeshes that were asked for, by their dims."""
     is_view: bool = False
-    """Whether the groups are another one's, who closes them."""
+    """True if the groups are another one's, which closes them."""
     held: list[Callable[[], None]] = field(default_factory=list)
-    """What `close` gives back beside the groups."""
+    """Gives back what isn't a group; `close` calls each."""
     lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,12 +93,15 @@ class ParallelGroups:
             self._check(group)
 
     def _check(self, group: GroupCoordinator) -> None:
-        """The coordinating process is rank 0 everywhere: what it says on one group, it may say on the others."""
+        """Raises unless the coordinating process is rank 0 here too.
+
+        Whatever it may say on one group, it may say on the others.
+        """
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(f"rank 0 of the world must be rank 0 of every group, but is not in {group!r}")
 
     def get(self, name: str) -> GroupCoordinator:
-        """This rank's group of a kind: `tp`, `ep`, `dp_cp`, …: any row of the axis table that the layout has.
+        """Returns this rank's group of a kind: `tp`, `ep`, `dp_cp`, …: any row of the axis table that the layout has.
 
         One that isn't made yet is made now: then every rank of the group calls it, and where they make several, in
         the same order. Raises LayoutError for a kind that there isn't, GroupNotInitializedError where this rank is in
@@ -88,14 +113,14 @@ class ParallelGroups:
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
-        """As `get`, but None where this rank is in no such group, or the layout has none."""
+        """Returns what `get` does, but None where this rank is in no such group, or the layout has none."""
         group = self.groups.get(name)
         if group is not None:
             return group
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """The global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
+        """Returns the global ranks of this rank's group of a kind, a new list. Makes no group: any rank may ask.
 
         Raises as `get`, but for what happens among ranks.
         """
@@ -132,7 +157,7 @@ class ParallelGroups:
             return group
 
     def warm_up(self) -> None:
-        """A first small all-reduce on each group that is made, which connects its ranks and shows that it works.
+        """Sends a first small all-reduce over each group that is made, which connects its ranks.
 
         Every rank of the world calls it. Raises CommunicationError with the group's name for one that doesn't.
         """
@@ -142,37 +167,40 @@ class ParallelGroups:
 
     @property
     def tp(self) -> GroupCoordinator:
-        """The tensor-parallel group."""
+        """Returns the tensor-parallel group."""
         return self.get("tp")
 
     @property
     def pp(self) -> GroupCoordinator:
-        """The pipeline-parallel group."""
+        """Returns the pipeline-parallel group."""
         return self.get("pp")
 
     @property
     def dp(self) -> GroupCoordinator:
-        """The data-parallel group."""
+        """Returns the data-parallel group."""
         return self.get("dp")
 
     @property
     def rdp(self) -> GroupCoordinator:
-        """fairseq2's replicated data-parallel group: `dp_replicate`; `dp` if no size of it or dp_shard was given."""
+        """Returns fairseq2's replicated data-parallel group: `dp_replicate`.
+
+        It is `dp` if no size of it or dp_shard was given.
+        """
         return self.get("dp_replicate" if self.layout.is_sharded else "dp")
 
     @property
     def sdp(self) -> GroupCoordinator:
-        """fairseq2's sharded data-parallel group: `dp_shard`; this rank alone if no such size was given."""
+        """Returns fairseq2's sharded data-parallel group: `dp_shard`; this rank alone if no such size was given."""
         return self.get("dp_shard" if self.layout.is_sharded else "dp_replicate")
 
     @property
     def root(self) -> GroupCoordinator:
-        """fairseq2's name of `world`."""
+        """Returns `world`, by fairseq2's name."""
         return self.world
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this is rank 0 of the world, and so of all its groups."""
+        """Returns True on rank 0 of the world, which is rank 0 of all its groups."""
         return self.world.rank_in_group == 0
 
     @contextmanager
@@ -204,28 +232,334 @@ class ParallelGroups:
                 stack.callback(group.destroy)
 
 
-_PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
-
-
-@contextmanager
-@host_call(OUTSIDE)
-def patch_tensor_parallel_group(groups: ParallelGroups, tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `groups` with another tp group current, as `use()`; doesn't nest."""
-    if _PATCHED.get():
-        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
-    _PATCHED.set(True)
-    try:
-        patched = {**groups.groups, "tp": tp_group}
-        view = replace(groups, groups=patched, make=lambda name, _: groups.try_get(name), meshes={}, is_view=True)
-        with view.use():
-            yield
-    finally:
-        _PATCHED.set(False)
-
-
 def current_groups() -> ParallelGroups:
-    """As try_get_current_groups; raises GroupNotInitializedError outside of `use()`."""
+    """Returns what try_get_current_groups does; raises GroupNotInitializedError outside of `use()`."""
     groups = try_get_current_groups()
     if groups is None:
         raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")
     return groups
+
+
+logger = logging.getLogger("parallel_state")
+
+_FAILURE_DOMAINS = ("root", "replica")
+
+
+@host_call(OUTSIDE)
+@limits.naming_shortages("create_parallel_groups()")
+def create_parallel_groups(
+    world: GroupCoordinator,
+    sizes: Mapping[str, int | None],
+    order: str | None = None,
+    *,
+    backend: str | None = None,
+    axis_options: Mapping[str, GroupOptions] | None = None,
+    timeout: timedelta | float | None = None,
+    allow_pickle: bool = False,
+    custom_all_reduce: bool = True,
+    eager: bool = False,
+    virtual_pipeline_size: int | None = None,
+    ranks_per_node: int | None = None,
+    get_embedding_ranks: RankPicker | None = None,
+    get_position_embedding_ranks: RankPicker | None = None,
+    device_mesh: DeviceMesh | None = None,
+    failure_domain: str = "root",
+) -> ParallelGroups:
+    """Returns the groups of a layout over `world`, without touching the singletons.
+
+    `world` is the world's group or any other: only its ranks call it then, and the layout is of positions in it; so two
+    models, each on a part of the ranks, have groups of their own. Sizes, order and the other arguments as in
+    initialize_model_parallel. Every rank of `world` calls it alike: ranks that differ get ConfigMismatchError, all of
+    them, before any group is made. Raises LayoutError for sizes that don't fit and InvalidArgumentError for a backend,
+    timeout or option that can't be.
+
+    `world` is the root of these groups: the death of any rank of it fails all of them, and no other death does. With
+    `failure_domain="replica"` a death fails only the groups that touch the data-parallel replica of the dead rank, and
+    `world` itself.
+    """
+    arguments: dict[str, Any] = {**locals()}
+    world.route.check_usable()
+    if world.pool is None:
+        raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
+
+    def resolve() -> tuple[_Division, Request]:
+        if not isinstance(eager, bool):
+            raise InvalidArgumentError(f"eager must be a bool, but is {eager!r}")
+        if failure_domain not in _FAILURE_DOMAINS:
+            raise InvalidArgumentError(
+                f"failure_domain must be one of {', '.join(map(repr, _FAILURE_DOMAINS))}, but is {failure_domain!r}"
+            )
+        given, wanted = sizes, DEFAULT_ORDER if order is None else order
+        adopted: Mapping[str, Any] = {}
+        if device_mesh is not None:
+            if order is not None:
+                raise InvalidArgumentError(f"the mesh says the order of the axes, but order={order!r} is given as well")
+            given, wanted, adopted = mesh.read(device_mesh, world, sizes)
+        layout = resolve_layout(
+            world.world_size,
+            given,
+            wanted,
+            ranks_per_node=ranks_per_node,
+            get_embedding_ranks=get_embedding_ranks,
+            get_position_embedding_ranks=get_position_embedding_ranks,
+        )
+        if device_mesh is not None:
+            mesh.check(device_mesh, layout, world)
+        division = _Division(
+            layout=layout,
+            made=made_at_start(layout, given),
+            options=_options_by_axis(world, layout, backend, axis_options, timeout, adopted),
+            virtual_pipeline=virtual_pipeline(layout, virtual_pipeline_size),
+            eager=eager,
+            allow_pickle=allow_pickle,
+            custom_all_reduce=custom_all_reduce,
+            adopted=adopted,
+            failure_domain=failure_domain,
+        )
+        return division, division.described()
+
+    limit_s = min(world.context.timeout_s, settings.START_TIMEOUT_S.get())
+    division = world.pool.agreement.resolve_and_agree(
+        "parallel groups", world.ranks, resolve, limit_s, world.context.failure_ranks
+    )
+
+    def divide(changed: Mapping[str, int | None]) -> ParallelGroups:
+        return create_parallel_groups(**{**arguments, "sizes": {**by_axis(sizes), **changed}})
+
+    groups = ParallelGroups(
+        division.layout,
+        world,
+        {},
+        division.make,
+        division.virtual_pipeline,
+        divide,
+    )
+    try:
+        kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
+        with world.pool.dividing(world.ranks):
+            for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
+                division.make_at_start(name, groups)
+    except BaseException:
+        groups.close()
+        raise
+    return groups
+
+
+@host_call(OUTSIDE)
+def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
+    """Returns groups like `groups`, whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
+
+    `sdp` is `dp` and `rdp` one rank; with `intra_node_size` (hybrid sharding) `sdp` has so many neighbours of a `dp`
+    group, and `rdp` the ranks with equal shards. Every rank of the world calls it alike, and closes both; groups of
+    equal ranks share a process group. Raises LayoutError for an `intra_node_size` below 2, or that doesn't divide dp.
+    """
+    if groups.divide is None:
+        raise GroupNotInitializedError(f"only groups that this library has divided can be sharded, but not {groups!r}")
+    if intra_node_size is not None and intra_node_size < 2:
+        raise LayoutError(f"intra_node_size must be at least 2, or None for all of dp, but is {intra_node_size!r}")
+    size = groups.layout.size("dp") if intra_node_size is None else intra_node_size
+    return groups.divide({"dp_shard": size, "dp_replicate": None})
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Holds a rank's request, resolved; once all ranks ask for the same, it makes the groups."""
+
+    layout: Layout
+    made: tuple[str, ...]
+    """The kinds of group that are made at start."""
+    options: Mapping[str, GroupOptions]
+    """By kind of group: all that the layout has."""
+    virtual_pipeline: VirtualPipeline | None
+    eager: bool
+    allow_pickle: bool
+    custom_all_reduce: bool
+    adopted: Mapping[str, Any]
+    """Process groups that the caller made."""
+    failure_domain: str
+
+    def described(self) -> dict[str, str]:
+        """Returns what must be the same on all ranks, each part with its name in messages."""
+        layout = self.layout
+        ends = [
+            "as usual" if pick in (embedding_ranks, position_embedding_ranks) else layout.groups(name)
+            for name, (_, pick) in layout.ends.items()
+        ]
+        return {
+            "layout": str(layout),
+            "backends": _each_once(str(options.backend) for options in self.options.values()),
+            "timeout_s": _each_once(str(options.timeout) for options in self.options.values()),
+            "custom_all_reduce": str(self.custom_all_reduce),
+            "eager": str(self.eager),
+            "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
+            "creation strategy": settings.GROUP_CREATION.get(),
+            "adopted groups": ", ".join(self.adopted) or "none",
+            "options of the groups": "; ".join(f"{name}: {options}" for name, options in self.non_default_options()),
+            "embedding ranks": f"{str(ends)[:80]} ({digest(ends)})",
+            "numberings of the ranks": f"{'; '.join(map(str, layout.grids))} ({digest(sorted(layout.spans.items()))})",
+            "groups made at start": ", ".join(self.made),
+            "failure domain": self.failure_domain,
+        }
+
+    def non_default_options(self) -> list[tuple[str, GroupOptions]]:
+        """Returns the options that aren't those of most groups, by name."""
+        kinds = list(self.options.values())
+        usual = max(kinds, key=kinds.count)
+        return sorted((name, options) for name, options in self.options.items() if options != usual)
+
+    def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
+        """Returns this rank's group of a kind that wasn't made at start; None where it is in none.
+
+        Its ranks call it.
+        """
+        world = groups.world
+        ranks = self._ranks(name, groups)
+        if world.route.closed or self.failure_domain == "root":
+            world.route.check_usable()
+        if not ranks or world.pool is None:
+            return None
+        if len(ranks) > 1:
+            request = {"group": name, "options": repr(self.options[name])}
+            domain = self._domain(ranks, groups).ranks
+            world.pool.agreement.agree("a group of one kind", ranks, request, self.options[name].timeout_s, domain)
+        return self._create(name, groups, ranks, everyone=False)
+
+    def make_at_start(self, name: str, groups: ParallelGroups) -> None:
+        """Puts this rank's group into `groups`; all ranks, which agreed to, call it, those in no such group too."""
+        world = groups.world
+        pool = world.pool
+        if pool is None:
+            raise GroupNotInitializedError("a simulated world has no process groups")
+        ranks = self._ranks(name, groups)
+        everyone = world.world_size == pool.world_size and name not in self.adopted
+        if ranks:
+            groups.groups[name] = self._create(name, groups, ranks, everyone)
+        elif everyone:  # strategies that need all ranks need this one
+            root = self._domain(self.layout.groups(name)[0], groups).root  # that of all groups of a kind
+            for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
+                acquired = pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
+                groups.held.append(functools.partial(pool.release, acquired))
+        # Behind the process groups on every rank: both are made by all ranks together.
+        if everyone and not self._is_lazy(name, world):
+            self._divide(name, groups)
+
+    def _is_lazy(self, name: str, world: GroupCoordinator) -> bool:
+        """Returns True if the gloo groups beside the device groups of a kind are made at their first use.
+
+        Not those by which GPUs meet at start; nor where all ranks have to call, as later only the members would.
+        """
+        if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
+            return False
+        return world.device.type != "cuda" or not (self.eager or name in self.made)
+
+    def _divide(self, name: str, groups: ParallelGroups) -> None:
+        """Divides communicators of our own as the world's process group is divided. All ranks call it."""
+        world, own = groups.world, groups.groups.get(name)
+        if world.pool is not None and world.pool.divides(self.options[name]):
+            color = next((at for at, ranks in enumerate(self.layout.groups(name)) if world.rank_in_group in ranks), 0)
+            world.route.divide(None if own is None else own.route, color)
+
+    def _ranks(self, name: str, groups: ParallelGroups) -> list[int]:
+        world = groups.world
+        return [world.context.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
+
+    def _domain(self, ranks: Sequence[int], groups: ParallelGroups) -> FailureDomain:
+        """Returns the ranks whose death fails a group of these ranks: the root's, or its replicas'."""
+        world, pool = groups.world.ranks, groups.world.pool
+        touched = set(world)
+        if self.failure_domain == "replica":
+            replicas = [{world[position] for position in positions} for positions in replicas_of(self.layout)]
+            touched = {rank for replica in replicas if replica & set(ranks) for rank in replica}
+        whole = pool is not None and len(touched) == pool.world_size
+        return FailureDomain(touched, "" if whole else digest((world, self.failure_domain)))
+
+    def _create(self, name: str, groups: ParallelGroups, ranks: list[int], everyone: bool) -> GroupCoordinator:
+        world = groups.world
+        pool = world.pool
+        if pool is None:
+            raise GroupNotInitializedError("a simulated world has no process groups")
+        traits = Traits(
+            device=world.device,
+            local_rank=world.local_rank,
+            options=self.options[name],
+            allow_pickle=self.allow_pickle,
+            custom_all_reduce=self.custom_all_reduce and name == "tp",
+            lazy_cpu_group=self._is_lazy(name, world),
+        )
+        domain = self._domain(ranks, groups)
+        borrowed = [pool.adopt(ranks, traits.options, self.adopted[name], domain.root)] if name in self.adopted else []
+        try:
+            group = create_group(
+                pool,
+                ranks,
+                name,
+                traits,
+                division=(lambda: self.layout.groups(name)) if everyone else None,
+                near=[*borrowed, *(acquired for group in groups.groups.values() for acquired in group.acquired)],
+                domain=domain,
+            )
+        except BaseException:
+            for acquired in borrowed:
+                pool.release(acquired)
+            raise
+        group.acquired.extend(borrowed)
+        return group
+
+
+def replicas_of(layout: Layout) -> list[list[int]]:
+    """Returns the data-parallel replicas; in hybrid sharding, the ranks that hold one copy of the weights."""
+    sharded = layout.size("dp_shard") > 1 and layout.size("dp_replicate") > 1
+    return layout.groups("tp", "cp", "pcp", "pp", *(["dp_shard"] if sharded else []))
+
+
+def made_at_start(layout: Layout, sizes: Mapping[str, int | None]) -> tuple[str, ...]:
+    """Returns the kinds that most programs use or that were given a size; the rest is made at its first use."""
+    given = by_axis(sizes)
+    return tuple(
+        row.name
+        for row in AXES
+        if row.name in layout.names
+        and (row.always_made or (given.get(row.name) not in (None, 1) and layout.size(row.name) > 1))
+    )
+
+
+def _options_by_axis(
+    world: GroupCoordinator,
+    layout: Layout,
+    backend: str | None,
+    axis_options: Mapping[str, GroupOptions] | None,
+    timeout: timedelta | float | None,
+    adopted: Mapping[str, Any],
+) -> dict[str, GroupOptions]:
+    by_name = {} if axis_options is None else axis_options
+    if (
+        not isinstance(by_name, Mapping)
+        or not by_name.keys() <= BY_NAME.keys()
+        or not all(isinstance(options, GroupOptions) for options in by_name.values())
+    ):
+        raise InvalidArgumentError(
+            f"axis_options must map names of groups ({', '.join(BY_NAME)}) to GroupOptions, but is {axis_options!r}"
+        )
+    timeout_s = world.context.timeout_s if timeout is None else seconds(timeout)
+    default = GroupOptions(backend or settings.BACKEND.get()).resolve(world.backend, timeout_s, known=world.backend)
+    options = {}
+    for name in layout.names:
+        own = by_name.get(name, GroupOptions())
+        if name in adopted:
+            own = GroupOptions(str(dist.get_backend(adopted[name])), own.timeout)
+        options[name] = own.resolve(str(default.backend), timeout_s, known=default.backend)
+    return options
+
+
+def virtual_pipeline(layout: Layout, size: int | None) -> VirtualPipeline | None:
+    if size is None:
+        return None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise LayoutError(f"the virtual pipeline size must be a positive integer or None, but is {size!r}")
+    if layout.size("pp") == 1:
+        raise LayoutError(f"virtual pipeline stages need a pipeline-parallel size above 1, but the layout is {layout}")
+    return VirtualPipeline(size)
+
+
+def _each_once(values: Any) -> str:
+    return ", ".join(dict.fromkeys(values))

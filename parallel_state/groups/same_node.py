@@ -20,7 +20,7 @@ _SECRET_BYTES = 32
 
 @host_call(OUTSIDE)
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """For each rank of `pg`, a GroupCoordinator or a gloo ProcessGroup: does it share memory with `source_rank`?
+    """Returns, by rank of `pg`, a GroupCoordinator or a gloo ProcessGroup, True if it shares the source's memory.
 
     Every rank of the group calls it. The source writes a secret into a new segment and tells its name; a rank that
     reads the secret back is on the same host. Where the source can't make a segment, only itself counts.
@@ -35,26 +35,26 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     rank, size = group.rank(), group.size()
     if not 0 <= source_rank < size:
         raise InvalidArgumentError(f"source_rank must be a rank in the group, 0 … {size - 1}, but is {source_rank}")
-    told = torch.zeros(NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
+    announced = torch.zeros(NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
         if rank == source_rank:
             secret = secrets.token_bytes(_SECRET_BYTES)
             segment = _make_segment(secret, stack)
             if segment is not None:
-                told = torch.tensor(list(segment.name.encode() + secret), dtype=torch.uint8)
+                announced = torch.tensor(list(segment.name.encode() + secret), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = source_rank
-        group.broadcast([told], options).wait()
-        content = bytes(told.tolist())
-        here = rank == source_rank or _read_segment(content[:NAME_BYTES]) == content[NAME_BYTES:]
+        group.broadcast([announced], options).wait()
+        content = bytes(announced.tolist())
+        shares_memory = rank == source_rank or _read_segment(content[:NAME_BYTES]) == content[NAME_BYTES:]
         flags = torch.zeros(size, dtype=torch.int32)
-        flags[rank] = int(here)
+        flags[rank] = int(shares_memory)
         group.allreduce([flags], dist.ReduceOp.SUM).wait()  # ends after every rank has looked
         return [flag == 1 for flag in flags.tolist()]
 
 
 def nodes_of(world: GroupCoordinator) -> list[list[int]]:
-    """The ranks of `world` by host, in the order of the hosts' first ranks. Every rank calls it."""
+    """Returns the ranks of `world` by host, in the order of the hosts' first ranks. Every rank calls it."""
     nodes: list[list[int]] = []
     waiting = list(range(world.world_size))
     while waiting:
@@ -65,7 +65,7 @@ def nodes_of(world: GroupCoordinator) -> list[list[int]]:
 
 
 def _make_segment(secret: bytes, stack: contextlib.ExitStack) -> Segment | None:
-    """One with this content, which goes with the stack; None where there can be none."""
+    """Makes a segment with this content, which goes with the stack; returns None if there can be none."""
     try:
         segment = Segment.make()
     except SegmentError:
@@ -79,7 +79,7 @@ def _make_segment(secret: bytes, stack: contextlib.ExitStack) -> Segment | None:
 
 
 def _read_segment(name: bytes) -> bytes:
-    """The segment's content; empty where there is none, or not one of this user's."""
+    """Returns the segment's content; empty if there is none, or not one of this user's."""
     try:
         segment = Segment.open(name.decode(errors="replace"))
     except SegmentError:

@@ -1,12 +1,8 @@
-"""Start N local ranks of a function and return what each of them returned.
+"""Starts N local ranks of a function and returns what each of them returned.
 
-Belongs here: what a launch is given, and what it returns or raises. What does not: the processes (`launch.processes`,
-on torch.distributed.elastic), a worker's life (`launch.worker`), the store where the ranks meet (`launch.store`);
-process groups (`state`), restarts and membership (torchrun's agent), who started *us* (`environment`).
-
-elastic starts the processes and waits for them, but when they are done, and how they are stopped, is ours: its own
-`wait` hangs after a worker's `os._exit(0)`, outlasts its timeout, gives a failed launch a fixed 30 s, and can't tell
-which failure was the first (`launch.processes` has the list).
+Belongs here: what a launch is given, and what it returns or raises. What does not: the processes (`launch.processes`),
+a worker's life (`launch.worker`), the store where the ranks meet (`launch.store`); process groups (`state`), restarts
+and membership (torchrun's agent), who started *us* (`environment`).
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ R = TypeVar("R")
 _CRASH_S = 1.0  # a crash is seen this much later than it was, at most
 _CRASHES = tuple(-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_MOST_FORKED = 125  # a fork server passes less than 256 descriptors, of which a rank needs two
 _OWN_VARIABLES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
@@ -47,7 +42,7 @@ _OWN_VARIABLES = {
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What `launch` starts; it raises `InvalidArgumentError` for values that can't work."""
+    """Says what `launch` starts; raises `InvalidArgumentError` for values that can't work."""
 
     nproc: int | None = None  # ranks to start here, whatever the world; None: one per visible accelerator, else 1
     world_size: int | None = None  # None: nproc
@@ -91,7 +86,7 @@ def launch(
     config: LaunchConfig | None = None,
     **options: Any,
 ) -> list[R]:
-    """Call `fn(*args, **kwargs)` in `nproc` processes and return their results in rank order.
+    """Calls `fn(*args, **kwargs)` in `nproc` processes and returns their results in rank order.
 
     `options` are fields of `LaunchConfig`; they go before those of `config`, which stays as it is. Each worker finds
     the environment that torchrun would give it (RANK, …, and OMP_NUM_THREADS=1 beside others), so a plain
@@ -136,7 +131,7 @@ def launch(
 
 
 def _resolved(config: LaunchConfig) -> LaunchConfig:
-    """A copy with `nproc` and `world_size` filled in. Raises for what can't work."""
+    """Returns a copy with `nproc` and `world_size` filled in. Raises for what can't work."""
     nproc = config.nproc if config.nproc is not None else torch.accelerator.device_count() or 1
     world = config.world_size if config.world_size is not None else nproc
     last = world - nproc
@@ -154,8 +149,6 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
         (config.secret_file is None or config.hosts_store, "secret_file must come without an init_method"),
         (config.start_method in ("forkserver", "spawn"),
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
-        (nproc <= _MOST_FORKED or config.start_method == "spawn",
-         f"nproc must be at most {_MOST_FORKED} with start_method 'forkserver', but is {nproc}; 'spawn' has no limit"),
         (config.timeout is None or config.timeout > 0, f"timeout must be positive, but is {config.timeout}"),
         (config.grace >= 0, f"grace must not be negative, but is {config.grace}"),
         (config.log_level in (None, *_LEVELS), f"log_level must be one of {_LEVELS}, but is {config.log_level!r}"),
@@ -179,7 +172,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 def _run_ranks(
     content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
 ) -> list[Any]:
-    from parallel_state.launch.processes import Ranks, signals_raise  # brings elastic, which most programs don't need
+    from parallel_state.launch.processes import Ranks, signals_raise
 
     inherited = dict(os.environ)
     if len(environs) > 1:
@@ -187,7 +180,7 @@ def _run_ranks(
     environs = [{**inherited, **environ} for environ in environs]
     with signals_raise(), Ranks(content, secret, config, environs, deadline) as processes:
         processes.start()
-        processes.wait(period=0)  # it polls, and a poll takes its time
+        processes.wait()
         running, stopped_at = processes.running(), time.monotonic()
         processes.close()
         _raise_failure(processes.ranks, running, stopped_at, config)
@@ -195,7 +188,7 @@ def _run_ranks(
 
 
 def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, config: LaunchConfig) -> None:
-    """Raise for the first failure in time; for the deadline where nobody failed; return where all is well."""
+    """Raises for the first failure in time; for the deadline where nobody failed; returns where all is well."""
     failures: list[_Failure] = []
     for rank in ranks:
         report = rank.report()
@@ -217,14 +210,14 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
         )
     failures.sort(key=lambda failure: failure[0])
     _blamed_first(failures)
-    (_, first, told), *later = failures
-    if told is not None and told.kind == "interrupted":
+    (_, first, report_of_first), *later = failures
+    if report_of_first is not None and report_of_first.kind == "interrupted":
         raise KeyboardInterrupt
     text = f"{first.explain()} (world size {config.world_size})"
     if later:
         text += "\nlater failures: " + "; ".join(rank.explain()[:200] for _, rank, _ in later)
-    where = told.text if told is not None else first.stacks()
-    exit_code = told.exit_code if told is not None else first.exit_code
+    where = report_of_first.text if report_of_first is not None else first.stacks()
+    exit_code = report_of_first.exit_code if report_of_first is not None else first.exit_code
     raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 

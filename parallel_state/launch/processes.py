@@ -1,14 +1,11 @@
-"""The processes of a launch: started by torch.distributed.elastic, watched and stopped by the rules of `launch`.
+"""The processes of a launch: started by multiprocessing, watched and stopped by the rules of `launch`.
 
-Belongs here: `Ranks`, which is elastic's `MultiprocessContext` with a `_poll` and a `_close` of its own, what the
-launcher knows of each process, signals to the launcher, and the fork server. What does not: what a worker does
-(`launch.worker`), and which failure is raised (`launch`).
+Belongs here: what the launcher knows of each process, signals to the launcher, and the fork server. What does not: what
+a worker does (`launch.worker`), and which failure is raised (`launch`).
 
-Why elastic's own `wait` is not used as it is (measured with torch 2.13; the code of 2.15 is the same):
-- it never returns after a worker's `os._exit(0)`, and outlasts its timeout while a worker is exiting;
-- its grace after SIGTERM is fixed at 30 s;
-- a failure's time is in whole seconds, so that the first failure can't be told from what it did to the others;
-- its signal handlers stay installed in the caller, also over an ignored SIGHUP (nohup), and its directory in /tmp.
+torch.distributed.elastic would start them, too, but its `wait` never returns after a worker's `os._exit(0)`, outlasts
+its timeout while a worker is exiting, gives 30 s after SIGTERM whatever was asked for, and knows the time of a failure
+in whole seconds, so that the first failure can't be told from what it did to the others (torch 2.13 to 2.15).
 """
 
 from __future__ import annotations
@@ -26,14 +23,6 @@ from multiprocessing import connection, forkserver, resource_tracker
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.multiprocessing.api import (
-    DefaultLogsSpecs,
-    MultiprocessContext,
-    PContext,
-    RunProcsResult,
-    SignalException,
-)
-
 from device_communicators import limits
 from device_communicators.errors import LaunchError
 from parallel_state.launch.worker import EXIT_S, REPORT_BYTES, Inherited, Report, Start, read_report, read_result, work
@@ -46,8 +35,13 @@ _SETTLE_S = 0.3  # after the first failure, for the others to report theirs
 _INTERRUPT_S = 0.8  # after Ctrl-C, for what the function does about a KeyboardInterrupt
 _START_DESCRIPTORS = 8  # for the fork server, the resource tracker and what starts them
 _CUT_S = 1.0  # for processes to die by the leash
-_AT_INIT = ("parallel_state.world", "parallel_state.messages.transports", "device_communicators.cpu.host_memory")
-"""Of ours, what `import parallel_state` leaves out and every rank imports when it meets the others."""
+_AT_INIT = (
+    "parallel_state.launch.worker",
+    "parallel_state.world",
+    "parallel_state.messages.transports",
+    "device_communicators.cpu.host_memory",
+)
+"""Modules that `import parallel_state` leaves out and every rank imports when it meets the others."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
@@ -55,7 +49,7 @@ _HINT = (
 
 
 def _nameless_file() -> Any:
-    """A file of memory where there are such, as /tmp may be full, with room for a report as yet."""
+    """Opens a file in memory where there are such, as /tmp may be full, with room for a report as yet."""
     file: Any = None
     if hasattr(os, "memfd_create"):
         with suppress(PermissionError, NotImplementedError):  # in a sandbox
@@ -104,7 +98,7 @@ class Rank:
         return self.exit_code != 0 or report is None or report.kind != "result"
 
     def explain(self) -> str:
-        """What went wrong, in one line."""
+        """Returns what went wrong, in one line."""
         report, code = self.report(), self.exit_code or 0
         names = {number.value: number.name for number in signal.Signals}
         how = f"signal {-code} ({names.get(-code, 'unnamed')})" if code < 0 else f"exit code {code}"
@@ -119,72 +113,46 @@ class Rank:
         return f"{who} ended with {how} before the function returned{hint}"
 
 
-class Ranks(MultiprocessContext):
-    """elastic's context for a function, with reports instead of its queues.
-
-    All that is private to elastic and used here, the same in torch 2.13 and 2.15:
-    - `_start`, `_poll` and `_close`, the methods that each context of elastic gives to `start`, `wait` and `close`;
-    - `_pc.processes`, as `pids()` has no exit codes, and nothing to wait for;
-    - what its constructor sets, which isn't called: its queues and its event take two descriptors a rank, their
-      semaphores a place in /dev/shm, which may be full, where they stay when all is killed at once, and setting the
-      event after a worker died deadlocks. Workers get and use both after the function, so something stands for them.
-    """
+class Ranks:
+    """All processes of a launch on this host; none of them outlives the `with` block, whatever ends it."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
     ) -> None:
         self.ranks = [Rank(rank, f"{config.name}-{rank}") for rank in (int(environ["RANK"]) for environ in environs)]
+        self._content, self._secret, self._environs = content, secret, environs
+        self._start_method = config.start_method
         self._deadline = deadline
         self._grace = config.grace
         self._failed = False
+        self._all_started = False
         end, leash = os.pipe()
         self._leash_end, self._leash = os.fdopen(end, "rb", 0), os.fdopen(leash, "wb", 0)
-        start = Start(
-            content,
-            [rank.name for rank in self.ranks],
-            environs,
-            secret,
-            Inherited(self._leash_end.fileno()),
-            [Inherited(rank.records.fileno()) for rank in self.ranks],
-            [Inherited(rank.stacks_file.fileno()) for rank in self.ranks],
-        )
-        PContext.__init__(
-            self,
-            name=config.name,
-            entrypoint=work,
-            args={index: (start, index) for index in range(len(environs))},
-            envs=dict(enumerate(environs)),
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # no directory, and no error files
-        )
-        nothing: Any = _Nothing()
-        self.start_method = config.start_method
-        self._ret_vals = dict.fromkeys(range(self.nprocs), nothing)
-        self._worker_finished_event = nothing
-        self._return_values: dict[int, Any] = {}
-        self._pc = None
-        self._numa_options = None
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """None of the processes outlives the block, whatever ended it."""
-        received = signal.SIGINT if isinstance(error, KeyboardInterrupt) else None
+        received = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
         try:
-            self.close(error.sigval if isinstance(error, SignalException) else received)
+            self.close(error.received if isinstance(error, _SignalReceived) else received)
         finally:
             self.release()
 
     def start(self) -> None:
-        """As elastic's, but signal handlers are left to `signals_raise`."""
-        self._start()
-
-    def _start(self) -> None:
+        """Starts the processes. Raises LaunchError where one can't be."""
+        context = multiprocessing.get_context(self._start_method)
         try:
             self._check_descriptors()
-            if self.start_method == "forkserver":
+            if self._start_method == "forkserver":
                 start_fork_server()
-            super()._start()
+            for rank, environ in zip(self.ranks, self._environs, strict=True):
+                files = (Inherited(file.fileno()) for file in (self._leash_end, rank.records, rank.stacks_file))
+                start = Start(self._content, rank.name, environ, self._secret, *files)
+                process = context.Process(target=work, args=(start,), name=rank.name)  # type: ignore[attr-defined]
+                process.start()
+                rank.process = process
+            self._all_started = True
         except (OSError, EOFError, ValueError) as error:
             first, last = self.ranks[0].rank, self.ranks[-1].rank
             why = limits.shortage(error) or f"{_HINT}; or it met a limit: {limits.in_force()}"
@@ -193,50 +161,41 @@ class Ranks(MultiprocessContext):
             ) from error
         finally:
             self._leash_end.close()
-        for rank, process in zip(self.ranks, self._processes(), strict=True):
-            rank.process = process
 
     def _check_descriptors(self) -> None:
         """Raises OSError where a start would run out of them: amid it the fork server would end with a traceback."""
-        each = 2 if self.start_method == "forkserver" else 5
+        each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
-            for _ in range(_START_DESCRIPTORS + each * self.nprocs):
+            for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
-    def _processes(self) -> list[Any]:
-        return list(self._pc.processes) if self._pc is not None else []
-
-    def _poll(self) -> RunProcsResult | None:
-        """Wait for an end, for a moment; not None where all have ended, one has failed, or the deadline has passed."""
-        running = self.running()
-        left = self._deadline - time.monotonic()
-        if not running or left <= 0:
-            return RunProcsResult()  # `ranks` have the rest
-        connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
-        now = time.monotonic()
-        ended = [rank for rank in running if rank.exit_code is not None]
-        for rank in ended:
-            rank.ended = now
-        if not self._failed and (failed := [rank for rank in ended if rank.failed]):
-            report = failed[0].report()
-            interrupted = report is not None and report.kind == "interrupted"
-            self._failed = True
-            self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
-        return None
+    def wait(self) -> None:
+        """Waits until all have ended, the deadline has passed, or, a moment after a failure, others had time to end."""
+        while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
+            connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
+            now = time.monotonic()
+            ended = [rank for rank in running if rank.exit_code is not None]
+            for rank in ended:
+                rank.ended = now
+            if not self._failed and (failed := [rank for rank in ended if rank.failed]):
+                report = failed[0].report()
+                interrupted = report is not None and report.kind == "interrupted"
+                self._failed = True
+                self._deadline = min(self._deadline, now + (_INTERRUPT_S if interrupted else _SETTLE_S))
 
     def running(self) -> list[Rank]:
-        """Those whose end `wait` has not seen."""
+        """Returns those whose end `wait` has not seen."""
         return [rank for rank in self.ranks if rank.ended is None]
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        """Stop those that run: the signal, the launch's grace instead of elastic's `timeout`, and SIGKILL."""
+    def close(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Stops those that run: by this signal, and after the launch's grace by SIGKILL."""
         try:
-            if death_sig == signal.SIGINT:
+            if number == signal.SIGINT:
                 self._all_end_within(_INTERRUPT_S)  # a terminal's Ctrl-C went to all: a second one breaks into cleanup
                 self._send(signal.SIGINT)
                 self._all_end_within(_INTERRUPT_S)  # native code does not heed it
-                death_sig = signal.SIGTERM
-            self._send(death_sig)
+                number = signal.SIGTERM
+            self._send(number)
             self._all_end_within(self._grace)
         finally:  # at once when a signal comes again
             self._send(signal.SIGKILL)
@@ -254,8 +213,8 @@ class Ranks(MultiprocessContext):
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Cut the leash, and close all files: whatever became of the processes, they end now."""
-        if self._pc is None:  # the start was broken off: who holds the other end is known to the kernel alone
+        """Cuts the leash, and closes all files: whatever became of the processes, they end now."""
+        if not self._all_started:  # the start was broken off: who holds the other end is known to the kernel alone
             self._leash_end.close()
             with suppress(BrokenPipeError):  # nobody
                 self._leash.write(b"\0")
@@ -263,27 +222,27 @@ class Ranks(MultiprocessContext):
             other_end.register(self._leash, 0)  # an error, which needs no asking, is: nobody holds it
             other_end.poll(_CUT_S * 1000)
         self._leash.close()
-        for process in self._processes():
-            with suppress(ValueError):  # the kernel can't end it
-                process.close()
         for rank in self.ranks:
+            if rank.process is not None:
+                with suppress(ValueError):  # the kernel can't end it
+                    rank.process.close()
             rank.records.close()
             rank.stacks_file.close()
 
 
-class _Nothing:
-    """Stands for elastic's queues and event in a worker, which has reported before it comes to them."""
+class _SignalReceived(Exception):
+    """The launcher got a signal that would have ended it."""
 
-    def put(self, value: object) -> None: ...
-
-    def wait(self) -> None: ...
+    def __init__(self, received: signal.Signals) -> None:
+        super().__init__(f"the launcher got {received.name}")
+        self.received = received
 
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Let a signal that would end the launcher stop the ranks first; then it ends the launcher.
+    """Lets a signal that would end the launcher stop the ranks first; then it ends the launcher.
 
-    Raises elastic's `SignalException` inside of the block. A handler of the program, an ignored signal (nohup), and
+    Raises within the block. A handler of the program, an ignored signal (nohup), and
     SIGINT, which is Python's KeyboardInterrupt already, stay as they are.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -296,8 +255,8 @@ def signals_raise() -> Iterator[None]:
         for number in ours:
             signal.signal(number, _raise_signal)
         yield
-    except SignalException as caught:
-        received = caught.sigval
+    except _SignalReceived as caught:
+        received = caught.received
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
@@ -307,13 +266,12 @@ def signals_raise() -> Iterator[None]:
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
-    received = signal.Signals(number)
-    raise SignalException(f"the launcher got {received.name}", received)
+    raise _SignalReceived(signal.Signals(number))
 
 
 def start_fork_server() -> None:
-    """Let a fork server import torch and us once, instead of each worker, unless the program has its own list."""
-    ours = ["__main__", "torch.distributed.elastic.multiprocessing.api", *_AT_INIT, "parallel_state.launch.preload"]
+    """Lets a fork server import torch and us once, instead of each worker, unless the program has its own list."""
+    ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)
     here, nearer = os.path.dirname(os.path.dirname(__file__)), os.path.join(os.getcwd(), "parallel_state")
     found = not os.path.exists(nearer) or os.path.samefile(here, nearer)  # it looks into the working directory first

@@ -1,4 +1,4 @@
-"""Where the ranks meet: the store that `launch` hosts on the node of rank offset 0, and what leads to it.
+"""The store that `launch` hosts on the node of rank offset 0, where the ranks meet, and what leads to it.
 
 Belongs here: its address, port and secret, and who may leave when. What does not: the processes (`launch.processes`),
 how a rank finds the store (`rendezvous`), and what it is (`store.server`). Several nodes without a common secret meet
@@ -40,7 +40,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # tells torch's env:// that rank 0
 
 @contextmanager
 def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[str, str], bytes]]:
-    """Yield the variables that lead to a store, which the node of rank_offset 0 hosts, and its secret.
+    """Yields the variables that lead to a store, which the node of rank_offset 0 hosts, and its secret.
 
     It binds the port itself: nobody can take it between a probe and its use, nothing but the given address listens
     (a TCPStore that binds listens on all of them), and the store outlives rank 0. Without a secret it is torch's.
@@ -76,7 +76,7 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
 
 
 def read_secret(path: str) -> bytes:
-    """Made of what the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
+    """Returns what the nodes of a job share; InvalidArgumentError for a file that others could have read or written."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -127,7 +127,7 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """The node that hosts the store stays until the ranks of all nodes are done with it."""
+    """Keeps the node that hosts the store until the ranks of all nodes are done with it."""
     done, world = 0, config.world_size or 1
     try:
         done = store.add("parallel_state/launch/done", config.nproc)

@@ -1,4 +1,4 @@
-"""What runs in a process that `launch` started, and what it tells the launcher.
+"""The life of a process that `launch` started, and its reports to the launcher.
 
 Belongs here: a worker's life from its first line to its report, and the file that holds the report. What does not:
 starting, watching and stopping it (`launch.processes`).
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, reduction
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,7 @@ import torch
 
 from device_communicators import limits, settings
 from device_communicators.errors import InvalidArgumentError, LaunchError
-from parallel_state.store.client import HANDED, ControlStore
+from parallel_state.store.client import JOB_STORE, ControlStore
 from parallel_state.torch_internals import find_stores_by
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
 
 
 class Inherited:
-    """A file descriptor that goes along to a worker."""
+    """Takes a file descriptor along to a worker."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -59,15 +59,15 @@ def _inherit(handle: Any) -> Inherited:
 
 @dataclass(frozen=True)
 class Start:
-    """What all workers of a launch are started with; elastic sends each of them the arguments of all."""
+    """Holds what a worker is started with."""
 
     content: bytes  # a pickled Call, for the import of its modules to fail in `work`
-    names: list[str]
-    environs: list[dict[str, str]]
+    name: str
+    environ: dict[str, str]
     secret: bytes = field(repr=False)  # of the job's store; empty: torch's store, which has none
     leash: Inherited
-    records: list[Inherited]
-    stacks: list[Inherited]
+    records: Inherited
+    stacks: Inherited
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Report:
 
 
 def read_report(fd: int) -> Report | None:
-    """None where the worker ended before its first report, or within one."""
+    """Returns a worker's last report; None if it ended before its first, or within one."""
     try:
         return next(_read(fd))
     except (EOFError, pickle.UnpicklingError):
@@ -184,7 +184,7 @@ class Call:
 
 
 def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
-    """Run the only rank in this process, whose environment comes back afterwards."""
+    """Runs the only rank in this process, whose environment comes back afterwards."""
     before = dict(os.environ)
     os.environ.update(environ)
     _take_secret(secret)
@@ -198,22 +198,22 @@ def run_inline(call: Call, environ: Mapping[str, str], secret: bytes) -> Any:
         raise LaunchError(f"rank 0, in this process, raised {type(error).__name__}: {error}", rank=0) from error
     finally:
         root.handlers, root.level = logging_before
-        HANDED.put(None)
+        JOB_STORE.put(None)
         find_stores_by(None)
         _keep_variables(before)
         os.environ.update(before)
 
 
-def work(start: Start, index: int) -> None:
-    """A worker's main function; elastic has set its variables."""
-    _die_with_launcher(start.leash.fd, start.names[index])
-    records, stacks = _keep_own(start.records, index), _keep_own(start.stacks, index)
+def work(start: Start) -> None:
+    """Runs a worker from its first line to its report."""
+    _die_with_launcher(start.leash.fd, start.name)
+    records, stacks, environ = start.records.fd, start.stacks.fd, start.environ
     _write(records, Report("running"))
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, chain=True)  # where a rank was that had to be stopped
-    environ = start.environs[index]
     try:
         _keep_variables(environ)  # a fork server's own are as old as the first launch
+        os.environ.update(environ)
         threads = environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads):
             torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago
@@ -221,7 +221,7 @@ def work(start: Start, index: int) -> None:
         call: Call = pickle.loads(start.content)
         _log_as_rank(call.config, environ["RANK"])
         _write_result(records, environ["RANK"], call.run(inline=False))
-    except BaseException as error:  # nothing is left for elastic's `record`, whose times are whole seconds
+    except BaseException as error:
         failure = _error_report(error)
         _write(records, failure)
         faulthandler.dump_traceback_later(EXIT_S, file=stacks, exit=True)
@@ -241,12 +241,12 @@ def _take_secret(secret: bytes) -> None:
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    HANDED.put(ControlStore(address, secret, settings.START_TIMEOUT_S.get()))
-    find_stores_by(HANDED.try_get)
+    JOB_STORE.put(ControlStore(address, secret, settings.START_TIMEOUT_S.get()))
+    find_stores_by(JOB_STORE.try_get)
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Let the kernel kill this process when its parent or the launcher is gone, whoever holds the GIL."""
+    """Lets the kernel kill this process when its parent or the launcher is gone, whoever holds the GIL."""
     multiprocessing.current_process().name = name
     if sys.platform != "linux":
         threading.Thread(target=_end_with, args=(leash,), daemon=True, name="parallel_state-leash").start()
@@ -271,14 +271,6 @@ def _end_with(leash: int) -> None:
     poll.register(leash, select.POLLIN)
     poll.poll()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _keep_own(files: Iterable[Inherited], index: int) -> int:
-    """Close the other ranks' files, and return one's own."""
-    fds = [file.fd for file in files]
-    for fd in fds[:index] + fds[index + 1 :]:
-        os.close(fd)
-    return fds[index]
 
 
 def _keep_variables(environ: Mapping[str, str]) -> None:

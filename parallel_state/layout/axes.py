@@ -31,13 +31,13 @@ class Axis:
     within: str | None = None
     """The axis that it divides."""
     experts: bool = False
-    """Whether it belongs to the numbering of the layers with experts."""
+    """True if it belongs to the numbering of the layers with experts."""
     cuts_sequence: bool = False
-    """Whether the ranks along it hold parts of one sequence: expert layers take them for data-parallel ones."""
+    """True if the ranks along it hold parts of one sequence: expert layers take them for data-parallel ones."""
     ends_of: str | None = None
     """The row whose groups it takes some ranks from."""
     always_made: bool = False
-    """Whether initialize_model_parallel makes it whatever its size; else if its size was given and isn't 1."""
+    """True if initialize_model_parallel makes it whatever its size; else if its size was given and isn't 1."""
 
 
 AXES = (
@@ -129,12 +129,12 @@ DEFAULT_ORDER = PRESETS["megatron"].order
 
 
 def embedding_ranks(pipeline: list[int]) -> list[int]:
-    """First and last stage of a pipeline's ranks."""
+    """Returns first and last stage of a pipeline's ranks."""
     return [pipeline[0], pipeline[-1]]
 
 
 def position_embedding_ranks(pipeline: list[int]) -> list[int]:
-    """The first stage of a pipeline's ranks."""
+    """Returns the first stage of a pipeline's ranks."""
     return [pipeline[0]]
 
 
@@ -174,7 +174,10 @@ def other_sizes_by_name(function: _Function) -> _Function:
 
 
 def by_axis(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Sizes by axis name, from names of axes or of arguments; InvalidArgumentError for one that nobody knows."""
+    """Returns sizes by axis name, from names of axes or of arguments.
+
+    Raises InvalidArgumentError for one that nobody knows.
+    """
     if not isinstance(sizes, Mapping):
         raise InvalidArgumentError(f"the sizes must map axes to numbers of ranks, but are {sizes!r}")
     found: dict[str, int | None] = {}

@@ -30,7 +30,7 @@ class Grid:
 
     @classmethod
     def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
-        """The grid of `world_size` ranks. One size may be None or -1: it becomes the rest.
+        """Returns the grid of `world_size` ranks. One size may be None or -1: it becomes the rest.
 
         `order` names every axis once, fastest first, joined by `-` (`"tp-dp-pp"`); axes of size 1 may be left out.
         Raises LayoutError for a size below 1, a product that isn't the world, an order with a missing or unknown axis.
@@ -42,24 +42,24 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return prod(size for _, size in self.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes, fastest first."""
+        """Returns the axes, fastest first."""
         return tuple(name for name, _ in self.axes)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks that these axes span; 1 for one that the grid doesn't name."""
+        """Returns the number of ranks that these axes span; 1 for one that the grid doesn't name."""
         return prod(size for name, size in self.axes if name in axes)
 
     def stride(self, axis: str) -> int:
-        """By how much the rank grows from one position on `axis` to the next."""
+        """Returns by how much the rank grows from one position on `axis` to the next."""
         return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """`rank`'s position on each axis."""
+        """Returns `rank`'s position on each axis."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in 0 … {self.world_size - 1}, but is {rank}")
         position = {}
@@ -68,7 +68,7 @@ class Grid:
         return position
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at `coordinates`; an axis left out counts as 0."""
+        """Returns the rank at `coordinates`; an axis left out counts as 0."""
         for name, index in coordinates.items():
             if not 0 <= index < self.size(name):
                 raise LayoutError(
@@ -82,7 +82,7 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group that spans `axes`: ranks that differ in these axes only, each list in ascending order.
+        """Returns every group that spans `axes`: ranks that differ in these axes only, each list in ascending order.
 
         The lists come in the order of their first ranks, the same on every rank; together they are the world.
         """
@@ -91,13 +91,13 @@ class Grid:
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The one of `groups(*axes)` that `rank` is in."""
+        """Returns the one of `groups(*axes)` that `rank` is in."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
         return [start + offset for offset in self.offsets([name for name in self.names if name in axes])]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """What is added to a rank at 0 of all `names` to reach the others along them, in ascending order."""
+        """Returns what is added to a rank at 0 of all `names` to reach the others along them, in ascending order."""
         offsets, stride = [0], 1
         for name, size in self.axes:  # each step is further than all before it, so the order stays ascending
             if name in names and size > 1:
@@ -118,7 +118,7 @@ class Layout:
     """
 
     grids: tuple[Grid, ...]
-    """Of the same ranks; where an axis is in several, the first counts."""
+    """Numberings of the same ranks; where an axis is in several, the first counts."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of a group -> the axes that it spans, for those that aren't an axis themselves."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
@@ -129,23 +129,23 @@ class Layout:
     """Name of a group that this layout doesn't have -> why."""
     rank_offset: int = 0
     is_sharded: bool = False
-    """Whether the data-parallel ranks were divided into shards and replicas by a size that was given."""
+    """True if the data-parallel ranks were divided into shards and replicas by a size that was given."""
     title: str = ""
     """The sizes in words, for messages; the first grid's if empty."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Returns the number of ranks."""
         return self.grids[0].world_size
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Every kind of group that there is."""
+        """Returns every kind of group that there is."""
         axes = dict.fromkeys(name for grid in self.grids for name in grid.names if "/" not in name)
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """How many ranks such a group has; the largest where they differ."""
+        """Returns how many ranks such a group has; the largest if they differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -155,24 +155,24 @@ class Layout:
         return grid.size(*axes)
 
     def axes_of(self, *names: str) -> tuple[str, ...]:
-        """The axes that such a group spans, fastest first."""
+        """Returns the axes that such a group spans, fastest first."""
         grid, axes = self._find(names)
         return tuple(name for name in grid.names if name in axes)
 
     def grid_of(self, *names: str) -> Grid:
-        """The grid in which such a group is found."""
+        """Returns the grid in which such a group is found."""
         return self._find(names)[0]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """`rank`'s position on each axis of the first grid."""
+        """Returns `rank`'s position on each axis of the first grid."""
         return self.grids[0].coordinates(self._local(rank))
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The global rank at `coordinates` on axes of the first grid; an axis left out counts as 0."""
+        """Returns the global rank at `coordinates` on axes of the first grid; an axis left out counts as 0."""
         return self.grids[0].rank_at(coordinates) + self.rank_offset
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Every group that spans `names`: ascending lists of ranks, in the order of their first ranks.
+        """Returns every group that spans `names`: ascending lists of ranks, in the order of their first ranks.
 
         Together they are the world, but for those at the ends of others (`embedding`).
         """
@@ -188,7 +188,10 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """The one of `groups(*names)` that `rank` is in; empty if in none, as of `embedding` for a middle stage."""
+        """Returns the one of `groups(*names)` that `rank` is in.
+
+        It is empty if in none, as of `embedding` for a middle stage.
+        """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))
@@ -236,14 +239,14 @@ def _picked(name: str, pick: Callable[[list[int]], Sequence[int]], ranks: list[i
 
 
 def split_order(order: object) -> list[str]:
-    """The axes that an order names; LayoutError for what is no str."""
+    """Returns the axes that an order names; LayoutError for what is no str."""
     if not isinstance(order, str):
         raise LayoutError(f"order must be a str of axes joined by '-', such as 'tp-dp-pp', but is {order!r}")
     return order.split("-") if order else []
 
 
 def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-    """LayoutError unless `names` has each axis of `sizes` with more than one rank, once, and no other."""
+    """Raises LayoutError unless `names` has each axis of `sizes` with more than one rank, once, and no other."""
     unknown = [name for name in names if name not in sizes]
     doubled = {name for name in names if names.count(name) > 1}
     missing = [name for name, size in sizes.items() if size > 1 and name not in names]
@@ -260,7 +263,7 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """All sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
+    """Returns all sizes, the one that is None or -1 as the rest; LayoutError where their product isn't the world."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise LayoutError(f"the world size must be at least 1, but is {world_size!r}")
     open_axes = [name for name, size in sizes.items() if size is None or size == -1]
@@ -289,7 +292,7 @@ def fill_in_rest(world_size: int, sizes: Mapping[str, int | None]) -> dict[str, 
 
 
 def check_size(name: str, size: object) -> None:
-    """LayoutError unless `size` is a positive int."""
+    """Raises LayoutError unless `size` is a positive int."""
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise LayoutError(f"the size of axis {name!r} must be a positive integer, or -1 for the rest, but is {size!r}")
 
@@ -300,7 +303,10 @@ def divisors(number: int) -> list[int]:
 
 
 def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None:
-    """LayoutError unless the lists hold each rank of the world once, InvalidArgumentError where one isn't ascending."""
+    """Raises LayoutError unless the lists hold each rank of the world once.
+
+    Raises InvalidArgumentError where one isn't ascending.
+    """
     listed = Counter(rank for ranks in rank_lists for rank in ranks)
     problems = {
         "miss": [rank for rank in range(world_size) if rank not in listed],
@@ -320,7 +326,7 @@ def check_division(rank_lists: Sequence[Sequence[int]], world_size: int) -> None
 
 
 def position_in(ranks: Iterable[Sequence[int]], rank: int) -> int:
-    """Index of the list that `rank` is in; LayoutError if it is in none or in two."""
+    """Returns the index of the list that `rank` is in; LayoutError if it is in none or in two."""
     found = [index for index, group in enumerate(ranks) if rank in group]
     if len(found) != 1:
         where = "none" if not found else f"{len(found)} of them"

@@ -43,7 +43,7 @@ def resolve_layout(
     get_embedding_ranks: RankPicker | None = None,
     get_position_embedding_ranks: RankPicker | None = None,
 ) -> Layout:
-    """The layout of `world_size` ranks from `rank_offset` on.
+    """Returns the layout of `world_size` ranks from `rank_offset` on.
 
     `sizes` by axis or argument name; -1 takes the rest. One that is left out (or None) is 1, but `dp`, which is the
     rest unless another size is -1, and `etp`, which is `tp`. `dp` = `dp_shard` · `dp_replicate`: either follows from
@@ -114,7 +114,7 @@ def resolve_layout(
 
 
 def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, int]:
-    """The sizes of the dense axes, whose product is the world."""
+    """Returns the sizes of the dense axes, whose product is the world."""
     parts = ("dp_shard", "dp_replicate")
     shard, replicate = (_given(given.get(name), name) for name in parts)
     open_parts = _open_sizes(given, parts)
@@ -140,7 +140,7 @@ def _dense_sizes(world_size: int, given: Mapping[str, int | None]) -> dict[str, 
 
 
 def _open_sizes(given: Mapping[str, int | None], names: Sequence[str]) -> list[str]:
-    """Which of two sizes is -1, so that it takes what the other one leaves."""
+    """Returns which of two sizes is -1, so that it takes what the other one leaves."""
     found = [name for name in names if given.get(name) == -1]
     if len(found) > 1:
         raise LayoutError(f"at most one size may be left open, but {' and '.join(map(repr, found))} are")
@@ -165,7 +165,7 @@ def _given(size: int | None, name: str) -> int | None:
 
 
 def _grid(order: Sequence[str], sizes: Mapping[str, int]) -> Grid:
-    """In this order; what it leaves out has one rank, and so no place."""
+    """Returns the grid in this order; an axis that it leaves out has one rank, and so no place."""
     names = [name for name in order if name in sizes]
     return Grid(tuple((name, sizes[name]) for name in dict.fromkeys([*names, *sizes])))
 
@@ -182,7 +182,7 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """How the layers with experts number the ranks; the reason why they can't, where nobody asked for experts."""
+    """Returns how layers with experts number the ranks; the reason why they can't, if nobody asked for experts."""
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:
         sizes = {name: dense.size(name) for name in _DENSE if not BY_NAME[name].cuts_sequence}
@@ -226,7 +226,7 @@ def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
-    """A stage's dense and expert layers are on the same ranks: Megatron refuses what would part them."""
+    """Raises unless a stage's dense and expert layers are on the same ranks, which Megatron refuses to part."""
     if dense.size("pp") == 1:
         return
     if dense.stride("pp") != experts.stride("pp"):
@@ -247,7 +247,7 @@ def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
 def _check_fixed_experts(
     order: str, given: Mapping[str, int | None], dense: Grid, spans: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Where the order says what ep is made of, a size can only confirm it."""
+    """Raises where the order says what ep is made of and a size contradicts it."""
     found = dense.size(*spans["ep"])
     if given.get("ep") not in (None, -1, 1, found) or given.get("etp") not in (None, 1):
         raise LayoutError(
@@ -309,7 +309,7 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """The dense grid with dp in two: the ranks within a node, and across nodes. A reason where nodes don't fit."""
+    """Returns the dense grid with dp in two, within a node and across nodes; a reason if nodes don't fit."""
     if ranks_per_node is None:
         return "it is not known that every node has the same number of neighbouring ranks; give ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
@@ -340,7 +340,7 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """`tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
+    """Returns `tp=2 × dp=4 × pp=1`: the order's axes, those of one rank only if everybody has them."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [

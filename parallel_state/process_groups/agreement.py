@@ -1,8 +1,8 @@
-"""Whether all ranks ask for the same, found out through the store, before anything is made that could wait for a peer.
+"""Agreement of all ranks on what they ask for, through the store, before anything is made that could wait for a peer.
 
 Per rank and question seven store operations (the last to come has some more), however many ranks there are. The
 reference is the first rank's request; the last rank to come gives the verdict, and only where somebody differs does it
-read all requests. Who waits in vain writes the verdict himself, with the ranks that are missing, so that a late one
+read all requests. A rank that times out publishes the verdict, with the ranks that are missing, so that a late one
 hears it too.
 """
 
@@ -43,7 +43,7 @@ _LONGEST_PAUSE_S = 0.1
 
 
 def digest(value: object) -> str:
-    """16 hexadecimal digits of anything whose repr says all about it."""
+    """Returns 16 hexadecimal digits of anything whose repr says all about it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -62,7 +62,7 @@ class Agreement:
         """By key of a meeting, the last name under which this rank was there: it doesn't come there again."""
         self._attempts: Counter[str] = Counter()
 
-    def settle(
+    def resolve_and_agree(
         self,
         what: str,
         ranks: Sequence[int],
@@ -70,7 +70,7 @@ class Agreement:
         timeout_s: float,
         domain: Collection[int] = (),
     ) -> T:
-        """What `resolve` gives beside its request, once all of `ranks` asked for the same; each of them calls it.
+        """Returns what `resolve` gives beside its request, once all of `ranks`, which call it, asked for the same.
 
         A rank whose `resolve` raises comes too, to tell the others: whatever can go wrong belongs in there. Raises
         that error where all ranks' are wrong, or where it is no UsageError; ConfigMismatchError with both sides where
@@ -80,12 +80,12 @@ class Agreement:
         try:
             value, request = resolve()
         except Exception as error:
-            self.require(what, ranks, {}, timeout_s, domain, wrong=error)
+            self.agree(what, ranks, {}, timeout_s, domain, wrong=error)
             raise
-        self.require(what, ranks, request, timeout_s, domain)
+        self.agree(what, ranks, request, timeout_s, domain)
         return value
 
-    def require(
+    def agree(
         self,
         what: str,
         ranks: Sequence[int],
@@ -95,7 +95,7 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """As `settle`, for a request that is there; with `wrong`, which is raised, it can't be.
+        """Returns once all of `ranks` asked for this request. With `wrong`, an error which is raised, there is none.
 
         `domain`: further ranks whose death ends the wait, as those that are waited for may have failed by it.
         """
@@ -111,42 +111,30 @@ class Agreement:
             verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, {*ranks, *domain})
         except dist.DistError as error:
             raise self._no_store(what, _words(mine), started, timeout_s, error) from error
+        facts = {"suspects": verdict.get("ranks", ()), "started": started, "timeout_s": timeout_s}
         if verdict["kind"] == "same" and wrong is None:
             return
         if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
             raise wrong
         if verdict["kind"] == "dead":
-            raise PeerDiedError(
+            raise self._error(
                 f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
                 f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
                 "(reinitialize)",
-                group="world",
-                operation="new_group",
-                rank=self._rank,
-                suspect_ranks=tuple(verdict["ranks"]),
-                elapsed_s=time.monotonic() - started,
-                timeout_s=timeout_s,
+                PeerDiedError,
+                **facts,
             )
         if verdict["kind"] == "missing":
-            late = self._rank in verdict["ranks"]
-            missing = [rank for rank in verdict["ranks"] if rank != self._rank]
+            missing = facts["suspects"] = [rank for rank in verdict["ranks"] if rank != self._rank]
             also = f" (as for ranks {format_ranks(missing)})" if missing else ""
             text = (
                 f"rank {self._rank} came too late to ask for {what}: the others had waited {timeout_s:g} s for "
                 f"it{also} and gave up. Ask again on all ranks; look at what kept this one"
-                if late
+                if self._rank in verdict["ranks"]
                 else f"ranks {format_ranks(missing)} of the world did not come within {timeout_s:g} s to ask for "
                 f"{what} as rank {self._rank} does; look for a rank that failed or took another branch"
             )
-            raise CollectiveTimeoutError(
-                f"{text}. This rank asks for {_words(mine)}",
-                group="world",
-                operation="new_group",
-                rank=self._rank,
-                suspect_ranks=missing,
-                elapsed_s=time.monotonic() - started,
-                timeout_s=timeout_s,
-            )
+            raise self._error(f"{text}. This rank asks for {_words(mine)}", CollectiveTimeoutError, **facts)
         raise ConfigMismatchError(
             f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
             "pass the same arguments on every rank"
@@ -160,7 +148,7 @@ class Agreement:
         The first of them opens a new name, the others come to it, and it gives the word. Who finds a name that is left
         of an attempt that failed gets no word there, and goes on to the next. Names are numbers of attempts, so that
         groups of later worlds have those of earlier ones: DTensor's caches live as long as the process, and look
-        groups up by name. Raises as `settle` where a rank is missing, or where one of `watched`, by default `ranks`,
+        groups up by name. Raises as `agree` where a rank is missing, or where one of `watched`, by default `ranks`,
         has ended; CommunicationError on all ranks where one comes with a `problem`, for which it can't go on.
         """
         watched = watched or ranks
@@ -188,14 +176,11 @@ class Agreement:
             raise
         if problem != _READY:
             suspect, _, why = problem.partition(" ")
-            raise CommunicationError(
+            raise self._error(
                 f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {suspect} "
                 f"can't: {why}",
-                group="world",
-                operation="new_group",
-                rank=self._rank,
-                suspect_ranks=(int(suspect),),
-                elapsed_s=time.monotonic() - started,
+                suspects=(int(suspect),),
+                started=started,
                 timeout_s=timeout_s,
             )
         return f"{key}/{name}"
@@ -277,57 +262,67 @@ class Agreement:
         started: float,
         timeout_s: float,
     ) -> CommunicationError:
-        """The error for ranks that didn't come."""
-        facts: dict[str, Any] = {
-            "group": "world",
-            "operation": "new_group",
-            "rank": self._rank,
-            "elapsed_s": time.monotonic() - started,
-            "timeout_s": timeout_s,
-        }
-        deaths = self._watcher.deaths_of(watched)
-        if deaths:
+        """Returns the error for ranks that didn't come."""
+        who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but"
+        if deaths := self._watcher.deaths_of(watched):
             text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
-            return kind(
-                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but {text}. Make groups "
-                "without it, or start again with those that are left (reinitialize)",
-                suspect_ranks=tuple(death.rank for death in deaths),
-                **facts,
+            return self._error(
+                f"{who} {text}. Make groups without it, or start again with those that are left (reinitialize)",
+                PeerDiedError if any(death.certain for death in deaths) else CommunicationError,
+                [death.rank for death in deaths],
+                started,
+                timeout_s,
             )
         name = name or self._name_at(key)
         failure = self.failure(f"{key}/{name}")
         if failure is not None and failure[0] != self._rank:
-            return CommunicationError(
-                f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but global rank {failure[0]} "
-                f"could not ({failure[1]}). Look at the log of that rank; all of them may try again",
-                suspect_ranks=(failure[0],),
-                **facts,
+            return self._error(
+                f"{who} global rank {failure[0]} could not ({failure[1]}). Look at the log of that rank; all of them "
+                "may try again",
+                suspects=(failure[0],),
+                started=started,
+                timeout_s=timeout_s,
             )
         came = {self._rank}
         with contextlib.suppress(dist.DistError):
             came |= {rank for rank in ranks[1:] if name and self._store.check([f"{key}/{name}/{rank}"])}
         # The first rank's name may be that of an attempt before: then it is not the first who is waited for, if any.
         missing = [rank for rank in ranks if rank not in came and (rank != ranks[0] or came >= set(ranks[1:]))]
-        return CollectiveTimeoutError(
-            f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but ranks {format_ranks(missing)} "
-            f"did not come within {timeout_s:g} s; look for a rank that failed or makes its groups in another order",
-            suspect_ranks=tuple(missing),
-            **facts,
+        return self._error(
+            f"{who} ranks {format_ranks(missing)} did not come within {timeout_s:g} s; look for a rank that failed or "
+            "makes its groups in another order",
+            CollectiveTimeoutError,
+            missing,
+            started,
+            timeout_s,
+        )
+
+    def _error(
+        self,
+        text: str,
+        kind: type[CommunicationError] = CommunicationError,
+        suspects: Sequence[int] = (),
+        started: float = 0.0,
+        timeout_s: float = 0.0,
+    ) -> CommunicationError:
+        return kind(
+            text,
+            group="world",
+            operation="new_group",
+            rank=self._rank,
+            suspect_ranks=tuple(suspects),
+            elapsed_s=time.monotonic() - started,
+            timeout_s=timeout_s,
         )
 
     def _no_store(
         self, what: str, words: str, started: float, timeout_s: float, error: Exception
     ) -> CommunicationError:
         asked = f" ({words})" if words else ""
-        return CommunicationError(
-            f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree "
-            f"doesn't answer: {str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the "
-            "launcher",
-            group="world",
-            operation="new_group",
-            rank=self._rank,
-            elapsed_s=time.monotonic() - started,
+        return self._error(
+            f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree doesn't answer: "
+            f"{str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the launcher",
+            started=started,
             timeout_s=timeout_s,
         )
 
@@ -371,7 +366,7 @@ class Agreement:
         return {"kind": "different", "text": text}
 
     def _decide(self, key: str, verdict: dict[str, Any]) -> Any:
-        """The first verdict counts."""
+        """Publishes a verdict; returns the first one, which counts."""
         return json.loads(self._store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
 
     def _forget(self, *keys: str) -> None:
@@ -380,12 +375,12 @@ class Agreement:
                 self._store.delete_key(key)
 
     def _read(self, key: str, watched: Collection[int], deadline: float) -> Any:
-        """DistStoreError at the deadline, or where one of the `watched` has ended before."""
+        """Returns a key's value; DistStoreError at the deadline, or if one of the `watched` ends before."""
         self._wait(key, watched, deadline)
         return json.loads(self._store.get(key))
 
     def _wait(self, key: str, watched: Collection[int], deadline: float, meeting: str = "") -> None:
-        """As `_read`, for a key alone; ends also where a rank can't go on with the `meeting` of this name."""
+        """Waits for a key as `_read`; ends also where a rank can't go on with the `meeting` of this name."""
         pause_s = _PAUSE_S
         while not self._store.check([key]):  # the store's own wait logs each time that it waits in vain
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""How the process groups of an axis are made: backend, deadline, and what NCCL can be told; and whether that can be."""
+"""Options of an axis's process groups: backend, deadline, and what NCCL can be told; with their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from device_communicators.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How the process groups of an axis are made; what is left out is the division's.
+    """Says how the process groups of an axis are made; what is left out is the division's.
 
     The last four are NCCL's: a stream of high priority, the clusters of thread blocks (`cga_cluster_size`), and the
     number of blocks that a communicator may use. Other backends have no such thing and take no notice.
@@ -30,11 +30,11 @@ class GroupOptions:
 
     @property
     def timeout_s(self) -> float:
-        """The timeout in seconds; the default one where it is left out."""
+        """Returns the timeout in seconds; the default one where it is left out."""
         return seconds(self.timeout)
 
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
-        """With backend and timeout filled in, and checked; InvalidArgumentError for what can't be.
+        """Returns a copy with backend and timeout filled in; InvalidArgumentError for what can't be.
 
         `known` is a backend that there is a group of: it needs no check.
         """
@@ -54,29 +54,29 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Those of the gloo group beside it; `fake`, torch's backend for dry runs, has no other beside it."""
+        """Returns those of the gloo group beside it; `fake`, torch's backend for dry runs, has no other beside it."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
     def is_nccl(self) -> bool:
-        """Whether the backend is NCCL, for some device."""
+        """Returns True if the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """What a communicator of NCCL is told, by the names of ncclConfig_t."""
+        """Returns what a communicator of NCCL is told, by the names of ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Those to make a group with where the ranks have `limit_s` to connect: gloo has one deadline for all.
+        """Returns those to connect a group with, for which ranks have `limit_s`: gloo has one deadline for all.
 
         Afterwards the group's own is set.
         """
         return replace(self, timeout=max(self.timeout_s, limit_s)) if "gloo" in str(self.backend) else self
 
     def for_backend(self) -> Any:
-        """As torch takes them: a ProcessGroupNCCL.Options; None where all is as usual."""
+        """Returns them as torch takes them, a ProcessGroupNCCL.Options; None if all is as usual."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -89,7 +89,7 @@ class GroupOptions:
 
 
 def check_backend(backend: object) -> None:
-    """InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
+    """Raises InvalidArgumentError for a backend that torch doesn't know or wasn't built with."""
     if not isinstance(backend, str):
         raise InvalidArgumentError(f"backend must be a str, but is {backend!r}")
     for part in backend.split(","):  # `gloo`, or `cpu:gloo,cuda:nccl`
@@ -106,7 +106,7 @@ def check_backend(backend: object) -> None:
 
 
 def seconds(timeout: object) -> float:
-    """A timeout as seconds; None is the default."""
+    """Returns a timeout as seconds; None is the default."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

@@ -64,14 +64,14 @@ of a call."""
 
 @dataclass(frozen=True)
 class Acquired:
-    """What one `acquire` took: hand it to `release` once."""
+    """Holds what one `acquire` took: hand it to `release` once."""
 
     process_group: Any
     """This rank's torch ProcessGroup; None where it is alone."""
     keys: tuple[_Key, ...]
 
 
-class OnFirstUse:
+class LazyProcessGroup:
     """Gives a process group, which it makes at the first call: one that all members make together."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -133,17 +133,17 @@ class ProcessGroupPool:
 
     @property
     def default_options(self) -> GroupOptions:
-        """Those of the default group."""
+        """Returns those of the default group."""
         return GroupOptions(self.default_backend, self.timeout_s)
 
     @property
     def groups_made(self) -> int:
-        """How many process groups this rank has made and is in, those that were destroyed too."""
+        """Returns how many process groups this rank has made and is in, those that were destroyed too."""
         return sum(self._made.values())
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Within it groups are made of parts of `ranks`: whoever of them ends, none of these groups comes to be.
+        """Ends the making of groups of parts of `ranks` in the body where any of `ranks` ends.
 
         A rank would else wait for a live one that won't come, as that one waited for the one that ended.
         """
@@ -154,7 +154,7 @@ class ProcessGroupPool:
             self._division = before
 
     def watched_with(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The global ranks whose end ends the making of a group of `ranks`."""
+        """Returns the global ranks whose end ends the making of a group of `ranks`."""
         return self._division or ranks
 
     def acquire(
@@ -167,7 +167,9 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """The group of `ranks` (global, ascending), of which this rank is one. Every member calls it in one order.
+        """Returns the group of `ranks` (global, ascending), of which this rank is one.
+
+        Every member calls it in one order.
 
         With `division`, all lists of this kind, which divide the world, every rank of the world is calling: strategies
         that need them all are used then. A group of the same ranks in `near`, which lives longer, is taken. `root`: the
@@ -210,14 +212,14 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def private_store(self) -> Any:
-        """A connection of its own to the store of this world; None where the store can't give another one."""
+        """Returns a new connection to the store of this world; None if the store can't give another one."""
         try:
             return dist.PrefixStore(self._prefix, default_store().clone())  # type: ignore[attr-defined]
         except (AttributeError, RuntimeError, ValueError):
             return None
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """A number that no other user of a group of these ranks has: their transfers have other tags.
+        """Returns a number that no other user of a group of these ranks has: their transfers have other tags.
 
         Every member calls it in the same order.
         """
@@ -226,7 +228,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Whether groups with these options that all ranks make together are split from the world's."""
+        """Returns True if groups with these options that all ranks make together are split from the world's."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -272,7 +274,7 @@ class ProcessGroupPool:
                 self._made[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Made under a name that no attempt had before: the store still has the addresses of one that failed.
+        """Makes a group under a name that no attempt had before: the store has the addresses of one that failed.
 
         The others have as long to come as an operation has; once all are there, the start's timeout to connect.
         """
@@ -346,7 +348,7 @@ class ProcessGroupPool:
         return made
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """From now until its release, the group of `ranks` is this one, which the caller made and will destroy.
+        """Takes a group of `ranks` which the caller made, and will destroy, for theirs until its release.
 
         One that there is already stays. Every member calls it, as `acquire`.
         """
@@ -389,7 +391,7 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Before an end after a failure: nobody waits in a process group any more, for ranks that will never come.
+        """Ends the waits in process groups for ranks that will never come, before an end after a failure.
 
         A wait keeps its group, that its connections, and these the waits of other ranks, until the deadlines; and
         destroying a gloo group waits for the collectives that it has begun.
@@ -408,7 +410,7 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """The world ends: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
+        """Ends the pool: no group is made any more, and what `alone` made is destroyed. Twice is fine."""
         self._closed = True
         self._stores.clear()
         alone, self._alone = self._alone, {}
@@ -418,7 +420,7 @@ class ProcessGroupPool:
             self.watcher.close()
 
     def alone(self, options: GroupOptions) -> Any:
-        """A process group of this rank only, made at its first use and without the other ranks."""
+        """Returns a process group of this rank only, made at its first use and without the other ranks."""
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to make groups")
         with self._lock:
@@ -440,7 +442,7 @@ class ProcessGroupPool:
 
 
 def _cause_of(error: RuntimeError) -> str:
-    """What torch says, with this process' limits where it may have met one: a thread needs address space."""
+    """Returns torch's text, with this process' limits where it may have met one: a thread needs address space."""
     text = plain(error)
     met = any(os.strerror(number) in text for number in (errno.EAGAIN, errno.ENOMEM))
     return f"{text}; {limits.describe_address_space()}" if met else text

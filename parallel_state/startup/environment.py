@@ -1,4 +1,4 @@
-"""Who started this process, and where its ranks meet: torchrun, SLURM, Open MPI, PMI, or nobody.
+"""The environment that a launcher leaves, and where its ranks meet: torchrun, SLURM, Open MPI, PMI, or nobody.
 
 Belongs here: what launchers and schedulers leave in the environment. Every function is pure over a mapping
 (by default `os.environ`, read at the call); only `export` writes, and only where nothing is set. What does
@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from device_communicators.errors import SettingError
+from device_communicators.errors import InvalidArgumentError, SettingError
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
@@ -25,6 +25,8 @@ LOOPBACK = "127.0.0.1"
 # another process can hold one, and above the registered ones that cluster services use (SLURM's 6817-6819,
 # 8080, 9100, …). 10,000 ports: jobs whose ids differ by less than that never share one.
 DERIVED_PORTS = range(20_000, 30_000)
+_FIRST_PORT = 1024
+"""Below, only root may listen; after the last port comes this one."""
 _STEP_STRIDE = 7_919  # a prime: the steps of one job don't land on the ports of the next jobs
 
 
@@ -39,6 +41,11 @@ class ProcessEnvironment:
     master_addr: str | None
     master_port: int | None
     source: Source
+
+    @property
+    def master(self) -> tuple[str, int] | None:
+        """Returns the host and port where the ranks meet, whoever serves there; None where the environment has none."""
+        return (self.master_addr, self.master_port) if self.master_addr and self.master_port else None
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ _PMI = _Family(
 
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
-    """Read rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
+    """Reads rank, sizes and rank 0's address from the environment; without a launcher, rank 0 of 1.
 
     RANK / LOCAL_RANK / WORLD_SIZE win, then Open MPI, MPICH and Intel MPI (an `mpirun` within a SLURM job is
     the inner launcher), then a step of `srun`, then other PMI launchers. A batch script or `salloc` shell is
@@ -102,7 +109,7 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """The place of a process that knows its rank and world size; the environment fills in the rest.
+    """Returns the place of a process that knows its rank and world size; the environment fills in the rest.
 
     A `local_rank` of -1 is LOCAL_RANK, else the launcher's, else `rank` (as if all ranks were on this host). The
     address is found as in `detect`; raises `SettingError` where there is none.
@@ -117,12 +124,12 @@ def explicit(
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is the world's rank 0; works before any init. Raises as `detect` does."""
+    """Returns True if this process is the world's rank 0; works before any init. Raises as `detect` does."""
     return detect(environ, rendezvous=False).rank == 0
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Set what torch's `env://` reads, where it is unset, and return what was set (to take it back later).
+    """Sets what torch's `env://` reads, where it is unset, and returns what was set (to take it back later).
 
     Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; what is None is left out.
     """
@@ -150,8 +157,52 @@ def with_address_of(init_method: str, environment: ProcessEnvironment) -> Proces
     return environment
 
 
+@dataclass(frozen=True)
+class Start:
+    """Records how this process joined its world, for the world that follows it."""
+
+    init_method: str
+    options: Mapping[str, Any]
+    """Further arguments of init_distributed_environment."""
+    server: tuple[str, int] | None
+    """Host and port of the store where rank 0 serves it; None where a launcher, or the file system, does."""
+    generation: int = 0
+    """Worlds that this process was in before, by `reinitialize`."""
+
+    def meeting_place(self, ranks: Sequence[int], addresses: Sequence[str]) -> str:
+        """Returns the init method of the next world, of this one's `ranks`; the same on all of them."""
+        if self.server is None:
+            return self.init_method
+        host, port = self.server
+        if 0 not in ranks:
+            host = addresses[ranks[0]] if addresses else ""
+            if not host:
+                raise InvalidArgumentError(
+                    f"rank 0 served the store, and where rank {ranks[0]} can be reached isn't known; call "
+                    "destroy_distributed_environment() and init_distributed_environment(...) with an address"
+                )
+            # Not the old port: the rank that held it may only have been given up, and still hold it.
+            port = _FIRST_PORT + (port + 1 + self.generation - _FIRST_PORT) % (65_536 - _FIRST_PORT)
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int] | None:
+    """Returns the address at which rank 0 serves the store of a world; None if it doesn't."""
+    if place.world_size == 1:
+        return None
+    if init_method.startswith("tcp://"):
+        parts = urlsplit(init_method)
+        return (parts.hostname, parts.port) if parts.hostname and parts.port else None
+    return None if init_method != "env://" or launcher_serves_store() else place.master
+
+
+def launcher_serves_store() -> bool:
+    """Returns True where torchrun or `launch` hosts the store, which rank 0 must not do then."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Yield the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in its order.
+    """Yields the hosts of a SLURM host list, such as `a1,node[01-03,07],r[1-2]-n[3,5]`, in its order.
 
     Lazy, so that the first of many costs nothing. Raises `SettingError` at once where `text` is not a list.
     """
@@ -235,7 +286,7 @@ def _check(place: ProcessEnvironment, family: _Family) -> None:
 
 
 def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
-    """SLURM_STEP_TASKS_PER_NODE is run-length coded: `4(x2),3` is 4, 4 and 3 tasks."""
+    """Returns the tasks on this node by SLURM_STEP_TASKS_PER_NODE, run-length coded: `4(x2),3` is 4, 4 and 3."""
     text, node = _get(env, "SLURM_STEP_TASKS_PER_NODE"), _get(env, "SLURM_NODEID")
     if not text or not node:
         return None

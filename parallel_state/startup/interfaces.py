@@ -1,7 +1,9 @@
-"""Where other hosts will look for this process: the address that gloo tells them, found before gloo does.
+"""Network interfaces: the address at which other hosts reach this process, and what NCCL and gloo are told of them.
 
-gloo takes that of the interfaces in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's,
-and loopback where there is none. On many hosts the own name is an entry for 127.0.1.1 in /etc/hosts.
+gloo announces that of the interfaces in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's,
+and loopback where there is none. On many hosts the own name is an entry for 127.0.1.1 in /etc/hosts. The address is
+found here before gloo does. Variables of NCCL and torch that somebody has set stay as they are, and nothing is set for
+a world on one node: NCCL finds its way there by itself.
 """
 
 from __future__ import annotations
@@ -9,25 +11,31 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import NamedTuple
 
+from device_communicators import settings
 from device_communicators.errors import format_ranks
 from device_communicators.host import namespace_id, start_time
+from parallel_state.startup.environment import ProcessEnvironment
+
+logger = logging.getLogger("parallel_state")
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SIOCGIFADDR = 0x8915
 
 
-class Whereabouts(NamedTuple):
-    """Of one rank, in words without spaces."""
+class Address(NamedTuple):
+    """The place of one rank's process, in words without spaces."""
 
     network: str = ""
     """Equal for processes that can reach each other over loopback; empty where that can't be told."""
     address: str = ""
-    """What gloo tells the others; empty where that isn't known."""
+    """The one that gloo tells the others; empty where that isn't known."""
     name: str = "?"
     """The host's."""
     interface: str = "?"
@@ -36,11 +44,11 @@ class Whereabouts(NamedTuple):
     """Equal for processes that can watch each other by pid; empty where that can't be told."""
     pid: str = ""
     born: str = ""
-    """When the process began, as the kernel counts: another one may have its pid later."""
+    """Start time of the process, as the kernel counts: another one may have its pid later."""
 
     @classmethod
-    def told(cls, words: Sequence[str]) -> Whereabouts:
-        """As another rank has told them; nowhere if it has told something else."""
+    def parse(cls, words: Sequence[str]) -> Address:
+        """Returns a place as another rank has told it; nowhere if it has told something else."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
     @property
@@ -50,30 +58,30 @@ class Whereabouts(NamedTuple):
         return False
 
 
-def whereabouts() -> Whereabouts:
-    """This process'. May take as long as the host's name takes to resolve."""
+def whereabouts() -> Address:
+    """Returns this process' place. May take as long as the host's name takes to resolve."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
     address = (_ipv4_of(chosen) or "") if chosen else _address_of(name)
     return process()._replace(address=address, name=name or "?", interface=chosen or _interface_of(address) or "?")
 
 
-def process() -> Whereabouts:
-    """As `whereabouts`, without what takes a look-up of names."""
+def process() -> Address:
+    """Returns this process' place, without what takes a look-up of names."""
     pid = os.getpid()
-    return Whereabouts(namespace_id("net"), processes=namespace_id("pid"), pid=str(pid), born=start_time(pid))
+    return Address(namespace_id("net"), processes=namespace_id("pid"), pid=str(pid), born=start_time(pid))
 
 
-def unreachable(places: dict[int, Whereabouts]) -> list[str]:
-    """The ranks that others can't reach, as all are on several hosts and these on loopback: host, address, ranks."""
+def unreachable(places: dict[int, Address]) -> list[str]:
+    """Returns host, address and ranks that others can't reach, as all are on several hosts and these on loopback."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if place.is_loopback]
     return [places[ranks[0]].name, places[ranks[0]].address, *map(str, ranks)] if ranks else []
 
 
-def shared_address(places: dict[int, Whereabouts]) -> list[str]:
-    """The address that two hosts announce, and of each host name, interface and ranks; empty where there is none."""
+def shared_address(places: dict[int, Address]) -> list[str]:
+    """Returns the address that two hosts announce, and name, interface and ranks of each; empty if there is none."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -85,8 +93,8 @@ def shared_address(places: dict[int, Whereabouts]) -> list[str]:
     return []
 
 
-def same_address(here: Whereabouts, address: str, *hosts: str) -> tuple[str, list[int]]:
-    """The message for what `shared_address` has found, and the ranks that it is about."""
+def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
+    """Returns the message for what `shared_address` has found, and the ranks that it is about."""
     first, second = (
         (name, interface, list(map(int, ranks.split(",")))) for name, interface, ranks in (hosts[:3], hosts[3:])
     )
@@ -94,7 +102,7 @@ def same_address(here: Whereabouts, address: str, *hosts: str) -> tuple[str, lis
         f"ranks {format_ranks(ranks)} on host {name} (interface {interface})"
         for name, interface, ranks in (first, second)
     )
-    return f"{both} announce one address, {address}, to be reached at; this is host {here.name}. {advice()}", [
+    return f"{both} announce one address, {address}, to be reached at; this is host {own.name}. {advice()}", [
         *first[2],
         *second[2],
     ]
@@ -104,36 +112,98 @@ def _joined(ranks: list[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def in_words(place: Whereabouts) -> str:
-    """A place as messages name it."""
+def in_words(place: Address) -> str:
+    """Returns a place as messages name it."""
     return f"host {place.name} (interface {place.interface}, address {place.address or 'unknown'})"
 
 
 def advice() -> str:
-    """What to do about an address that others can't reach."""
+    """Returns what to do about an address that others can't reach."""
     return (
         f"Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or open all TCP "
         "ports between the hosts: gloo connects every two ranks, on ports of its own"
     )
 
 
-def not_reachable(here: Whereabouts, name: str, address: str, *ranks: str, who: str) -> str:
-    """The message for what `unreachable` has found, for a rank that is `who`."""
+def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) -> str:
+    """Returns the message for what `unreachable` has found, for a rank that is `who`."""
     return (
         f"the ranks are on several hosts, but ranks {format_ranks([int(rank) for rank in ranks])} would be looked for "
         f"on the loopback interface: the name of their host, {name}, resolves to {address} there (this is {who}, on "
-        f"{here.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
+        f"{own.name}). Set {VARIABLE} on each host to the interface that leads to the others (here: {_names()}), or "
         "mend the name in /etc/hosts"
     )
 
 
+def own_address(server: tuple[str, int] | None) -> str:
+    """Returns the address from which this process reaches the store, and at which hosts reach it; "" if unknown."""
+    if server is None:
+        return ""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing: it picks the interface
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def first_infiniband() -> str | None:
-    """The first InfiniBand interface that is up and has an IPv4 address; None where none is, or nobody can tell."""
+    """Returns the first InfiniBand interface that is up and has an IPv4 address; None if there is none."""
     with contextlib.suppress(OSError):
         for _, name in sorted(socket.if_nameindex()):
             if name.startswith("ib") and _is_up(name) and _ipv4_of(name) is not None:
                 return name
     return None
+
+
+def set_nccl_environment(
+    place: ProcessEnvironment,
+    environ: MutableMapping[str, str] | None = None,
+    find_interface: Callable[[], str | None] = first_infiniband,
+    *,
+    uses_nccl: bool = True,
+) -> dict[str, str]:
+    """Sets what NCCL and gloo read and nobody has set, logs it with the reason, and returns it."""
+    env = os.environ if environ is None else environ
+    if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
+        logger.warning(
+            "%s=0 stays as it was set: where a rank ends or NCCL fails, torch's NCCL groups wait for ever; unset it",
+            _ERROR_HANDLING,
+        )
+    written: dict[str, str] = {}
+    for name, value, why in _nccl_environment(place, find_interface, uses_nccl):
+        if env.get(name, "") != "":
+            logger.info("%s stays %s, as it was set", name, env[name])
+            continue
+        env[name] = written[name] = value
+        logger.info("%s=%s: %s", name, value, why)
+    return written
+
+
+def _nccl_environment(
+    place: ProcessEnvironment, find_interface: Callable[[], str | None], uses_nccl: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yields variables for a world of several nodes, each with its value and the reason; gloo's alone without NCCL."""
+    if not settings.NCCL_ENVIRONMENT.get() or place.world_size in (1, place.local_world_size):
+        return
+    if place.local_world_size is None:
+        logger.info(
+            "no network interface is chosen for NCCL and gloo: the launcher doesn't tell how many ranks are on this "
+            "host, so the world of %d may be on one; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
+            place.world_size,
+            VARIABLE,
+        )
+        return
+    interface = find_interface()
+    if interface is None:
+        return
+    why = f"the world has several nodes, and {interface} is this node's first InfiniBand interface that is up"
+    yield VARIABLE, interface, why  # gloo knows names only
+    if uses_nccl:
+        yield "NCCL_SOCKET_IFNAME", f"={interface}", why  # `=`: this one, not all that begin so
+        yield "NCCL_IB_DISABLE", "0", why
+        yield "NCCL_NET_GDR_LEVEL", "PXB", "GPUs and network cards below one PCIe switch or several talk directly"
 
 
 def _is_up(name: str) -> bool:
@@ -150,7 +220,7 @@ def _ipv4_of(name: str) -> str | None:
 
 
 def _names() -> str:
-    """The interfaces beside loopback."""
+    """Returns the interfaces beside loopback."""
     with contextlib.suppress(OSError):
         found = [name for _, name in socket.if_nameindex() if name != "lo"]
         return ", ".join(found[:8]) or "none"

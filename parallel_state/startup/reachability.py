@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from device_communicators.errors import PeerDiedError, RendezvousError, format_ranks
 from parallel_state.startup import interfaces
-from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import StartWatch
 
 _PROOF_BYTES = 16
@@ -31,38 +31,41 @@ _ANSWER_S = 10.0
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1
 
 
-def prove(store: dist.Store, rank: int, places: Mapping[int, Whereabouts], watch: StartWatch) -> None:
-    """Every rank calls it; returns when all hosts reach each other, or when there is one only.
+def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
+    """Returns once all hosts reach each other, or where there is one only. Every rank calls it.
 
     Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one.
     """
     leaders = leaders_of(places)
     if len(leaders) < 2:
         return
-    wait = _Wait(store, watch, rank, len(places))
+
+    def wait_for(*keys: str) -> None:
+        _wait_for(keys, store, watch, rank, len(places), leaders)
+
     if rank in leaders:
         proof = secrets.token_bytes(_PROOF_BYTES)
         with _Listener(places[rank].address, proof) as listener:
             store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), listener.problem]))
-            wait.until([f"reach/at/{leader}" for leader in leaders], leaders)
-            told = {leader: json.loads(store.get(f"reach/at/{leader}")) for leader in leaders}
+            wait_for(*(f"reach/at/{leader}" for leader in leaders))
+            offers = {leader: json.loads(store.get(f"reach/at/{leader}")) for leader in leaders}
             left_s = watch.deadline - time.monotonic()
-            found = _reach(places, rank, told, min(_ANSWER_S, left_s / 2))
+            found = _reach(places, rank, offers, min(_ANSWER_S, left_s / 2))
             store.set(f"reach/found/{rank}", json.dumps(found))
             if rank == leaders[0]:
-                wait.until([f"reach/found/{leader}" for leader in leaders], leaders)
+                wait_for(*(f"reach/found/{leader}" for leader in leaders))
                 everything = {leader: json.loads(store.get(f"reach/found/{leader}")) for leader in leaders}
                 store.set("reach/verdict", json.dumps(_worst(everything)))
-            wait.until(["reach/verdict"], leaders)
+            wait_for("reach/verdict")
     else:
-        wait.until(["reach/verdict"], leaders)
+        wait_for("reach/verdict")
     verdict = json.loads(store.get("reach/verdict"))
     if verdict is not None:
         raise _not_reached(places, rank, *verdict)
 
 
-def leaders_of(places: Mapping[int, Whereabouts]) -> list[int]:
-    """The lowest rank of each network and address that is known; ascending."""
+def leaders_of(places: Mapping[int, Address]) -> list[int]:
+    """Returns the lowest rank of each network and address that is known; ascending."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]
@@ -105,10 +108,10 @@ class _Listener:
                     peer.sendall(self._proof)
 
 
-def _reach(places: Mapping[int, Whereabouts], rank: int, told: Mapping[int, Any], limit_s: float) -> dict[str, str]:
-    """Why other leaders aren't reached, by rank; all at once."""
-    found = {str(leader): f"it can't listen there: {problem}" for leader, (_, _, problem) in told.items() if problem}
-    waiting = {leader for leader in told if leader != rank and str(leader) not in found}
+def _reach(places: Mapping[int, Address], rank: int, offers: Mapping[int, Any], limit_s: float) -> dict[str, str]:
+    """Connects to all other leaders at once; returns why some aren't reached, by rank."""
+    found = {str(leader): f"it can't listen there: {problem}" for leader, (_, _, problem) in offers.items() if problem}
+    waiting = {leader for leader in offers if leader != rank and str(leader) not in found}
     peers: dict[int, socket.socket] = {}
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
@@ -118,7 +121,7 @@ def _reach(places: Mapping[int, Whereabouts], rank: int, told: Mapping[int, Any]
             peer.setblocking(False)
             peers[leader] = peer
             try:
-                peer.connect_ex((address, told[leader][0]))
+                peer.connect_ex((address, offers[leader][0]))
                 selector.register(peer, selectors.EVENT_READ, leader)
             except OSError as error:
                 waiting.discard(leader)
@@ -129,7 +132,7 @@ def _reach(places: Mapping[int, Whereabouts], rank: int, told: Mapping[int, Any]
                 selector.unregister(answered)
                 waiting.discard(leader)
                 try:
-                    if answered.recv(_PROOF_BYTES).hex() != told[leader][1]:
+                    if answered.recv(_PROOF_BYTES).hex() != offers[leader][1]:
                         found[str(leader)] = "another process answers at that address"
                 except OSError as error:
                     found[str(leader)] = str(error)
@@ -138,7 +141,7 @@ def _reach(places: Mapping[int, Whereabouts], rank: int, told: Mapping[int, Any]
 
 
 def _worst(found: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str] | None:
-    """Who doesn't reach whom, and why: of all such pairs, one with the host that fails most often."""
+    """Returns who doesn't reach whom, and why: of all such pairs, one with the host that fails most often."""
     pairs = [(by, int(to), why) for by, each in found.items() for to, why in each.items()]
     if not pairs:
         return None
@@ -147,50 +150,47 @@ def _worst(found: Mapping[int, Mapping[str, str]]) -> tuple[int, int, str] | Non
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])
 
 
-def _not_reached(places: Mapping[int, Whereabouts], rank: int, by: int, to: int, why: str) -> RendezvousError:
-    there = [each for each, place in places.items() if place[:2] == places[to][:2]]
+def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why: str) -> RendezvousError:
+    unreached = [each for each, place in places.items() if place[:2] == places[to][:2]]
     return RendezvousError(
-        f"rank {rank} of {len(places)} can't start: ranks {format_ranks(there)} on {interfaces.in_words(places[to])} "
-        f"are not reached from {interfaces.in_words(places[by])}: {why}; this is {interfaces.in_words(places[rank])}. "
+        f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on "
+        f"{interfaces.in_words(places[to])} are not reached from {interfaces.in_words(places[by])}: {why}; this is "
+        f"{interfaces.in_words(places[rank])}. "
         f"{interfaces.advice()}",
         operation="rendezvous",
         rank=rank,
-        suspect_ranks=there,
+        suspect_ranks=unreached,
     )
 
 
-class _Wait:
+def _wait_for(
+    keys: Sequence[str], store: dist.Store, watch: StartWatch, rank: int, world_size: int, leaders: Sequence[int]
+) -> None:
     """Waits for keys of the store until a rank of the start ends or gives up, or the start's deadline."""
-
-    def __init__(self, store: dist.Store, watch: StartWatch, rank: int, world_size: int) -> None:
-        self._store, self._watch, self._rank, self._world_size = store, watch, rank, world_size
-
-    def until(self, keys: Sequence[str], leaders: Sequence[int]) -> None:
-        pause_s = _SHORTEST_S
-        everyone = range(self._world_size)
-        error: Exception | None = None
-        while True:
-            try:
-                if self._store.check(list(keys)):
-                    return
-                deaths = self._watch.watcher.deaths_of(everyone)
-            except dist.DistError as lost:  # with the rank that serves it, most likely
-                error = lost
-                deaths = self._watch.watcher.await_death_of(everyone, 1.0)
-            if error is None and not deaths and time.monotonic() < self._watch.deadline:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_S)
-            else:
-                missing: list[int] = []
-                with contextlib.suppress(dist.DistError):
-                    missing = [rank for rank in leaders if not self._store.check([f"reach/found/{rank}"])]
-                text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-                kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
-                raise kind(
-                    f"rank {self._rank} of {self._world_size} finds out whether the hosts reach each other, but "
-                    f"{text or f'ranks {format_ranks(missing)} did not take part until the deadline of the start'}; "
-                    "look at the logs of these ranks",
-                    operation="rendezvous",
-                    rank=self._rank,
-                    suspect_ranks=[death.rank for death in deaths] or missing,
-                ) from error
+    pause_s, everyone = _SHORTEST_S, range(world_size)
+    error: Exception | None = None
+    while True:
+        try:
+            if store.check(list(keys)):
+                return
+            deaths = watch.watcher.deaths_of(everyone)
+        except dist.DistError as lost:  # with the rank that serves it, most likely
+            error = lost
+            deaths = watch.watcher.await_death_of(everyone, 1.0)
+        if error is not None or deaths or time.monotonic() >= watch.deadline:
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    missing: list[int] = []
+    with contextlib.suppress(dist.DistError):
+        missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]
+    text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+    kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
+    raise kind(
+        f"rank {rank} of {world_size} finds out whether the hosts reach each other, but "
+        f"{text or f'ranks {format_ranks(missing)} did not take part until the deadline of the start'}; "
+        "look at the logs of these ranks",
+        operation="rendezvous",
+        rank=rank,
+        suspect_ranks=[death.rank for death in deaths] or missing,
+    ) from error

@@ -1,4 +1,4 @@
-"""How the ranks find each other: from an address to the store through which torch makes its process groups.
+"""The meeting of the ranks: from an address to the store through which torch makes its process groups.
 
 torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
 - has one deadline for all of it, after which every rank says who did not come, or which address, as it resolved, did
@@ -32,9 +32,9 @@ import os
 import secrets
 import select
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -44,6 +44,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from device_communicators.errors import (
+    CommunicationError,
     ConfigMismatchError,
     InvalidArgumentError,
     PeerDiedError,
@@ -51,12 +52,13 @@ from device_communicators.errors import (
     format_ranks,
 )
 from parallel_state.startup import interfaces
-from parallel_state.startup.environment import ProcessEnvironment
-from parallel_state.startup.interfaces import Whereabouts
-from parallel_state.startup.watch import Processes
-from parallel_state.store.client import HANDED
+from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
+from parallel_state.startup.interfaces import Address
+from parallel_state.startup.watch import Processes, in_thread
+from parallel_state.store.client import JOB_STORE
 
 T = TypeVar("T")
+E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
@@ -73,13 +75,13 @@ _ROSTER_S = 0.2  # between two rosters of those who came so far
 
 
 class Met(NamedTuple):
-    """What comes of a meeting: the world's store, its ranks, and those of them that are watched."""
+    """Holds what comes of a meeting: the world's store, its ranks, and those of them that are watched."""
 
     store: dist.Store
-    places: dict[int, Whereabouts]
+    places: dict[int, Address]
     processes: Processes
     deadline: float
-    """Of the whole start."""
+    """Deadline of the whole start."""
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
@@ -93,25 +95,25 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(dist.HashStore(), {}, Processes(Whereabouts()), deadline)
-    here = _whereabouts(deadline) if over_gloo else interfaces.process()
+        return Met(dist.HashStore(), {}, Processes(Address()), deadline)
+    own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     if init_method == "env://" or init_method.startswith("tcp://"):
-        by_launcher = init_method == "env://" and _launcher_serves()
+        by_launcher = init_method == "env://" and launcher_serves_store()
         address = _address(init_method, place)
         where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
-        handed = HANDED.try_get(*address) if by_launcher else None
+        handed = JOB_STORE.try_get(*address) if by_launcher else None
         if handed is not None:
             where += ", the store of launch, which takes ranks with the job's secret"
-            open_store: Callable[..., dist.Store] = _handed_over
+            open_store: Callable[..., dist.Store] = _store_of_launch
         else:
             open_store = _serve if place.rank == 0 and not by_launcher else _connect
         logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
         run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
         connect = partial(open_store, address, place, deadline)
-        meeting = _Meeting(place, here, where, timeout_s, deadline, connect, f"parallel_state/{run or 0}")
+        meeting = _Meeting(place, own_place, where, timeout_s, deadline, connect, f"parallel_state/{run or 0}")
     elif "://" in init_method:
         connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
-        meeting = _Meeting(place, here, init_method, timeout_s, deadline, connect, "parallel_state")
+        meeting = _Meeting(place, own_place, init_method, timeout_s, deadline, connect, "parallel_state")
     else:
         raise InvalidArgumentError(
             "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
@@ -134,7 +136,7 @@ class _Meeting:
     """One attempt of this rank to meet the others."""
 
     place: ProcessEnvironment
-    here: Whereabouts
+    own_place: Address
     where: str
     timeout_s: float
     deadline: float
@@ -144,21 +146,21 @@ class _Meeting:
     obstacle: str = "it was not tried"
 
     def __post_init__(self) -> None:
-        self.places = {self.place.rank: self.here}
-        self.processes = Processes(self.here)
+        self.places = {self.place.rank: self.own_place}
+        self.processes = Processes(self.own_place)
 
     def open_world(self) -> dist.Store:
-        """Rank 0's part."""
+        """Opens a world as rank 0, and returns its store once all ranks came."""
         store = self._reach_store()
         name = secrets.token_hex(8)
         world = dist.PrefixStore(name, store)
-        self._tell_roster(world)
+        self._publish_roster(world)
         store.set(_NAME, name)
         verdict, others = self._judge(world)
-        if verdict.startswith(_COMPLETE):
-            self._tell_roster(world)
-        world.set(_VERDICT, verdict)
         complete = verdict.startswith(_COMPLETE)
+        if complete:
+            self._publish_roster(world)
+        world.set(_VERDICT, verdict)
         if not complete:
             for _ in _looks(time.monotonic() + _FAREWELL_S):
                 if world.add(_HEARD, 0) >= others:
@@ -177,9 +179,9 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: dist.Store) -> tuple[str, int]:
-        """Waits for every rank. The verdict, and how many may be there to hear it."""
+        """Waits for every rank. Returns the verdict, and how many may be there to hear it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
-        size, told, told_at = self.place.world_size, 1, time.monotonic()
+        size, published, published_at = self.place.world_size, 1, time.monotonic()
         for rank in range(1, size):
             key = _key(rank)
             for _ in _looks(deadline):
@@ -187,17 +189,17 @@ class _Meeting:
                     break
                 if ended := self._ended(world):
                     return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(self._missing(world)) - len(ended)
-                if len(self.places) > told and time.monotonic() > told_at + _ROSTER_S:
-                    self._tell_roster(world)
-                    told, told_at = len(self.places), time.monotonic()
+                if len(self.places) > published and time.monotonic() > published_at + _ROSTER_S:
+                    self._publish_roster(world)
+                    published, published_at = len(self.places), time.monotonic()
             else:
                 missing = self._missing(world)
                 return f"{_MISSING} {' '.join(map(str, missing))}", size - 1 - len(missing)
             words = world.get(key).decode().split(" ")
-            theirs = int(words[0])
-            if theirs != size:
-                return f"{_SIZES} {size} {rank} {theirs}", max(size, theirs) - 1
-            self.places[rank] = Whereabouts.told(words[2:])
+            other_size = int(words[0])
+            if other_size != size:
+                return f"{_SIZES} {size} {rank} {other_size}", max(size, other_size) - 1
+            self.places[rank] = Address.parse(words[2:])
             self.processes.see({rank: self.places[rank]})
         if ended := self._ended(world):
             return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
@@ -208,25 +210,25 @@ class _Meeting:
         return f"{_COMPLETE} {size}", size - 1
 
     def _ended(self, world: dist.Store) -> list[int]:
-        """Ranks that came and ended: which this one sees, and those of which others tell."""
-        told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
-        return sorted({*self.processes.ended(), *map(int, told)})
+        """Returns ranks that came and ended: which this one sees, and those of which others tell."""
+        by_others = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
+        return sorted({*self.processes.ended(), *map(int, by_others)})
 
-    def _tell_roster(self, world: dist.Store) -> None:
+    def _publish_roster(self, world: dist.Store) -> None:
         world.set(_ROSTER, json.dumps({str(rank): list(place) for rank, place in self.places.items()}))
 
-    def _hear_roster(self, world: dist.Store) -> None:
+    def _read_roster(self, world: dist.Store) -> None:
         if world.check([_ROSTER]):
-            told = json.loads(world.get(_ROSTER))
-            self.places = {int(rank): Whereabouts.told(words) for rank, words in told.items()}
+            roster = json.loads(world.get(_ROSTER))
+            self.places = {int(rank): Address.parse(words) for rank, words in roster.items()}
             self.processes.see(self.places)
 
     def _missing(self, world: dist.Store) -> list[int]:
         return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
 
     def enter_world(self) -> dist.Store:
-        """The other ranks' part."""
-        entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.here])
+        """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
+        entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.own_place])
         store = world = None
         name = b""
         entered = False
@@ -239,8 +241,8 @@ class _Meeting:
                 if newest not in (b"", name):
                     name, world = newest, dist.PrefixStore(newest.decode(), store)
                     self.processes.close()
-                    self.processes = Processes(self.here)
-                    self._hear_roster(world)
+                    self.processes = Processes(self.own_place)
+                    self._read_roster(world)
                     if 0 in self.processes.ended():  # the name was left behind, by a world that never was
                         world, entered, self.obstacle = None, False, "rank 0 has not opened a world there"
                     else:
@@ -252,7 +254,7 @@ class _Meeting:
                     verdict = world.get(_VERDICT).decode()
                     world.add(_HEARD, 1)
                     if verdict == f"{_COMPLETE} {self.place.world_size}":
-                        self._hear_roster(world)
+                        self._read_roster(world)
                         return world
                     if not verdict.startswith(_COMPLETE):
                         raise self._failure(verdict)
@@ -270,12 +272,12 @@ class _Meeting:
         raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}") if missing else self.not_met()
 
     def _enter(self, world: dist.Store, entry: str) -> bool:
-        """Whether this process is its rank in that world: unless another one is, that hasn't ended."""
+        """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""
         key = _key(self.place.rank)
         found = world.compare_set(key, "", entry).decode()
         if found != entry:
-            other = Processes(self.here)
-            other.see({self.place.rank: Whereabouts.told(found.split(" ")[2:])})
+            other = Processes(self.own_place)
+            other.see({self.place.rank: Address.parse(found.split(" ")[2:])})
             if other.ended():
                 found = world.compare_set(key, found, entry).decode()
             other.close()
@@ -283,7 +285,7 @@ class _Meeting:
 
     def _look_after(self, world: dist.Store) -> None:
         """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
-        self._hear_roster(world)
+        self._read_roster(world)
         ended = self.processes.ended()
         if 0 in ended:
             raise self._failure(f"{_ENDED} 0")
@@ -291,59 +293,58 @@ class _Meeting:
             world.set(_ENDED, " ".join(map(str, ended)))
 
     def not_met(self) -> RendezvousError:
-        return RendezvousError(
-            f"rank {self.place.rank} of {self.place.world_size} must meet the others at {self.where}, but did not "
-            f"within {self.timeout_s:g} s: {self.obstacle}. Check that all ranks were started, that MASTER_ADDR and "
-            "MASTER_PORT are equal everywhere, and that no firewall is between",
-            operation="rendezvous",
-            rank=self.place.rank,
-            timeout_s=self.timeout_s,
+        """Returns the error for a rank that met nobody."""
+        return self._error(
+            f"{self._name} must meet the others at {self.where}, but did not within {self.timeout_s:g} s: "
+            f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
+            "everywhere, and that no firewall is between"
         )
 
     def _failure(self, verdict: str) -> Exception:
+        """Returns the error for a verdict of rank 0's."""
         kind, *words = verdict.split()
         if kind == _LOOPBACK:
-            return RendezvousError(
-                interfaces.not_reachable(self.here, *words, who=f"rank {self.place.rank} of {self.place.world_size}"),
-                operation="rendezvous",
-                rank=self.place.rank,
-                suspect_ranks=[int(word) for word in words[2:]],
-            )
+            text = interfaces.not_reachable(self.own_place, *words, who=self._name)
+            return self._error(text, [int(word) for word in words[2:]])
         if kind == _SAME:
-            text, suspects = interfaces.same_address(self.here, *words)
-            return RendezvousError(
-                f"rank {self.place.rank} of {self.place.world_size} can't start: {text}",
-                operation="rendezvous",
-                rank=self.place.rank,
-                suspect_ranks=suspects,
-            )
+            text, suspects = interfaces.same_address(self.own_place, *words)
+            return self._error(f"{self._name} can't start: {text}", suspects)
         numbers = [int(word) for word in words]
-        if kind == _ENDED:
-            return PeerDiedError(
-                f"rank {self.place.rank} of {self.place.world_size} met the others at {self.where}, but global ranks "
-                f"{format_ranks(numbers)} ended while they waited there; look at the logs of these ranks",
-                group="world",
-                operation="rendezvous",
-                rank=self.place.rank,
-                suspect_ranks=numbers,
-                timeout_s=self.timeout_s,
-            )
         if kind == _SIZES:
-            told, rank, theirs = numbers
+            wanted, rank, other_size = numbers
             return ConfigMismatchError(
-                f"all ranks must have one world size, but rank 0 has {told} and rank {rank} {theirs} (this is rank "
-                f"{self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of another "
-                f"job at {self.where}"
+                f"all ranks must have one world size, but rank 0 has {wanted} and rank {rank} {other_size} (this is "
+                f"rank {self.place.rank}, with {self.place.world_size}); start them alike, and look for ranks of "
+                f"another job at {self.where}"
             )
-        return RendezvousError(
-            f"rank {self.place.rank} of {self.place.world_size} was at {self.where}, but ranks {format_ranks(numbers)} "
-            f"did not come within {self.timeout_s:g} s. Look for ranks that were not started or ended early; for a "
-            "slow start, raise PARALLEL_STATE_START_TIMEOUT_S",
-            operation="rendezvous",
-            rank=self.place.rank,
-            suspect_ranks=numbers,
-            timeout_s=self.timeout_s,
+        if kind == _ENDED:
+            error = self._error(
+                f"{self._name} met the others at {self.where}, but global ranks {format_ranks(numbers)} ended while "
+                "they waited there; look at the logs of these ranks",
+                numbers,
+                PeerDiedError,
+            )
+            error.group = "world"
+            return error
+        return self._error(
+            f"{self._name} was at {self.where}, but ranks {format_ranks(numbers)} did not come within "
+            f"{self.timeout_s:g} s. Look for ranks that were not started or ended early; for a slow start, raise "
+            "PARALLEL_STATE_START_TIMEOUT_S",
+            numbers,
         )
+
+    @property
+    def _name(self) -> str:
+        return f"rank {self.place.rank} of {self.place.world_size}"
+
+    def _error(self, text: str, suspects: Sequence[int] = (), kind: type[E] = RendezvousError) -> E:  # type: ignore[assignment]
+        return kind(
+            text, operation="rendezvous", rank=self.place.rank, suspect_ranks=suspects, timeout_s=self.timeout_s
+        )
+
+
+def _error_of(rank: int, text: str) -> RendezvousError:
+    return RendezvousError(f"rank {rank} {text}", operation="rendezvous", rank=rank)
 
 
 def _key(rank: int) -> str:
@@ -351,7 +352,7 @@ def _key(rank: int) -> str:
 
 
 def _looks(deadline: float) -> Iterator[None]:
-    """At least one look, and the last one at the deadline; pauses grow, as many ranks look at one server."""
+    """Yields at least one look, and the last one at the deadline; pauses grow, as many ranks look at one server."""
     pause_s, longest_s = _PAUSES_S
     while True:
         yield
@@ -360,11 +361,6 @@ def _looks(deadline: float) -> Iterator[None]:
             return
         time.sleep(min(pause_s, remaining_s))
         pause_s = min(pause_s * 1.3, longest_s)
-
-
-def _launcher_serves() -> bool:
-    """torchrun and `launch` host the store themselves; then rank 0 must not."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
@@ -410,22 +406,20 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
                 continue
             what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
-            raise RendezvousError(
-                f"rank 0 must listen on {address[0]}:{address[1]}, but that address {what}; "
-                "choose another MASTER_PORT (the same on every rank), or end what listens there",
-                operation="rendezvous",
-                rank=0,
+            raise _error_of(
+                0,
+                f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
+                "same on every rank), or end what listens there",
             ) from error
         with listener:
             _check_own(address, listener, deadline)
             try:
                 return _within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
             except (OSError, RuntimeError) as error:
-                raise RendezvousError(
-                    f"rank 0 listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
+                raise _error_of(
+                    0,
+                    f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
                     f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
-                    operation="rendezvous",
-                    rank=0,
                 ) from error
 
 
@@ -447,17 +441,16 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
             why = "another host answers there"
         except OSError as error:
             why = str(error)
-    raise RendezvousError(
-        f"rank 0 must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
+    raise _error_of(
+        0,
+        f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
         "or start rank 0 on the host that has this address",
-        operation="rendezvous",
-        rank=0,
     )
 
 
 def _interface(host: str) -> str | None:
-    """Where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
+    """Returns where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
 
     A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
     """
@@ -472,7 +465,7 @@ def _interface(host: str) -> str | None:
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
-    """A listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
+    """Returns a listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
 
     TCPStore would listen on all interfaces whatever host it is given, unless it is handed a socket.
     """
@@ -489,8 +482,8 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
     return _within(deadline, partial(_tcp_store, address, place, deadline), _GRACE_S)
 
 
-def _handed_over(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    store = HANDED.try_get(*address)
+def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
+    store = JOB_STORE.try_get(*address)
     if store is None:
         raise RendezvousError(f"rank {place.rank} must come while its launch runs, but that has ended", rank=place.rank)
     store.reach(deadline)
@@ -508,40 +501,28 @@ def _tcp_store(
 
 
 def _within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """`make()`, given up at the deadline: names resolve late, and TCPStore has no limit for a server that is silent."""
-    made: list[T] = []
-    failed: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            made.append(make())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=call, daemon=True, name="parallel_state-rendezvous")
-    thread.start()
+    """Returns `make()`, given up at the deadline: names resolve late, and TCPStore waits for a silent server."""
+    future = in_thread(make, "parallel_state-rendezvous")
     # A native call with this deadline ends a moment later: it must not come back while the interpreter is going.
-    thread.join(max(0.0, deadline - time.monotonic()) + grace_s)
-    if made:
-        return made[0]
-    raise failed[0] if failed else TimeoutError("what is there doesn't answer")
+    if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
+        raise TimeoutError("what is there doesn't answer")
+    return future.result()
 
 
-def _whereabouts(deadline: float) -> Whereabouts:
+def _whereabouts(deadline: float) -> Address:
     try:
         return _within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
     except TimeoutError:  # then there is nothing to warn about
-        return Whereabouts()
+        return Address()
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
     try:
         found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
     except OSError as error:
-        raise RendezvousError(
-            f"rank {place.rank} must meet the others at {address[0]}:{address[1]}, but that name does not resolve "
-            f"({error}); set MASTER_ADDR to an address that every host knows",
-            operation="rendezvous",
-            rank=place.rank,
+        raise _error_of(
+            place.rank,
+            f"must meet the others at {address[0]}:{address[1]}, but that name does not resolve ({error}); set "
+            "MASTER_ADDR to an address that every host knows",
         ) from error
     return sorted({str(entry[4][0]) for entry in found})

@@ -17,13 +17,14 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from device_communicators.host import start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
-from parallel_state.startup.interfaces import Whereabouts
+from parallel_state.startup.interfaces import Address
 
 T = TypeVar("T")
 
@@ -39,18 +40,18 @@ _FAILED = "failed"
 class Processes:
     """The processes of a start that this one can watch, by rank."""
 
-    def __init__(self, here: Whereabouts) -> None:
-        self._here = here
+    def __init__(self, own: Address) -> None:
+        self._own_place = own
         self._descriptors: dict[int, int] = {}
         self._known: set[int] = set()
         self._ended: list[int] = []
 
-    def see(self, places: Mapping[int, Whereabouts]) -> None:
+    def see(self, places: Mapping[int, Address]) -> None:
         """Watches those of these ranks that aren't watched yet and whose process can be."""
         for rank, place in places.items():
-            if rank in self._known or place.pid == self._here.pid or not place.pid.isdigit():
+            if rank in self._known or place.pid == self._own_place.pid or not place.pid.isdigit():
                 continue
-            if place.processes == self._here.processes != "":
+            if place.processes == self._own_place.processes != "":
                 self._known.add(rank)
                 self._open(rank, int(place.pid), place.born)
 
@@ -69,7 +70,7 @@ class Processes:
                 self._ended.append(rank)
 
     def ended(self, wait_s: float = 0.0, *wake: int) -> list[int]:
-        """All that have ended so far, ascending; waits so long for one more, or until a descriptor is readable."""
+        """Returns all that have ended so far; waits so long for one more, or until a descriptor is readable."""
         poll = select.poll()
         for descriptor in (*self._descriptors, *wake):
             poll.register(descriptor, select.POLLIN)
@@ -128,14 +129,14 @@ class StartWatch:
         if self.watcher.deaths_of(range(self._world_size)):
             return
         text = str(error).partition("\n")[0]
-        told = {"rank": self._rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
+        failure = {"rank": self._rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
         with contextlib.suppress(dist.DistError):
-            self._own.compare_set(_FAILED, "", json.dumps(told))
+            self._own.compare_set(_FAILED, "", json.dumps(failure))
             if self._rank == self._served_by:
                 time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
 
     def close(self) -> None:
-        """The start is over. Twice is fine."""
+        """Ends the watch: the start is over. Twice is fine."""
         if self._closed:
             return
         self._closed = True
@@ -148,32 +149,32 @@ class StartWatch:
 
     def _run(self) -> None:
         reported: set[int] = set()
-        hears = True
+        listening = True
         while not self._closed:
             ended = self._processes.ended(self._look_s, self._wake.fileno())
             for rank in ended:
                 if rank not in reported and not self.watcher.has_left(rank) and not self._closed:
                     self.watcher.report(rank, "has ended during the start")
-                    self._tell({"rank": rank, "reason": "has ended during the start", "ended": True})
+                    self._publish({"rank": rank, "reason": "has ended during the start", "ended": True})
                 reported.add(rank)
-            hears = hears and not self._closed and self._hear()
+            listening = listening and not self._closed and self._read_failure()
             if time.monotonic() > self.deadline:
-                self._name_who_is_behind()
+                self._report_ranks_behind()
                 return
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _publish(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(dist.DistError, AttributeError):
             self._store.compare_set(_FAILED, "", json.dumps(what))
 
-    def _hear(self) -> bool:
-        """What others tell. False where there is nothing more to hear."""
+    def _read_failure(self) -> bool:
+        """Takes in what others tell. Returns False if there is nothing more to hear."""
         store = self._store
         if store is None:
             return True
         try:
             if not store.check([_FAILED]):
                 return True
-            told = json.loads(store.get(_FAILED))
+            failure = json.loads(store.get(_FAILED))
         except dist.DistNetworkError:
             served_by = self._served_by
             if served_by is not None and served_by != self._rank and not self._closed:
@@ -183,25 +184,25 @@ class StartWatch:
             return False
         except dist.DistError:
             return True
-        if told["rank"] != self._rank:
-            self.watcher.report(told["rank"], told["reason"], certain=told.get("ended", False))
+        if failure["rank"] != self._rank:
+            self.watcher.report(failure["rank"], failure["reason"], certain=failure.get("ended", False))
         return False
 
-    def _name_who_is_behind(self) -> None:
+    def _report_ranks_behind(self) -> None:
         store = self._store
         if store is None:
             return
         with contextlib.suppress(dist.DistError):
             keys = {rank: f"stage/{rank}" for rank in range(self._world_size) if rank != self._rank}
-            there = [rank for rank, key in keys.items() if store.check([key])]
-            stages = dict(zip(there, map(int, store.multi_get([keys[rank] for rank in there])), strict=True))
+            published = [rank for rank, key in keys.items() if store.check([key])]
+            stages = dict(zip(published, map(int, store.multi_get([keys[rank] for rank in published])), strict=True))
             for rank in keys:
                 if stages.get(rank, -1) < self._stage and not self._closed:
                     self.watcher.report(rank, "did not go on with the start until its deadline", certain=False)
 
 
 def cloned(store: dist.Store) -> dist.Store | None:
-    """A connection of its own to the same store; None where it can't give another one."""
+    """Returns a new connection to the same store; None if it can't give another one."""
     try:
         return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):
@@ -219,38 +220,38 @@ def run_watched(
     deadline: float,
     has_failed: Callable[[], bool] = lambda: False,
 ) -> T:
-    """`call(is_abandoned)` in a thread, which is left behind when one of `ranks` ends, and at the deadline.
+    """Runs `call(is_abandoned)` in a thread, which is left behind when one of `ranks` ends, and at the deadline.
 
     And where `has_failed`, which is asked now and then, says that another rank has given up. torch's calls that connect
     ranks neither hear of their ends, nor can they be broken off. One that ends after it was left behind asks
     `is_abandoned` and takes back what it did.
     """
     ranks = list(ranks)
-    made: list[T] = []
-    failed: list[BaseException] = []
     abandoned = threading.Event()
-    ended = threading.Event()
-
-    def run() -> None:
-        try:
-            made.append(call(abandoned.is_set))
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, daemon=True, name="parallel_state-connect").start()
+    future = in_thread(lambda: call(abandoned.is_set), "parallel_state-connect")
     asked = time.monotonic()
-    while not ended.wait(_SLICE_S):
+    while not wait([future], _SLICE_S).done:
         now = time.monotonic()
         late, failure = now > deadline, False
         if now - asked > _LOOK_S:
             asked, failure = now, has_failed()
         if late or failure or watcher.deaths_of(ranks):
-            if not ended.wait(NOTICE_S):
+            if not wait([future], NOTICE_S).done:
                 abandoned.set()
                 raise AbandonedError("the deadline of the start has passed" if late else "a rank has ended or failed")
             break
-    if failed:
-        raise failed[0]
-    return made[0]
+    return future.result()
+
+
+def in_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs `call` in a daemon thread, which nobody waits for at the end of the process."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return future

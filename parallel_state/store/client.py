@@ -1,8 +1,5 @@
 """A rank's end of the store of its job: a torch Store whose connections prove that both sides know the job's secret.
 
-Belongs here: the client, and what this process was given to find the server. What does not: the bytes
-(`store.protocol`), the server (`store.server`), when a world is made through it (`rendezvous`).
-
 Each request has a connection for itself until its reply is there, so threads don't wait for each other; free ones are
 kept. The server wakes who waits. A request whose time is up takes its connection with it.
 """
@@ -54,7 +51,7 @@ class ControlStore(dist.Store):
     """The store at an address, for processes that know the secret. From any thread.
 
     torch calls it from C++ through a wrapper that doesn't keep it alive: whoever hands it to torch holds it for as long
-    as torch has it (`HANDED` does).
+    as torch has it (`JOB_STORE` does).
     """
 
     def __init__(self, address: tuple[str, int], secret: bytes, timeout_s: float) -> None:
@@ -89,7 +86,7 @@ class ControlStore(dist.Store):
             connection.close()
 
     def clone(self) -> ControlStore:
-        """Itself: requests have connections of their own anyway."""
+        """Returns itself: requests have connections of their own anyway."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -135,7 +132,7 @@ class ControlStore(dist.Store):
     def _ask(
         self, code: int, parts: Sequence[str | bytes], waits: bool = False, timeout: timedelta | None = None
     ) -> Sequence[bytes]:
-        """The answer. DistStoreError where what is waited for doesn't come, DistNetworkError without a server."""
+        """Returns the answer; DistStoreError if what is waited for doesn't come, DistNetworkError without a server."""
         request = packed(Message(code, [part.encode() if isinstance(part, str) else bytes(part) for part in parts]))
         own: timedelta = self.timeout  # type: ignore[attr-defined]  # kept by torch: it is set through prefixes, too
         limit_s = (own if timeout is None else timeout).total_seconds()
@@ -176,7 +173,7 @@ class ControlStore(dist.Store):
         connection.close()
 
     def _connect(self, deadline: float) -> _Connection:
-        """A connection; again where the server closes it amid the handshake, as it does when strangers crowd it."""
+        """Connects; again where the server closes it amid the handshake, as it does when strangers crowd it."""
         while True:
             try:
                 return _Connection(self.address, self._secret, deadline)
@@ -252,15 +249,15 @@ def _names(parts: Sequence[str | bytes]) -> str:
     return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
 
 
-class Handed:
-    """What this process was given by the `launch` that started it: its job's store, kept here as long as it runs."""
+class JobStore:
+    """Keeps the store that this process was given by the `launch` that started it, as long as it runs."""
 
     def __init__(self) -> None:
         self._store: ControlStore | None = None
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """None takes it back; a process group that was left behind still finds it, closed."""
+        """Keeps `store`; None takes it back: a process group that was left behind still finds it, closed."""
         before, self._store = self._store, store
         if before is not None:
             before.close()
@@ -268,9 +265,9 @@ class Handed:
             self._all.append(store)
 
     def try_get(self, host: str, port: int) -> ControlStore | None:
-        """None where nothing was handed over, or what was is at another address."""
+        """Returns the store at this address; None if launch gave none, or one elsewhere."""
         store = self._store
         return store if store is not None and store.address == (host, port) else None
 
 
-HANDED = Handed()
+JOB_STORE = JobStore()

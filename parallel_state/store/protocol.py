@@ -1,7 +1,4 @@
-"""What goes over a connection to the store of a job: a handshake that proves who knows the job's secret, then frames.
-
-Belongs here: bytes, without sockets and threads. What does not: the server's end (`store.session`, `store.server`),
-the ranks' end (`store.client`), and what a request does (`store.table`).
+"""The bytes of a connection to the store of a job: a handshake that proves who knows the job's secret, then frames.
 
     server:  MAGIC, nonce_s
     client:  nonce_c, HMAC(secret, "client", nonce_s, nonce_c)
@@ -50,14 +47,14 @@ class Message(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Of one connection."""
+    """The keys of one connection."""
 
     to_server: bytes
     to_client: bytes
 
 
 def proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    """That the one in this role, `client` or `server`, knows the secret."""
+    """Returns the proof that the one in this role, `client` or `server`, knows the secret."""
     return hmac.digest(secret, MAGIC + role + nonces, "sha256")
 
 
@@ -73,11 +70,11 @@ class Direction:
         self._number = 0
 
     def seal(self, content: bytes) -> bytes:
-        """The next frame."""
+        """Returns the next frame."""
         return HEADER.pack(len(content), self._mac(content)) + content
 
     def open(self, mac: bytes, content: bytes | bytearray) -> Message:
-        """The next frame's message; MessageDecodeError where it isn't the one that the other side sent next."""
+        """Returns the next frame's message; MessageDecodeError where it isn't the one that the other side sent next."""
         if not hmac.compare_digest(mac, self._mac(content)):
             raise MessageDecodeError("a frame's MAC is wrong: it was not sent by a process of this job, or not now")
         return unpacked(content)
@@ -91,7 +88,7 @@ class Direction:
 
 
 def length_in(header: bytes | bytearray) -> tuple[int, bytes]:
-    """Length and MAC of the content that follows; MessageDecodeError for a length that can't be."""
+    """Returns length and MAC of the content that follows; MessageDecodeError for a length that can't be."""
     length, mac = HEADER.unpack(header)
     if not _CONTENT.size <= length <= MAX_CONTENT_BYTES:
         raise MessageDecodeError(
@@ -101,7 +98,7 @@ def length_in(header: bytes | bytearray) -> tuple[int, bytes]:
 
 
 def packed(message: Message) -> bytes:
-    """The content of a frame; InvalidArgumentError for what is too large."""
+    """Returns the content of a frame; InvalidArgumentError for what is too large."""
     size = _CONTENT.size + sum(_LENGTH.size + len(part) for part in message.parts)
     if size > MAX_CONTENT_BYTES or len(message.parts) > MAX_PARTS:
         raise InvalidArgumentError(
@@ -115,7 +112,7 @@ def packed(message: Message) -> bytes:
 
 
 def unpacked(content: bytes | bytearray) -> Message:
-    """The message of a frame's content; MessageDecodeError where it isn't exactly one."""
+    """Returns the message of a frame's content; MessageDecodeError where it isn't exactly one."""
     if len(content) < _CONTENT.size:
         raise MessageDecodeError(f"a message of the store must have {_CONTENT.size} bytes, but has {len(content)}")
     code, count = _CONTENT.unpack_from(content)

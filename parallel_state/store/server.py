@@ -1,25 +1,54 @@
 """The store of a job, for processes that know its secret: one thread in the process that started the job.
 
-Belongs here: sockets, and who is turned away when. A connection that has not proven itself may send 64 bytes, has
-`HANDSHAKE_S` for it, and is closed earlier where too many are in that state: the oldest goes first, as a rank's
-handshake takes milliseconds. What does not belong here: the bytes (`store.session`), the requests
-(`store.table`).
+A torch TCPStore takes whoever connects, and what is in a store decides which processes form a group. On one node a
+socket in a folder of mode 0700 would let the kernel authenticate; over several nodes (`secret_file`) only a handshake
+can, and torch's store has none. So there is one store with one handshake for both cases, instead of two stores.
+
+A connection that has not proven itself may send 64 bytes, has `HANDSHAKE_S` for it, and is closed earlier where too
+many are in that state: the oldest goes first, as a rank's handshake takes milliseconds. What goes over the connection
+is in `store.protocol`, the ranks' end in `store.client`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from device_communicators.errors import MessageDecodeError
 from device_communicators.liveness.health import WakeEvent
-from parallel_state.store.protocol import Message
-from parallel_state.store.session import Session
-from parallel_state.store.table import Table
+from parallel_state.store.protocol import (
+    ADD,
+    ANSWER_BYTES,
+    APPEND,
+    CHECK,
+    COMPARE_SET,
+    COUNT,
+    DELETE,
+    DONE,
+    FAILED,
+    GET,
+    HEADER,
+    MAGIC,
+    MAX_CONTENT_BYTES,
+    MULTI_SET,
+    NONCE_BYTES,
+    REFUSED,
+    SET,
+    WAIT,
+    Direction,
+    Message,
+    keys_of,
+    length_in,
+    packed,
+    proof,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +57,10 @@ _STRANGERS = 64  # at once, beside two connections of each rank
 _ACCEPTS = 64  # at once, before those that are there already are looked after
 _FULL_S = 0.1  # without a free descriptor: before the next look for connections
 _CLOSE_S = 5.0
+_READ_BYTES = 256 << 10
+_OVERHEAD_BYTES = 1024  # of a reply, at most
+
+Reply = Callable[[Message], None]
 
 
 class ControlServer:
@@ -67,12 +100,12 @@ class ControlServer:
     def _serve(self) -> None:
         try:
             while not self._closing:
-                for key, events in self._selector.select(self._patience_s()):
+                for key, events in self._selector.select(self._wait_s()):
                     if key.fileobj is self._listener:
                         self._accept()
                     elif key.data is not None and key.data.open:  # an earlier event may have closed it
                         self._attend(key.data, events)
-                self._turn_away_the_late()
+                self._refuse_late()
         finally:
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
@@ -80,8 +113,8 @@ class ControlServer:
             self._selector.close()
             self._listener.close()
 
-    def _patience_s(self) -> float | None:
-        """Until there is something to do even if nothing comes; None: no such time."""
+    def _wait_s(self) -> float | None:
+        """Returns the time until something is due even if nothing comes; None if nothing is."""
         now = time.monotonic()
         limits = [next(iter(self._strangers)).deadline] if self._strangers else []
         if self._full_until:
@@ -106,7 +139,7 @@ class ControlServer:
                 self._refuse(oldest, f"more than {self._most_strangers} others came before it had proven itself")
             self._attend(connection, selectors.EVENT_WRITE)
 
-    def _turn_away_the_late(self) -> None:
+    def _refuse_late(self) -> None:
         now = time.monotonic()
         if self._full_until and now >= self._full_until:
             self._full_until = 0.0
@@ -161,7 +194,7 @@ class ControlServer:
 
 
 class _Connection:
-    """A socket and how far it is."""
+    """Joins a socket and its session."""
 
     def __init__(
         self,
@@ -183,7 +216,7 @@ class _Connection:
         self._writes = False
 
     def read(self) -> Message | None:
-        """What can be read now, up to a request. EOFError at the end."""
+        """Reads what is there, up to a request. EOFError at the end."""
         while True:
             try:
                 data = self.socket.recv(max(1, self.session.may_read))
@@ -196,7 +229,7 @@ class _Connection:
                 return request
 
     def write(self) -> None:
-        """What can be written now of the output; the rest when the socket takes more."""
+        """Writes as much of the output as the socket takes now; the rest follows."""
         output = self.session.output
         while output and self.open:
             try:
@@ -221,3 +254,191 @@ class _Connection:
     def close(self) -> None:
         self.open = False
         self.socket.close()
+
+
+class Session:
+    """Takes a connection's bytes and gives its requests; what is to be sent collects in `output`."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._incoming: Direction | None = None
+        self._outgoing: Direction | None = None
+        self._input = bytearray()
+        self._wanted = ANSWER_BYTES
+        self._mac: bytes | None = None
+        self.asked = False
+        """Whether a request waits for its reply; a client sends none meanwhile."""
+        self.output = bytearray(MAGIC + self._nonce)
+
+    @property
+    def authenticated(self) -> bool:
+        """Returns True once the client has proven that it knows the secret."""
+        return self._incoming is not None
+
+    @property
+    def may_read(self) -> int:
+        """Returns how many bytes to read: never more than what is due, so that nobody fills the memory."""
+        return min(self._wanted - len(self._input), _READ_BYTES)
+
+    def feed(self, data: bytes) -> Message | None:
+        """Takes what came, `may_read` bytes at most; a request where one is complete. MessageDecodeError: close it."""
+        if self.asked:
+            raise MessageDecodeError("a client must wait for the reply, but sent more")
+        self._input += data
+        if len(self._input) < self._wanted:
+            return None
+        received, self._input = self._input, bytearray()
+        if self._incoming is None:
+            self._authenticate(received)
+        elif self._mac is None:
+            self._wanted, self._mac = length_in(received)
+            return None
+        else:
+            request = self._incoming.open(self._mac, received)
+            self.asked = True
+            self._await_header()
+            return request
+        self._await_header()
+        return None
+
+    def _await_header(self) -> None:
+        self._wanted, self._mac = HEADER.size, None
+
+    def reply(self, message: Message) -> None:
+        """Answers the request that `feed` gave."""
+        if self._outgoing is None or not self.asked:
+            raise MessageDecodeError("a reply must follow a request")
+        self.asked = False
+        self.output += self._outgoing.seal(packed(message))
+
+    def _authenticate(self, answer: bytearray) -> None:
+        nonces = self._nonce + answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"client", nonces)):
+            self.output += REFUSED
+            raise MessageDecodeError("a client must prove that it knows the job's secret, but its MAC is wrong")
+        keys = keys_of(self._secret, nonces)
+        self._incoming, self._outgoing = Direction(keys.to_server), Direction(keys.to_client)
+        self.output += proof(self._secret, b"server", nonces)
+
+
+class Table:
+    """Holds keys and values, and who waits for which; gives the answers that torch's TCPStore gives.
+
+    A request is answered at once, or, where it waits for keys, when the last of them is set. One thread calls it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._asking: dict[Reply, tuple[Message, set[bytes]]] = {}
+        self._waiting: dict[bytes, dict[Reply, None]] = {}
+        self._acts = {
+            SET: self._set,
+            ADD: self._add,
+            CHECK: self._check,
+            COMPARE_SET: self._compare_set,
+            DELETE: self._delete,
+            COUNT: self._count,
+            APPEND: self._append,
+            MULTI_SET: self._set,
+        }
+
+    def ask(self, request: Message, reply: Reply) -> None:
+        """Calls `reply`, once, now or later; each asker has one of its own, and one request at a time."""
+        if request.code in (GET, WAIT):
+            self._await(request, reply)
+            return
+        act = self._acts.get(request.code)
+        try:
+            if act is None:
+                raise ValueError(f"there is no request of code {request.code}")
+            answer = Message(DONE, act(request.parts))
+        except ValueError as error:
+            answer = Message(FAILED, [str(error).encode()])
+        reply(answer)
+
+    def forget(self, reply: Reply) -> None:
+        """Drops the waits of a closed connection."""
+        _, missing = self._asking.pop(reply, (None, set[bytes]()))
+        for key in missing:
+            self._stop_waiting(key, reply)
+
+    def _await(self, request: Message, reply: Reply) -> None:
+        missing = {key for key in request.parts if key not in self._values}
+        if missing:
+            self._asking[reply] = request, missing
+            for key in missing:
+                self._waiting.setdefault(key, {})[reply] = None
+            return
+        found = [self._values[key] for key in request.parts] if request.code == GET else []
+        size = sum(map(len, found)) + 8 * len(found) + _OVERHEAD_BYTES
+        if size > MAX_CONTENT_BYTES:
+            reply(Message(FAILED, [f"{len(found)} values have {size} bytes; ask for fewer at once".encode()]))
+        else:
+            reply(Message(DONE, found))
+
+    def _stop_waiting(self, key: bytes, reply: Reply) -> None:
+        waiting = self._waiting.get(key, {})
+        waiting.pop(reply, None)
+        if not waiting:
+            self._waiting.pop(key, None)
+
+    def _store(self, key: bytes, value: bytes) -> None:
+        if len(key) + len(value) > MAX_CONTENT_BYTES - _OVERHEAD_BYTES:
+            raise ValueError(f"a value and its key must have less than {MAX_CONTENT_BYTES} bytes")
+        self._values[key] = value
+        for reply in self._waiting.pop(key, ()):
+            request, missing = self._asking[reply]
+            missing.discard(key)
+            if not missing:
+                del self._asking[reply]
+                self._await(request, reply)  # again: another of its keys may have been deleted
+
+    def _set(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        if not parts or len(parts) % 2:
+            raise ValueError(f"keys and values must come in pairs, but are {len(parts)}")
+        for key, value in zip(parts[::2], parts[1::2], strict=True):
+            self._store(key, value)
+        return []
+
+    def _add(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        key, amount = _exactly(2, parts)
+        total = b"%d" % (_number(self._values.get(key, b"0")) + _number(amount))
+        self._store(key, total)
+        return [total]
+
+    def _check(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        return [b"1" if all(key in self._values for key in parts) else b"0"]
+
+    def _compare_set(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        key, expected, desired = _exactly(3, parts)
+        found = self._values.get(key)
+        if found == expected or (found is None and not expected):
+            self._store(key, desired)
+            return [desired]
+        return [expected if found is None else found]
+
+    def _delete(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        (key,) = _exactly(1, parts)
+        return [b"0" if self._values.pop(key, None) is None else b"1"]
+
+    def _count(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        _exactly(0, parts)
+        return [b"%d" % len(self._values)]
+
+    def _append(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        key, more = _exactly(2, parts)
+        self._store(key, self._values.get(key, b"") + more)
+        return []
+
+
+def _exactly(count: int, parts: Sequence[bytes]) -> Sequence[bytes]:
+    if len(parts) != count:
+        raise ValueError(f"the request takes {count} parts, but has {len(parts)}")
+    return parts
+
+
+def _number(text: bytes) -> int:
+    if len(text) > 20:
+        raise ValueError(f"add needs a number of at most 20 digits, but the value has {len(text)} bytes")
+    return int(text)

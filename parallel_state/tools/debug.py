@@ -23,7 +23,7 @@ _SHOWN = 3
 
 @dataclass
 class _View:
-    """What one rank recorded of one group."""
+    """Holds what one rank recorded of one group."""
 
     rank: int
     ranks: list[int]
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(folder: Path) -> tuple[dict[Any, list[_View]], list[tuple[Path, str]]]:
-    """Views by group, a group being its name's stem, its ranks, and how many such came after it; and broken files."""
+    """Returns views by group (its name's stem, its ranks, and how many such came after it) and broken files."""
     newest: dict[int, dict[str, Any]] = {}
     broken: list[tuple[Path, str]] = []
     for path in sorted(folder.glob("rank-*.json"), key=lambda path: path.stat().st_mtime):
@@ -84,7 +84,7 @@ def _number_of(name: str) -> int:
 
 
 def describe(key: Any, views: list[_View]) -> list[str]:
-    """The lines about one group."""
+    """Returns the lines about one group."""
     name, ranks, before = key
     lines = [f"group {name}{f' ({before} before the last)' if before else ''}, global ranks {format_ranks(ranks)}"]
     silent = sorted(set(ranks) - {view.rank for view in views})
@@ -125,7 +125,7 @@ def _words(operation: dict[str, Any]) -> str:
 
 
 def _different_calls(views: list[_View]) -> list[str]:
-    """The first numbers at which ranks made different calls."""
+    """Returns the first numbers at which ranks made different calls."""
     calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for view in views:
         for operation in view.operations:

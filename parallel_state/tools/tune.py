@@ -5,11 +5,11 @@
     torchrun --nproc-per-node 8 -m parallel_state tune       the ranks that torchrun started
 
 Candidates are checked, then take turns; of a round the slowest rank's time counts, so what is chosen is what the whole
-group waits for. On GPUs calls are captured, and the graph's replays timed: that is how a decode step has them. How
-sizes are divided among candidates: `tune_choice`. What is chosen is then proven: calls of all kinds, on random sizes,
-with ranks that come late at random, each compared with its answer. Only then a row is written, with the conditions that
-it holds for, among the user's rows, where PARALLEL_STATE_PEER_MEMORY=auto and PARALLEL_STATE_NCCL=auto find it. Rows of
-ranks that share a GPU are written as evidence, and never found. Not run on a GPU.
+group waits for. On GPUs calls are captured, and the graph's replays timed: that is how a decode step has them. What is
+chosen is then proven: calls of all kinds, on random sizes, with ranks that come late at random, each compared with its
+answer. Only then a row is written, with the conditions that it holds for, among the user's rows, where
+PARALLEL_STATE_PEER_MEMORY=auto and PARALLEL_STATE_NCCL=auto find it. Rows of ranks that share a GPU are written as
+evidence, and never found. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.startup import environment
-from parallel_state.tools.tune_choice import boundaries
 
 logger = logging.getLogger("parallel_state")
 
 SIZES = tuple(1 << power for power in range(10, 27))
 OTHER, TORCHS = "other", "torch's"
-"""Who carries what isn't carried here; and torch's own group, beside NCCL of our own."""
+"""Names of candidates: the communicator that carries the rest, and torch's own group beside NCCL of our own."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, "symmetric", OTHER),
@@ -76,7 +75,7 @@ Times = Mapping[int, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how much is measured and proven."""
+    """Says how long and how much is measured and proven."""
 
     sizes: Sequence[int] = SIZES
     rounds: int = 20
@@ -89,7 +88,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """What is checked is the sum: norms differ in their last bits, and were proven when the group was made."""
+    """Returns the sum, which is checked: norms differ in their last bits, and were proven when the group was made."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     return communicator.all_reduce_add_rms_norm(rows, residual, torch.ones_like(rows[0]), 1e-6)[1].view(x.shape)
@@ -151,7 +150,7 @@ class Tuning:
         return found
 
     def _only(self, call: Callable[[Communicator, Tensor], Tensor], name: str) -> Callable[[Tensor], Tensor]:
-        """The call with thresholds by which it has this kernel at every size."""
+        """Returns the call with thresholds by which it has this kernel at every size."""
         kinds = {"all_gather_push": "push", "reduce_scatter_push": "push", "fused": "fused"}
         kinds.update({each: each for each in ALGORITHMS})
         never = {bound: 0 for bound, kind in kinds.items() if kind != name}
@@ -168,7 +167,7 @@ class Tuning:
 
     @torch.inference_mode()
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Medians of the slowest rank's microseconds. Candidates that are wrong on a rank have none."""
+        """Returns medians of the slowest rank's microseconds. Candidates that are wrong on a rank have none."""
         dtype = torch.bfloat16
         numel = max(1, size_bytes // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
         x, expected = self._given(operation, numel, 0, self.rank), self._answer(operation, numel, 0)
@@ -205,7 +204,7 @@ class Tuning:
         made.append(self._repeated(call, x))
 
     def _repeated(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[int], None]:
-        """Makes so many calls, on a GPU by replays of a graph that has CALLS_IN_A_GRAPH of them."""
+        """Returns a function that makes so many calls, on a GPU by replays of a graph with CALLS_IN_A_GRAPH of them."""
         if self.device.type != "cuda":
 
             def run(calls: int) -> None:
@@ -225,7 +224,7 @@ class Tuning:
         return replay
 
     def _calls(self, run: Callable[[int], None]) -> int:
-        """As many as fill a round, the same on all ranks."""
+        """Returns as many calls as fill a round, the same on all ranks."""
         once = max(self._told(self._seconds(run, CALLS_IN_A_GRAPH)))
         return CALLS_IN_A_GRAPH * max(1, min(1000, int(self.plan.round_s / max(once, 1e-7))))
 
@@ -242,7 +241,7 @@ class Tuning:
             torch.cuda.synchronize(self.device)
 
     def _told(self, mine: Any) -> list[Any]:
-        """What each rank says, in rank order."""
+        """Returns what each rank says, in rank order."""
         return list(self.group.all_gather_object(mine))
 
     # Proving.
@@ -279,7 +278,7 @@ class Tuning:
                 )
 
     def _proof_sizes(self, operation: str, chosen: Thresholds) -> list[int]:
-        """Numbers of elements: the smallest, and around each bound, up to 1 MiB."""
+        """Returns numbers of elements: the smallest, and around each bound, up to 1 MiB."""
         bounds = {"all_gather": ("all_gather_push", "all_gather"), FUSED: ("fused",)}
         bounds["reduce_scatter"] = ("reduce_scatter_push", "reduce_scatter")
         at = [getattr(chosen, name) for name in bounds.get(operation, ALGORITHMS)]
@@ -362,7 +361,7 @@ def _unbounded(name: str, context: GroupContext, device: PeerDevice) -> Any:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """One rank's whole life. Returns the row on the first rank."""
+    """Runs one rank's part from its init to its destroy. Returns the row on the first rank."""
     from parallel_state import (
         destroy_distributed_environment,
         get_tp_group,
@@ -452,3 +451,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(row, path)
             _report(row, path)
     return code
+
+
+def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
+    """Returns, for each candidate but the last of `order`, the largest size in bytes that it gets; 0 if it gets none.
+
+    Candidates stand in an order, from the one for small messages to the one for all that is larger; each begins where
+    the one before it ends. Among all such divisions the one is chosen whose times are least, as ratios: each size
+    counts alike, whether it takes a microsecond or a second.
+
+    `times`: size -> candidate -> its time, of the slowest rank. A candidate that has none at a size (it was wrong, or
+    the size doesn't fit) isn't chosen there; sizes at which only one candidate has a time still count. Of divisions
+    that are equally good, the one that leaves more to later candidates is taken.
+    """
+    sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
+    # best[c]: of the sizes so far, the cost of the best division whose last size has candidate c, and where each ended.
+    best: list[tuple[float, dict[str, int]]] = [(0.0, {})] * len(order)
+    for size in sizes:
+        after: list[tuple[float, dict[str, int]]] = []
+        for at, name in enumerate(order):
+            cost, ends = min(best[: at + 1], key=lambda each: each[0])
+            time = times[size].get(name)
+            after.append((cost + (math.inf if time is None else math.log(time)), {**ends, name: size}))
+        best = after
+    _, ends = min(reversed(best), key=lambda each: each[0]) if sizes else (0.0, {})
+    return {name: ends.get(name, 0) for name in order[:-1]}

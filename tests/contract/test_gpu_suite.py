@@ -129,7 +129,7 @@ def test_a_borrowed_environment_needs_neither_ensurepip_nor_an_index(tmp_path: P
 
 def test_what_a_fork_server_imports_leaves_cuda_alone() -> None:
     """A process that has asked CUDA for devices can't be forked to ranks that use them; looking for Triton asks."""
-    ours = "[*PRELOADED, 'torch.distributed.elastic.multiprocessing.api', 'parallel_state.launch.preload']"
+    ours = "[*PRELOADED, 'parallel_state.launch.worker', 'parallel_state.launch.preload']"
     code = f"""
 import importlib, sys
 from tests.workers import PRELOADED

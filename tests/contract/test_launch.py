@@ -438,15 +438,13 @@ def test_a_start_that_is_broken_off_leaves_no_rank_behind(name, error, raised, t
     original = multiprocessing.context.ForkServerProcess._Popen
 
     def start_the_first(process):
-        if not process.name.endswith("-1"):
+        if not process.name.endswith("-0"):
             while not list(tmp_path.iterdir()):  # the first one runs
                 assert multiprocessing.active_children()
             raise error
         return original(process)
 
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "_Popen", staticmethod(start_the_first))
-    numbers = itertools.count(1)
-    monkeypatch.setattr(multiprocessing.process, "_process_counter", numbers)
     with pytest.raises(
         raised or KeyboardInterrupt, match="ranks 0 to 2 could not be started.*no more" if raised else None
     ):
@@ -732,7 +730,6 @@ def local_function():
         (rank, {"nproc": 0}, "nproc must be at least 1, but is 0"),
         (rank, {"nproc": -2}, "nproc must be at least 1, but is -2"),
         (rank, {"nproc": 4, "world_size": 2}, "world_size must be at least nproc"),
-        (rank, {"nproc": 126}, "nproc must be at most 125 with start_method 'forkserver'"),
         (rank, {"nproc": 2, "rank_offset": 1}, "rank_offset must be from 0 to 0, but is 1"),
         (rank, {"nproc": 2, "world_size": 4, "rank_offset": 3, "master_port": 1}, "rank_offset must be from 0 to 2"),
         (rank, {"nproc": 2, "world_size": 4, "rank_offset": -1, "master_port": 1}, "rank_offset must be"),

@@ -27,7 +27,7 @@ from device_communicators.errors import (
     PeerDiedError,
     UnsupportedError,
 )
-from parallel_state.groups.division import _Division
+from parallel_state.groups.parallel_groups import _Division
 from parallel_state.process_groups.pool import ProcessGroupPool
 from tests import nccl_stand_in
 from tests.contract.attempts import attempt

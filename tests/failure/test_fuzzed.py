@@ -32,7 +32,7 @@ from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.store import protocol as control_wire
 from parallel_state.store.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, Direction
-from parallel_state.store.session import Session
+from parallel_state.store.server import Session
 from tests.extent import LONG
 from tests.unit.test_codec_hostile import SAMPLE
 

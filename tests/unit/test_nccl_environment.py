@@ -9,7 +9,7 @@ import pytest
 
 from parallel_state.startup import interfaces
 from parallel_state.startup.environment import ProcessEnvironment
-from parallel_state.startup.nccl_environment import settle
+from parallel_state.startup.interfaces import set_nccl_environment
 
 ONE_NODE = ProcessEnvironment(0, 0, 8, 8, "127.0.0.1", 20000, "torchrun")
 TWO_NODES = ProcessEnvironment(0, 0, 16, 8, "node1", 20000, "torchrun")
@@ -24,7 +24,7 @@ ALL = {
 def test_several_nodes_talk_over_infiniband(caplog: pytest.LogCaptureFixture) -> None:
     env: dict[str, str] = {}
     with caplog.at_level(logging.INFO, "parallel_state"):
-        assert settle(TWO_NODES, env, lambda: "ib0") == ALL
+        assert set_nccl_environment(TWO_NODES, env, lambda: "ib0") == ALL
     assert env == ALL
     for name, value in ALL.items():
         assert f"{name}={value}: " in caplog.text
@@ -33,7 +33,7 @@ def test_several_nodes_talk_over_infiniband(caplog: pytest.LogCaptureFixture) ->
 def test_what_somebody_has_set_stays(caplog: pytest.LogCaptureFixture) -> None:
     env = {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_IB_DISABLE": "1", "GLOO_SOCKET_IFNAME": ""}
     with caplog.at_level(logging.INFO, "parallel_state"):
-        written = settle(TWO_NODES, env, lambda: "ib0")
+        written = set_nccl_environment(TWO_NODES, env, lambda: "ib0")
     assert written == {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PXB"}
     assert env == {"NCCL_SOCKET_IFNAME": "^docker", "NCCL_IB_DISABLE": "1", **written}
     assert "NCCL_IB_DISABLE stays 1" in caplog.text
@@ -41,33 +41,36 @@ def test_what_somebody_has_set_stays(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("place", [ONE_NODE, ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit")])
 def test_on_one_node_and_where_that_is_unknown_nothing_is_set(place: ProcessEnvironment) -> None:
-    assert settle(place, {}, lambda: "ib0") == {}
+    assert set_nccl_environment(place, {}, lambda: "ib0") == {}
 
 
 def test_where_the_number_of_nodes_is_unknown_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "parallel_state"):
-        assert settle(ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit"), {}, lambda: "ib0") == {}
+        assert (
+            set_nccl_environment(ProcessEnvironment(0, 0, 16, None, "node1", 20000, "explicit"), {}, lambda: "ib0")
+            == {}
+        )
     assert "no network interface is chosen" in caplog.text
     assert "set LOCAL_WORLD_SIZE" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "parallel_state"):
-        settle(ONE_NODE, {}, lambda: "ib0")
-        settle(ProcessEnvironment(0, 0, 1, None, None, None, "single"), {}, lambda: "ib0")
+        set_nccl_environment(ONE_NODE, {}, lambda: "ib0")
+        set_nccl_environment(ProcessEnvironment(0, 0, 1, None, None, None, "single"), {}, lambda: "ib0")
     assert not caplog.text
 
 
 def test_a_world_over_gloo_alone_is_bound_too() -> None:
     env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    assert settle(TWO_NODES, env, lambda: "ib0", uses_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert set_nccl_environment(TWO_NODES, env, lambda: "ib0", uses_nccl=False) == {"GLOO_SOCKET_IFNAME": "ib0"}
 
 
 def test_switched_off_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLEL_STATE_NCCL_ENVIRONMENT", "off")
-    assert settle(TWO_NODES, {}, lambda: "ib0") == {}
+    assert set_nccl_environment(TWO_NODES, {}, lambda: "ib0") == {}
 
 
 def test_without_infiniband_nothing_is_set() -> None:
-    assert settle(TWO_NODES, {}, lambda: None) == {}
+    assert set_nccl_environment(TWO_NODES, {}, lambda: None) == {}
 
 
 @pytest.mark.parametrize(("value", "warns"), [("0", True), (" 0", True), ("1", False), ("", False), (None, False)])
@@ -76,7 +79,7 @@ def test_switched_off_error_handling_stays_with_a_warning(
 ) -> None:
     env = {} if value is None else {"TORCH_NCCL_ASYNC_ERROR_HANDLING": value}
     before = dict(env)
-    settle(ONE_NODE, env, lambda: None)
+    set_nccl_environment(ONE_NODE, env, lambda: None)
     assert env == before
     assert ("TORCH_NCCL_ASYNC_ERROR_HANDLING=0 stays" in caplog.text) == warns
 

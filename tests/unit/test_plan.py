@@ -19,9 +19,18 @@ from device_communicators.errors import LayoutError
 from parallel_state.__main__ import COMMANDS, main
 from parallel_state.layout.axes import AXES, BY_NAME, PRESETS
 from parallel_state.layout.resolution import _DENSE, resolve_layout
-from parallel_state.tools.plan.communicators import ALL_TO_ALL, FIGURES, HIGH, LOW, count_communicators
 from parallel_state.tools.plan.fit import changes_that_fit
-from parallel_state.tools.plan.groups import Plan, Request, abbreviate, make_plan
+from parallel_state.tools.plan.groups import (
+    ALL_TO_ALL,
+    FIGURES,
+    HIGH,
+    LOW,
+    Plan,
+    Request,
+    abbreviate,
+    count_communicators,
+    make_plan,
+)
 from parallel_state.tools.plan.remarks import CHECKS, remarks_on
 
 ROOT = Path(__file__).resolve().parents[2]

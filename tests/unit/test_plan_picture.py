@@ -34,7 +34,7 @@ from parallel_state.tools.plan.picture import (
     picture,
 )
 from parallel_state.tools.plan.remarks import Remark, remarks_on
-from parallel_state.tools.topology_picture import topology_picture
+from parallel_state.tools.topology import topology_picture
 from tests.machines import machine
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,7 +12,7 @@ import pytest
 from device_communicators.machine.peer_probe import Probe
 from device_communicators.machine.topology import Topology
 from parallel_state.__main__ import main
-from parallel_state.tools.topology_picture import topology_picture
+from parallel_state.tools.topology import topology_picture
 from tests.machines import FOLDER, NAMES, machine
 
 SVG = "{http://www.w3.org/2000/svg}"

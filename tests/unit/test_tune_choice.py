@@ -28,11 +28,11 @@ from parallel_state.tools.tune import (
     UNBOUNDED,
     TuneError,
     Tuning,
+    boundaries,
     choose,
     other_of,
     write,
 )
-from parallel_state.tools.tune_choice import boundaries
 
 ORDER = ("push", "pull", "two_shot", "nccl")
 

@@ -1,7 +1,7 @@
 """`python -m parallel_state plan`: what a layout means, before anything is started. Options, files and exit codes.
 
 Exit code 0, also with warnings; 2 for sizes that don't fit, with the smallest change that would make them fit, and for
-options that make no sense. What `--json` writes is in `as_json`.
+options that make no sense. What `--json` writes is in `report`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from typing import Any
 
 from device_communicators.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
-from parallel_state.tools.plan.as_json import plan_json, refusal_json
-from parallel_state.tools.plan.as_text import plan_text, rank_text
-from parallel_state.tools.plan.communicators import count_communicators
 from parallel_state.tools.plan.fit import changes_that_fit
-from parallel_state.tools.plan.groups import Plan, Request, make_plan
+from parallel_state.tools.plan.groups import Plan, Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import page
 from parallel_state.tools.plan.picture import MAX_RANKS, default_kind, picture
 from parallel_state.tools.plan.remarks import remarks_on
+from parallel_state.tools.plan.report import plan_json, plan_text, rank_text, refusal_json
 
 BAD_SIZES = 2
 STDOUT = "-"

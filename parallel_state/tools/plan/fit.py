@@ -19,9 +19,9 @@ from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request
 
 MAX_TRIES = 200
-"""Of one search: about 0.2 s with 16,384 ranks."""
+"""Tries of one search: about 0.2 s with 16,384 ranks."""
 MAX_VALUES = 12
-"""Of a size in a pair: each pair of sizes has its square."""
+"""Values of a size in a pair: each pair of sizes has its square."""
 MAX_MULTIPLES = 16
 """World sizes to try on either side."""
 _TABLE = tuple(axis.name for axis in AXES)
@@ -46,7 +46,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """What would make `request` fit, the smallest change first; empty if there is none of one or two values."""
+    """Returns what would make `request` fit, the smallest change first; empty if there is none of one or two values."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -66,7 +66,7 @@ def _fits(request: Request) -> bool:
 
 
 def _orders(request: Request) -> Iterator[Change]:
-    """Presets of a similar name, the order with what it lacks and pp at its end, then other presets."""
+    """Yields presets of a similar name, the order with what it lacks and pp at its end, then other presets."""
     if request.order in PRESETS:
         return
     tokens = [token.lower() for token in split_order(request.order)]
@@ -84,7 +84,7 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """With `name` before the first that comes later in the table of axes, whose order is Megatron's."""
+    """Returns `names` with `name` before the first that comes later in the table of axes, whose order is Megatron's."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]
@@ -118,7 +118,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
 
 
 def _experts_whole(request: Request) -> list[Change]:
-    """`--etp 1`, where experts took the tensor-parallel size over and fit without it: no given size changes."""
+    """Returns `--etp 1` if experts took the tensor-parallel size over and fit without it: no given size changes."""
     tp = request.sizes.get("tp", 1)
     if "etp" in request.sizes or tp == 1 or request.sizes.get("ep", 1) == 1:
         return []
@@ -132,7 +132,7 @@ def _nearest(before: int, candidates: Sequence[int]) -> list[int]:
 
 
 def _distance(before: int, after: int | None) -> float:
-    """Ratio of both; leaving a size out comes after every value that fits."""
+    """Returns the ratio of both; leaving a size out comes after every value that fits."""
     if after is None:
         return 1e9
     before = max(1, before)
@@ -144,7 +144,10 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """The nearest world size below and the nearest one above that fit; whole nodes, unless one node is enough."""
+    """Returns the nearest world size below and the nearest one above that fit.
+
+    They fill whole nodes, unless one node is enough.
+    """
     known = _product(request.sizes)
     step = known if max(known, request.world_size) < request.gpus_per_node else lcm(known, request.gpus_per_node)
     down = (request.world_size - 1) // step
@@ -168,6 +171,6 @@ def _divides(sizes: Mapping[str, int | None], world_size: int) -> bool:
 
 
 def _product(sizes: Mapping[str, int | None]) -> int:
-    """Of the sizes that dense layers have: the world must be a multiple of it."""
+    """Returns the product of the sizes that dense layers have: the world must be a multiple of it."""
     left_out = {"dp_shard", "dp_replicate"} if (sizes.get("dp") or 0) > 0 else {"dp"}
     return prod(max(1, size or 1) for name, size in sizes.items() if name in DENSE and name not in left_out)

@@ -1,16 +1,18 @@
-"""A layout on nodes: every kind of group with its size, its ranks and the nodes that it touches. Arithmetic only.
+"""A layout on nodes: every kind of group with its size, its ranks and the nodes that it touches; and what they cost.
 
-What is worth a warning is in `remarks`, what it costs in `communicators`, how it is printed in `as_text`.
+Arithmetic only. The library measures no memory here: the figures are what others published, each with its source; they
+differ by GPU, NCCL version and settings (`NCCL_BUFFSIZE`, `NCCL_MAX_NCHANNELS`), so that a range is all one can give.
+What is worth a warning is in `remarks`, how it is printed in `report`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from parallel_state.groups.division import made_at_start
+from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES, BY_NAME, Axis, embedding_ranks, position_embedding_ranks
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
@@ -18,7 +20,7 @@ from parallel_state.layout.resolution import resolve_layout
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. Sizes by axis name; those left out follow from the others."""
+    """Holds what was asked for. Sizes by axis name; those left out follow from the others."""
 
     world_size: int
     sizes: Mapping[str, int]
@@ -26,7 +28,7 @@ class Request:
     gpus_per_node: int
 
     def resolve(self) -> Layout:
-        """The layout; raises LayoutError where the sizes don't fit."""
+        """Returns the layout; raises LayoutError where the sizes don't fit."""
         return resolve_layout(self.world_size, self.sizes, self.order, ranks_per_node=self.gpus_per_node)
 
 
@@ -41,13 +43,13 @@ class Kind:
     first: tuple[int, ...]
     """Ranks of the first group."""
     nodes: int
-    """How many nodes a group touches at most."""
+    """Nodes that a group touches at most."""
     crossing: int
-    """How many of the groups touch more than one node."""
+    """Groups that touch more than one node."""
     same_as: tuple[str, ...]
     """Kinds with the same sets of ranks: each set becomes one process group."""
     made: bool
-    """Whether initialize_model_parallel makes it with these sizes; the rest is made when somebody asks for it."""
+    """True if initialize_model_parallel makes it with these sizes; the rest is made when somebody asks for it."""
 
     @property
     def name(self) -> str:
@@ -76,16 +78,19 @@ class Plan:
         return -(-self.world_size // self.gpus_per_node)
 
     def kind(self, name: str) -> Kind | None:
-        """The kind of that name; None if this layout doesn't have it."""
+        """Returns the kind of that name; None if this layout doesn't have it."""
         return next((kind for kind in self.kinds if kind.name == name), None)
 
     def made(self, name: str) -> Kind | None:
-        """The kind of that name if it is made and has more than one rank a group, else None."""
+        """Returns the kind of that name if it is made and has more than one rank a group, else None."""
         kind = self.kind(name)
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
     def process_group(self, kind: Kind) -> str:
-        """What a kind's ranks talk through: its "own", that of the "world" or of an earlier kind, or "none" for one."""
+        """Returns whose process group a kind has.
+
+        It is its "own", the "world"'s, an earlier kind's, or "none" for one rank.
+        """
         if kind.size == 1:
             return "none"
         if kind.size == self.world_size:
@@ -94,7 +99,7 @@ class Plan:
         return earlier[0] if earlier else "own"
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Node and GPU of `rank`."""
+        """Returns node and GPU of `rank`."""
         return divmod(rank, self.gpus_per_node)
 
 
@@ -107,7 +112,7 @@ class Steps(NamedTuple):
 
 
 def make_plan(request: Request) -> Plan:
-    """The plan for `request`; raises LayoutError where the sizes don't fit."""
+    """Returns the plan for `request`; raises LayoutError where the sizes don't fit."""
     layout = request.resolve()
     names = [axis.name for axis in AXES if axis.name in layout.names]
     ends = {
@@ -196,14 +201,17 @@ def _facts_of(layout: Layout, name: str, groups: Shape | None, per_node: int) ->
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
-    """The axes of more than one rank that a kind of group spans, fastest first; those of its parent for an end's."""
+    """Returns the axes of more than one rank that a kind of group spans, fastest first.
+
+    An end has those of its parent.
+    """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
     return [Steps(axis, grid.size(axis), grid.stride(axis)) for axis in axes if grid.size(axis) > 1]
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """`rank`'s position on every axis of more than one rank, dense ones first, then those of the experts."""
+    """Returns `rank`'s position on every axis of more than one rank, dense ones first, then those of the experts."""
     found: dict[str, int] = {}
     for grid in layout.grids:
         here = grid.coordinates(rank - layout.rank_offset)
@@ -214,7 +222,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """`0–7`, `0 8 16 … 56`, or runs of ranks: `0–7 128–135 … 896–903`; with a step as in Python, `0:8:2 64:72:2`."""
+    """Returns `0–7`, `0 8 16 … 56`, or runs of ranks: `0–7 128–135 … 896–903`; with a step as in Python, `0:8:2`."""
     ranks = list(ranks)
     if len(ranks) < 3:
         return " ".join(map(str, ranks)) or "none"
@@ -228,7 +236,7 @@ def abbreviate(ranks: Sequence[int]) -> str:
 
 
 def _run_length(ranks: Sequence[int]) -> int:
-    """How many of the first ranks have equal distances."""
+    """Returns how many of the first ranks have equal distances."""
     length = min(2, len(ranks))
     while length < len(ranks) and ranks[length] - ranks[length - 1] == ranks[1] - ranks[0]:
         length += 1
@@ -248,3 +256,123 @@ def _span(ranks: Sequence[int]) -> str:
 
 def _shorten(words: Sequence[str]) -> str:
     return " ".join(words if len(words) <= 4 else [*words[:3], "…", words[-1]])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A published figure of the memory that NCCL takes on one GPU."""
+
+    what: str
+    megabytes: float
+    source: str
+
+
+LOW = Figure("a communicator of 2 A100s after its first all-reduce", 544, "github.com/NVIDIA/nccl/issues/964")
+HIGH = Figure("a communicator after its first all-reduce, GPU not told", 1600, "github.com/NVIDIA/nccl/issues/864")
+ALL_TO_ALL = Figure("the first all-to-all on 8 H100s, in addition", 3280, "github.com/NVIDIA/nccl/issues/1685")
+FIGURES = (
+    LOW,
+    HIGH,
+    ALL_TO_ALL,
+    Figure(
+        "one connection in one channel; a ring has two in each of up to 32 channels", 10.5,
+        "github.com/NVIDIA/nccl/issues/1685, issues/864",
+    ),
+    Figure("NCCL_BUFFSIZE, the largest part of it", 4.2, "NCCL user guide, environment variables"),
+    Figure("all of a rank's communicators, Megatron with tp=2 pp=2 dp=2 on 8 H100s", 7000,
+           "github.com/verl-project/verl/pull/6408"),
+    Figure("all of a rank's communicators, vLLM with tp=4", 1000, "github.com/vllm-project/vllm/pull/51485"),
+)  # fmt: skip
+"""The first three are reckoned with; the rest is there to judge the result by."""
+
+BASIS = "cited, not measured here"
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """The sets of ranks that a rank of the first stage is in: each is one process group and one communicator."""
+
+    made: tuple[tuple[str, ...], ...]
+    """Per set, the kinds of group that share it; those that initialize_model_parallel makes, and the world."""
+    all_kinds: tuple[tuple[str, ...], ...]
+    """The same if somebody asked for every kind in the table."""
+    groups_made: int
+    """Process groups in the whole world: every rank of torch takes part in making each."""
+    groups_of_all_kinds: int
+    all_to_all: bool
+    """True if expert-parallel ranks exchange tokens."""
+
+    def megabytes(self, communicators: int) -> tuple[float, float]:
+        """Returns GPU memory of a rank with so many communicators, least and most.
+
+        It is their number times a published figure.
+
+        Expert-parallel ranks exchange tokens by all-to-all, which may connect every pair of ranks: that counts for the
+        most, not for the least.
+        """
+        extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
+        return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
+
+
+def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
+    """Returns the communicators of `rank`.
+
+    Rank 0 has as many as any, for only first stages have both embedding groups.
+    """
+    made = [kind.name for kind in plan.kinds if kind.made]
+    everything = [kind.name for kind in plan.kinds]
+    ends = {
+        kind.name: list(map(tuple, plan.layout.groups(kind.name)))
+        for kind in plan.kinds
+        if whole_of(plan.layout, kind.name) is not None and kind.size > 1
+    }
+    return Communicators(
+        made=_sets_of(plan, rank, made),
+        all_kinds=_sets_of(plan, rank, everything),
+        groups_made=_count_groups(plan, made, ends),
+        groups_of_all_kinds=_count_groups(plan, everything, ends),
+        all_to_all=plan.made("ep") is not None,
+    )
+
+
+def _sets_of(plan: Plan, rank: int, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    sets: dict[tuple[int, ...], list[str]] = {tuple(range(plan.world_size)): ["world"]}
+    for name in names:
+        sets.setdefault(tuple(plan.layout.group_of(rank, name)), []).append(name)
+    return tuple(tuple(sharing) for ranks, sharing in sets.items() if len(ranks) > 1)
+
+
+def _count_groups(plan: Plan, names: Iterable[str], ends_of: Mapping[str, Sequence[tuple[int, ...]]]) -> int:
+    """Returns how many sets of several ranks these kinds have.
+
+    Kinds that are no ends of others share all of them, or none.
+    """
+    kinds = [kind for kind in map(plan.kind, names) if kind is not None and kind.size > 1]
+    shared: set[str] = set()
+    ends: set[tuple[int, ...]] = set()
+    count = 1 if plan.world_size > 1 else 0
+    for kind in sorted(kinds, key=lambda kind: whole_of(plan.layout, kind.name) is not None):
+        if kind.name in shared or kind.size == plan.world_size:
+            continue
+        shared.update(kind.same_as)
+        if whole_of(plan.layout, kind.name) is None:
+            count += kind.count
+        else:
+            ends.update(ends_of[kind.name])
+    whole: dict[tuple[int, ...], list[str]] = {tuple(range(plan.world_size)): []}
+    for kind in kinds:
+        if whole_of(plan.layout, kind.name) is None:
+            whole.setdefault(_from_zero(kind.first), []).append(kind.name)
+
+    def is_counted(ranks: tuple[int, ...]) -> bool:
+        """Returns True for the world, or a group of a kind that is no end of another."""
+        names = whole.get(_from_zero(ranks), [])
+        return len(ranks) == plan.world_size or any(
+            plan.layout.group_of(ranks[0], name) == list(ranks) for name in names
+        )
+
+    return count + sum(len(ranks) > 1 and not is_counted(ranks) for ranks in ends)
+
+
+def _from_zero(ranks: Sequence[int]) -> tuple[int, ...]:
+    return tuple(rank - ranks[0] for rank in ranks)

@@ -23,7 +23,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
-    """The page, with the groups of one kind shown first."""
+    """Returns the page, with the groups of one kind shown first."""
     geometry = Geometry.of(plan)
     kind = next(kind for kind in plan.kinds if kind.name == name)
     shows, read = shown(kind), how_to_read(plan, kind)
@@ -69,12 +69,12 @@ max="{plan.world_size - 1}" value="0"></form>
 
 
 def for_script(text: str) -> str:
-    """JSON that can't end the script element that it is in."""
+    """Returns JSON that can't end the script element that it is in."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
-    """What the script knows. Kinds with the same sets of ranks are one entry, with all their names.
+    """Returns what the script knows. Kinds with the same sets of ranks are one entry, with all their names.
 
     A kind is an index into `grids` and the axes in it: a rank's coordinates are its digits in that grid's mixed radix;
     the digits of the kind's own axes are its place in the group, those of the other axes the number of the group. For
@@ -97,7 +97,10 @@ def page_data(plan: Plan, name: str, geometry: Geometry) -> dict[str, Any]:
 
 
 def distinct_kinds(plan: Plan, chosen: str) -> list[Kind]:
-    """One of each set of kinds that are the same groups, without those of one rank unless it is the chosen one."""
+    """Returns one of each set of kinds that are the same groups.
+
+    Those of one rank are left out, but for the chosen one.
+    """
     return [
         kind
         for kind in plan.kinds

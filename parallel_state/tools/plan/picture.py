@@ -33,7 +33,7 @@ _DARK_NEUTRAL = {"page": "#12151b", "text": "#e9edf4", "soft": "#9aa4b4", "line"
 
 
 def themed(rules: Callable[[Mapping[str, str], Sequence[str]], str]) -> str:
-    """The rules in light colours, and in dark ones for who prefers those.
+    """Returns the rules in light colours, and in dark ones for who prefers those.
 
     librsvg and CairoSVG know no variables, and no rule with a condition: they get plain light colours, which are
     attributes of the elements as well.
@@ -61,7 +61,7 @@ SOFT = f'class="soft" fill="{NEUTRAL["soft"]}"'
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where nodes and cells are, in the drawing's units."""
+    """Says where nodes and cells are, in the drawing's units."""
 
     cell_width: float
     cell_height: float
@@ -108,7 +108,7 @@ class Geometry:
         return column * (self.node_width + NODE_GAP * self.gap), row * (self.node_height + NODE_GAP * self.gap)
 
     def cell_at(self, gpu: int) -> tuple[float, float]:
-        """Within its node."""
+        """Returns a cell's place within its node."""
         row, column = divmod(gpu, self.gpu_columns)
         return (self.padding + column * (self.cell_width + self.gap),
                 self.padding + self.label_height + row * (self.cell_height + self.gap))  # fmt: skip
@@ -127,7 +127,7 @@ _MEASURES = (
 
 
 def _gpu_columns(gpus: int) -> int:
-    """8 as 4 × 2, 16 as 4 × 4, 72 as 9 × 8; a prime number with empty places."""
+    """Returns 4 for 8 GPUs (4 × 2), 4 for 16, 9 for 72; for a prime number there are empty places."""
     even = [columns for columns in range(ceil(sqrt(gpus)), gpus + 1) if gpus % columns == 0]
     return even[0] if even[0] <= 4 * sqrt(gpus) / 2 else ceil(sqrt(gpus))
 
@@ -144,12 +144,15 @@ def _node_columns(nodes: int, shape: float) -> int:
 
 
 def default_kind(plan: Plan) -> str:
-    """The kind of group that a picture shows unless one is chosen: the first that has more than one rank, else tp."""
+    """Returns the kind of group that a picture shows unless one is chosen.
+
+    It is the first that has more than one rank, else tp.
+    """
     return next((kind.name for kind in plan.kinds if kind.made and kind.size > 1), plan.kinds[0].name)
 
 
 def group_of_each_rank(plan: Plan, name: str) -> list[int]:
-    """Per rank the index of its group among those of that kind; -1 for a rank in none."""
+    """Returns per rank the index of its group among those of that kind; -1 for a rank in none."""
     index = [-1] * plan.world_size
     for number, ranks in enumerate(plan.layout.groups(name)):
         for rank in ranks:
@@ -158,7 +161,7 @@ def group_of_each_rank(plan: Plan, name: str) -> list[int]:
 
 
 def picture(plan: Plan, name: str) -> str:
-    """An SVG file: what the layout is, what the colours mean, and the drawing."""
+    """Returns an SVG file: what the layout is, what the colours mean, and the drawing."""
     kind = next(kind for kind in plan.kinds if kind.name == name)
     geometry = Geometry.of(plan)
     margin, width = 16, max(geometry.width, 640)
@@ -184,7 +187,7 @@ def picture(plan: Plan, name: str) -> str:
 
 
 def shown(kind: Kind) -> str:
-    """What the colours are."""
+    """Returns what the colours are."""
     name, long_name = kind.name, kind.axis.long_name
     ranks, on = "rank" if kind.size == 1 else "ranks", "one node" if kind.nodes == 1 else f"up to {kind.nodes} nodes"
     return (f"Coloured by {name}{'' if long_name == name else f' ({long_name})'}: {kind.count} groups of {kind.size} "
@@ -192,7 +195,7 @@ def shown(kind: Kind) -> str:
 
 
 def how_to_read(plan: Plan, kind: Kind) -> str:
-    """What stands in the cells, and where colours aren't enough."""
+    """Returns what stands in the cells, and where colours aren't enough."""
     if plan.world_size <= MAX_NUMBERED:
         read = "The number in a cell is its group" + ("; above it the rank." if plan.world_size <= MAX_RANKED else ".")
     else:
@@ -201,7 +204,7 @@ def how_to_read(plan: Plan, kind: Kind) -> str:
 
 
 def nodes(plan: Plan, name: str, geometry: Geometry) -> Iterator[str]:
-    """The drawing: a `<g class="node">` per node, in it a `gpu` per rank, in the order of ranks."""
+    """Yields the drawing: a `<g class="node">` per node, in it a `gpu` per rank, in the order of ranks."""
     index = group_of_each_rank(plan, name)
     for node in range(plan.nodes):
         x, y = geometry.node_at(node)
@@ -225,8 +228,8 @@ def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> s
     if plan.world_size > MAX_TITLED:
         return f"<rect {look} {box}/>"
     node, gpu = plan.place(rank)
-    told = f"{name} group {group}" if group >= 0 else f"in no {name} group"
-    title = f"<title>rank {rank}: node {node}, GPU {gpu}, {escape(told)}</title>"
+    label = f"{name} group {group}" if group >= 0 else f"in no {name} group"
+    title = f"<title>rank {rank}: node {node}, GPU {gpu}, {escape(label)}</title>"
     if plan.world_size > MAX_NUMBERED:
         return f"<g {look}>{title}<rect {box}/></g>"
     number = str(group) if group >= 0 else "–"
@@ -240,7 +243,7 @@ def _cell(plan: Plan, name: str, geometry: Geometry, rank: int, group: int) -> s
 
 
 def colored(number: int) -> str:
-    """The attributes of a GPU's cell: the colour of its group, or none where it is in none (-1)."""
+    """Returns the attributes of a GPU's cell: the colour of its group, or none where it is in none (-1)."""
     if number < 0:
         return f'class="gpu none" fill="{NEUTRAL["none"]}"'
     return f'class="gpu c{number % len(LIGHT)}" fill="{LIGHT[number % len(LIGHT)]}"'

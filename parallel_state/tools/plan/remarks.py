@@ -1,4 +1,4 @@
-"""What an engine's author should know of a layout before starting it: each check is a function in `CHECKS`.
+"""Warnings and notes on a layout, for an engine's author, before any start: each check is a function in `CHECKS`.
 
 A *warning* is something that one would rather mend; a *note* is a fact that explains what will be seen. What is normal
 is neither: a pipeline over nodes, data-parallel groups over nodes, one node that isn't full.
@@ -23,7 +23,7 @@ class Remark:
 
 
 def remarks_on(plan: Plan) -> list[Remark]:
-    """All remarks on a plan, warnings first."""
+    """Returns all remarks on a plan, warnings first."""
     found = [remark for check in CHECKS for remark in check(plan)]
     return sorted(found, key=lambda remark: remark.level != "warning")
 

@@ -1,0 +1,247 @@
+"""A plan as text for a terminal, and as JSON for programs, whose keys are a promise; the text in them is not.
+
+The keys of JSON; new ones may come, none goes:
+
+    format            1
+    world_size, gpus_per_node, nodes, order
+    layout            the sizes in words
+    sizes             axis -> size, of every axis that has a size option
+    groups            a list of {name, long_name, about, count, size, first (all ranks of the first group), nodes (that
+                      a group touches at most), crossing (how many groups touch several), same_as (kinds with the same
+                      sets of ranks), process_group ("own", "world", "none", or the kind whose it is), made (by
+                      initialize_model_parallel), steps (the axes it spans, fastest first, as {axis, size, stride}),
+                      ends_of (for embedding groups and parts of groups, the kind that they take ranks from, whose
+                      `steps` are told)}.
+                      A group's ranks are its first rank plus all sums of index · stride
+    missing           name -> why this layout doesn't have that kind of group
+    warnings          a list of {level ("warning" or "note"), code, text}
+    communicators     {made, all_kinds: {sets (lists of kinds that share a set of ranks), per_rank, in_world,
+                      megabytes: [least, most]}, basis, figures: [{what, megabytes, source}]}
+    rank              with --rank: {rank, node, gpu, coordinates, stage, stages, first_stage, last_stage, previous,
+                      next, groups: name -> {ranks, rank_in_group}}; kinds that it is in no group of are left out
+
+and for sizes that don't fit only {format, error, changes: [{values: option -> new value or null, text}]}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from textwrap import fill
+from typing import Any
+
+from device_communicators.errors import LayoutError
+from parallel_state.tools.plan.fit import Change
+from parallel_state.tools.plan.groups import (
+    ALL_TO_ALL,
+    BASIS,
+    FIGURES,
+    HIGH,
+    LOW,
+    Communicators,
+    Kind,
+    Plan,
+    abbreviate,
+    coordinates,
+    steps_of,
+    whole_of,
+)
+from parallel_state.tools.plan.remarks import Remark
+
+WIDTH = 120
+
+
+def plan_text(plan: Plan, remarks: Sequence[Remark], communicators: Communicators) -> str:
+    """Returns the whole plan."""
+    if plan.world_size == 1:
+        return "\n".join([*heading(plan), "", "One rank needs no process group."])
+    return "\n".join([*heading(plan), "", *_table(plan), "", *_remarks(remarks), "", *_cost(communicators)])
+
+
+def heading(plan: Plan) -> list[str]:
+    full, rest = divmod(plan.world_size, plan.gpus_per_node)
+    nodes = f"{plan.nodes} {'node' if plan.nodes == 1 else 'nodes'} of {plan.gpus_per_node} GPUs"
+    if rest:
+        nodes += f", of which the last has {_ranks(rest)}" if full else f", {rest} used"
+    return [f"{_ranks(plan.world_size)} on {nodes}, order {plan.request.order}", str(plan.layout)]
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    kinds = [kind for kind in plan.kinds if kind.size > 1]
+    yield from _columns(
+        [["group", "groups", "ranks", "nodes", "first group", "process group", "made", "long name"]]
+        + [
+            [kind.name, str(kind.count), str(kind.size), str(kind.nodes), abbreviate(kind.first),
+             _process_group(plan, kind), "yes" if kind.made else "", kind.axis.long_name]
+            for kind in kinds
+        ],
+        right=(1, 2, 3),
+    )  # fmt: skip
+    alone = [kind.name for kind in plan.kinds if kind.size == 1]
+    if alone:
+        yield ""
+        yield _paragraph(f"one rank each, so no process group: {', '.join(alone)}")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in plan.layout.missing.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        yield _paragraph(f"not in this layout: {', '.join(names)}: {reason}")
+    yield ""
+    yield _paragraph(
+        "nodes: how many a group touches at most. made: by initialize_model_parallel with these sizes; the rest when "
+        "somebody asks for it. Equal sets of ranks are one process group. a:b:s are every s-th rank from a to below b."
+    )
+
+
+def _process_group(plan: Plan, kind: Kind) -> str:
+    name = plan.process_group(kind)
+    return name if name in ("own", "none") else f"= {name}"
+
+
+def _remarks(remarks: Sequence[Remark]) -> Iterator[str]:
+    if not remarks:
+        yield "Nothing to warn about."
+    for remark in remarks:
+        yield _paragraph(f"{remark.level}: {remark.text} [{remark.code}]", indent="  ")
+
+
+def _cost(communicators: Communicators) -> Iterator[str]:
+    made, everything = communicators.made, communicators.all_kinds
+    yield f"A rank is in {len(made)} process groups, {len(everything)} if every kind above were made."
+    yield _paragraph("  " + "; ".join(" = ".join(names) for names in made), indent="  ")
+    yield (f"The world has {communicators.groups_made} of them, {communicators.groups_of_all_kinds} with every kind; "
+           f"torch makes each on every rank.")  # fmt: skip
+    for number in dict.fromkeys((len(made), len(everything))):
+        low, high = communicators.megabytes(number)
+        yield f"GPU memory of {number} NCCL communicators: {low / 1000:.1f} … {high / 1000:.1f} GB a rank, an estimate"
+    terms = f"communicators × {LOW.megabytes:g} MB ({LOW.what}, {LOW.source}) … {HIGH.megabytes:g} MB "
+    terms += f"({HIGH.what}, {HIGH.source})"
+    if communicators.all_to_all:
+        terms += f"; for the most also {ALL_TO_ALL.megabytes:g} MB ({ALL_TO_ALL.what}, {ALL_TO_ALL.source})"
+    yield _paragraph(f"  The figures are {BASIS}: {terms}. Taken at a group's first use.", indent="  ")
+
+
+def rank_text(plan: Plan, rank: int) -> str:
+    """Returns what one rank is: its place, its coordinates, its stage, and its group of every kind."""
+    node, gpu = plan.place(rank)
+    lines = [*heading(plan), "", f"rank {rank}: node {node}, GPU {gpu}"]
+    place_on_axes = coordinates(plan.layout, rank)
+    lines.append("coordinates: " + (" ".join(f"{name}={index}" for name, index in place_on_axes.items()) or "one rank"))
+    lines += [f"pipeline: {stage_text(plan, rank)}", ""]
+    rows = [["group", "rank in it", "of", "ranks", "process group", "made"]]
+    for kind in plan.kinds:
+        if kind.size > 1:
+            ranks = plan.layout.group_of(rank, kind.name)
+            position = str(ranks.index(rank)) if ranks else "–"
+            rows.append([kind.name, position, str(len(ranks)) if ranks else "–",
+                         abbreviate(ranks) if ranks else "not in one", _process_group(plan, kind),
+                         "yes" if kind.made else ""])  # fmt: skip
+    return "\n".join([*lines, *_columns(rows, right=(1, 2))])
+
+
+def stage_text(plan: Plan, rank: int) -> str:
+    """Returns `stage 2 of 8: previous rank 10, next rank 42`, or `the first` and `the last`."""
+    stages = plan.layout.group_of(rank, "pp")
+    stage = stages.index(rank)
+    before = "the first" if stage == 0 else f"previous rank {stages[stage - 1]}"
+    after = "the last" if stage == len(stages) - 1 else f"next rank {stages[stage + 1]}"
+    return f"stage {stage} of {len(stages)}: {before}, {after}"
+
+
+def _columns(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+
+
+def _paragraph(text: str, indent: str = "") -> str:
+    return fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def plan_json(
+    plan: Plan, remarks: Sequence[Remark], communicators: Communicators, rank: int | None = None
+) -> dict[str, Any]:
+    """Returns the whole plan, and one rank's view if asked for; the module's text lists the keys."""
+    counts = {
+        "made": (communicators.made, communicators.groups_made),
+        "all_kinds": (communicators.all_kinds, communicators.groups_of_all_kinds),
+    }
+    found: dict[str, Any] = {
+        "format": 1,
+        "world_size": plan.world_size,
+        "gpus_per_node": plan.gpus_per_node,
+        "nodes": plan.nodes,
+        "order": plan.request.order,
+        "layout": str(plan.layout),
+        "sizes": {kind.name: kind.size for kind in plan.kinds if kind.axis.size_parameter},
+        "groups": [_kind_json(kind, plan) for kind in plan.kinds],
+        "missing": dict(plan.layout.missing),
+        "warnings": [vars(remark) for remark in remarks],
+        "communicators": {
+            **{
+                name: {"sets": sets, "per_rank": len(sets), "in_world": in_world,
+                       "megabytes": communicators.megabytes(len(sets))}
+                for name, (sets, in_world) in counts.items()
+            },
+            "basis": BASIS,
+            "figures": [vars(figure) for figure in FIGURES],
+        },
+    }  # fmt: skip
+    if rank is not None:
+        found["rank"] = _rank_json(plan, rank)
+    return found
+
+
+def refusal_json(error: LayoutError, changes: Sequence[Change]) -> dict[str, Any]:
+    """Returns JSON for sizes that don't fit."""
+    return {
+        "format": 1,
+        "error": str(error),
+        "changes": [{"values": dict(change.values), "text": str(change)} for change in changes],
+    }
+
+
+def _kind_json(kind: Kind, plan: Plan) -> dict[str, Any]:
+    return {
+        "name": kind.name,
+        "long_name": kind.axis.long_name,
+        "about": kind.axis.about,
+        "count": kind.count,
+        "size": kind.size,
+        "first": kind.first,
+        "nodes": kind.nodes,
+        "crossing": kind.crossing,
+        "same_as": kind.same_as,
+        "process_group": plan.process_group(kind),
+        "made": kind.made,
+        "steps": [step._asdict() for step in steps_of(plan.layout, kind.name)],
+        "ends_of": whole_of(plan.layout, kind.name),
+    }
+
+
+def _rank_json(plan: Plan, rank: int) -> dict[str, Any]:
+    node, gpu = plan.place(rank)
+    stages = plan.layout.group_of(rank, "pp")
+    stage = stages.index(rank)
+    groups = {kind.name: plan.layout.group_of(rank, kind.name) for kind in plan.kinds}
+    return {
+        "rank": rank,
+        "node": node,
+        "gpu": gpu,
+        "coordinates": coordinates(plan.layout, rank),
+        "stage": stage,
+        "stages": len(stages),
+        "first_stage": stage == 0,
+        "last_stage": stage == len(stages) - 1,
+        "previous": stages[stage - 1] if stage else None,
+        "next": stages[stage + 1] if stage + 1 < len(stages) else None,
+        "groups": {
+            name: {"ranks": ranks, "rank_in_group": ranks.index(rank)} for name, ranks in groups.items() if ranks
+        },
+    }
