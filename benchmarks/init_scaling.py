@@ -47,11 +47,11 @@ from init_scaling_ranks import (
     run_ranks,
     times_of,
 )
-from parallel_state.groups.parallel_groups import made_at_start
 from torch.distributed.device_mesh import init_device_mesh
 
 import parallel_state as ps
 from parallel_state import resolve_layout
+from parallel_state.groups.parallel_groups import made_at_start
 from parallel_state.layout.axes import AXES
 from parallel_state.layout.ranks import Layout
 from parallel_state.startup import rendezvous
