@@ -119,7 +119,7 @@ GLOOS = ("gloo/transport", "🔺", ".cc:")
 TOLD = ("PeerDiedError", "CollectiveTimeoutError", "RendezvousError", "CommunicationError")
 PLACES = {
     "in the rendezvous": (startup, "meet"),
-    "before the agreement": (agreement.Agreement, "settle"),
+    "before the agreement": (agreement.Agreement, "resolve_and_agree"),
     "amid its groups": (groups.ProcessGroupPool, "_new_group_of_members"),
     "with a segment": (Segment, "resize"),
     "before the proof": (state, "prove"),
