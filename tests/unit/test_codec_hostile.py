@@ -361,7 +361,7 @@ def test_deep_lists_and_dicts(opening, depth):
 
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 5, 15])
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 3, 2000])
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 2, 2000])
 def test_deep_extensions(code, depth):
     payload = b"\xc0"
     for _ in range(depth):
@@ -369,6 +369,18 @@ def test_deep_extensions(code, depth):
         payload = frame(code, prefix + payload)
     with pytest.raises(MessageDecodeError, match="nested more than 100 deep"):
         codec.read(HEADER + payload)
+
+
+@pytest.mark.parametrize("code", [1, 2, 4, 5])
+def test_extensions_as_deep_as_a_sender_nests_them(code):
+    """`MAX_DEPTH` containers, and a value with a frame of its own within the innermost."""
+    payload = frame(6, b"\x05")
+    for _ in range(MAX_DEPTH):
+        payload = frame(code, (b"\x92\xc0" if code in (2, 5) else b"\x91") + payload)
+    value = codec.read(HEADER + payload).build()
+    for _ in range(MAX_DEPTH):
+        (value,) = value.values() if code in (2, 5) else value
+    assert value == 5
 
 
 class Boom:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel_state as ps
+from parallel_state.collectives import ops
 
 RANK, SIZE = 2, 4
 DEADLINE_S = 10.0
@@ -292,13 +293,86 @@ def test_traffic_is_counted(group: ps.GroupCoordinator) -> None:
     }
 
 
-def test_gradients(group: ps.GroupCoordinator) -> None:
+G = torch.tensor([[1.0, 2.0, -3.0, 4.0], [-5.0, 6.0, 7.0, 0.5]])
+"""The gradient that comes from each rank's loss."""
+
+GRADIENTS: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Tensor], Tensor, Tensor]] = {
+    "all_reduce": (lambda group, x: group.all_reduce(x), G, G * SIZE),
+    "all_reduce avg": (lambda group, x: group.all_reduce(x, "avg"), G, G),
+    "all_gather 0": (lambda group, x: group.all_gather(x, 0), torch.cat([G * n for n in (1, 2, 3, 4)]), 3 * G * SIZE),
+    "all_gather 1": (lambda group, x: group.all_gather(x), torch.cat([G * n for n in (1, 2, 3, 4)], 1), 3 * G * SIZE),
+    "all_gatherv": (lambda group, x: group.all_gatherv(x, 0, [2] * 4), torch.cat([G, -G, 5 * G, G]), 5 * G * SIZE),
+    "reduce_scatter": (lambda group, x: group.reduce_scatter(x), G[:, :1], G[:, :1].expand(2, 4)),
+    "reduce_scatter avg": (lambda group, x: group.reduce_scatter(x, 1, "avg"), G[:, :1], G[:, :1].expand(2, 4) / SIZE),
+    "reduce_scatterv": (lambda group, x: group.reduce_scatterv(x, 1, [1] * 4), G[:, :1], G[:, :1].expand(2, 4)),
+    "reduce_scatterv avg": (
+        lambda group, x: group.reduce_scatterv(x, 1, [1] * 4, "avg"),
+        G[:, :1],
+        G[:, :1].expand(2, 4) / SIZE,
+    ),
+    "all_to_all": (
+        lambda group, x: group.all_to_all(x, 1, 0),
+        torch.cat([G[:, :1] * n for n in (1, 2, 3, 4)]),
+        3 * G[:, :1].expand(2, 4),
+    ),
+    "broadcast": (lambda group, x: group.broadcast(x, RANK), G, G * SIZE),
+    "copy": (lambda group, x: ps.copy_to_tensor_model_parallel_region(x, group), G, G * SIZE),
+    "reduce": (lambda group, x: ps.reduce_from_tensor_model_parallel_region(x, group), G, G),
+    "scatter": (lambda group, x: ps.scatter_to_tensor_model_parallel_region(x, group), G[:, :1], G[:, :1].expand(2, 4)),
+    "gather": (
+        lambda group, x: ps.gather_from_tensor_model_parallel_region(x, group),
+        torch.cat([G * n for n in (1, 2, 3, 4)], 1),
+        3 * G,
+    ),
+    "gather of parts": (
+        lambda group, x: ps.gather_from_sequence_parallel_region(x, group=group),
+        torch.cat([G * n for n in (1, 2, 3, 4)]),
+        3 * G * SIZE,
+    ),
+    "reduce_scatter region": (
+        lambda group, x: ps.reduce_scatter_last_dim_to_tensor_parallel_region(x, group),
+        G[:, :1],
+        G[:, :1].expand(2, 4),
+    ),
+}
+"""A differentiable call of `X`, the gradient of its result, and that of `X`: this is rank 2, and all ranks do alike."""
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(group: ps.GroupCoordinator, name: str) -> None:
+    call, grad, expected = GRADIENTS[name]
     x = X.clone().requires_grad_()
-    group.all_reduce(x).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(X, SIZE))  # every rank's loss depends on it
-    x = X.clone().requires_grad_()
-    (group.all_gather(x, 0) * 2).sum().backward()
-    assert torch.equal(x.grad, torch.full_like(X, 2 * SIZE))
+    result = call(group, x)
+    result.backward(grad)
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
+def test_a_broadcasts_gradient_is_its_sources() -> None:
+    """The others' is zero, but not none: their backward takes part in the collective."""
+    route = ps.simulated_group([1, 3, 5, 7], 5)
+    grads = [ops._grad_broadcast(G, route._token, src, route._key) for src in (RANK, 0)]
+    assert torch.equal(grads[0], G * SIZE)
+    assert torch.equal(grads[1], torch.zeros_like(G))
+
+
+def test_uneven_gradients_have_the_splits_of_the_other_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was sent in two rows comes back in two rows."""
+    asked: list[tuple[Any, ...]] = []
+
+    class Ops:
+        def __getattr__(self, name: str) -> Callable[..., Tensor]:
+            return lambda x, token, *args: asked.append((name, *args)) or x  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(ops, "_OPS", Ops())
+    token = torch.zeros(1, dtype=torch.uint8)
+    ops._grad_all_to_all(G, token, [1, 2], [3, 4], "tp")
+    ops._grad_all_gatherv(G, token, 1, [1, 3], "tp")
+    ops._grad_reduce_scatterv(G, token, 1, [1, 3], "sum", "tp")
+    assert asked == [
+        ("all_to_all", [3, 4], [1, 2], "tp"),
+        ("reduce_scatterv", 1, [1, 3], "sum", "tp"),
+        ("all_gatherv", 1, [1, 3], "tp"),
+    ]
 
 
 def test_close(group: ps.GroupCoordinator) -> None:
