@@ -1,0 +1,473 @@
+// Ranks over the C++ of the CPU path, for sanitizers: prints how many calls were made, and what went wrong.
+//
+//   cpu_ranks processes   each rank is a process, as in a job: for AddressSanitizer and UndefinedBehaviorSanitizer
+//   cpu_ranks threads     each rank is a thread, over one mapping: ThreadSanitizer sees all of their accesses
+//
+// Every collective in several sizes and dtypes, with and without arenas, messages through queues, groups that are closed,
+// looked at and doomed by another thread, and calls that fail: by a mismatch, at the deadline, by a death. And bytes of a
+// peer that are no message.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "handle.h"
+#include "queue.h"
+#include "reduce.h"
+
+using namespace parallel_state;
+
+extern "C" {
+void* ps_liveness_of(std::uint64_t group);
+void ps_liveness_delete(void* liveness);
+std::size_t ps_queue_control_bytes(int readers);
+void* ps_queue_writer_new(void*, void*, std::uint64_t, std::uint64_t, int, const int*, const void*, std::int64_t, int,
+                          void*);
+void* ps_queue_reader_new(void*, void*, std::uint64_t, std::uint64_t, int, const int*, int, const void*, std::int64_t,
+                          int, void*);
+void ps_queue_writer_delete(void*);
+void ps_queue_reader_delete(void*);
+void ps_queue_writer_leave(void*);
+int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
+int ps_queue_resume(void*, double);
+int ps_queue_next(void*, char*, std::uint64_t, double);
+int ps_queue_read(void*, const Piece*, int, double);
+int ps_plain_keys(const std::uint8_t*, std::uint64_t, std::uint64_t, std::uint64_t, int);
+void ps_serve(const char* key, std::uint64_t group);
+void ps_stop_serving(const char* key);
+void ps_served_recorded(const char* key, std::int64_t* out);
+}
+
+namespace {
+
+constexpr int kRanks = 3;
+constexpr std::size_t kArenaBytes = 64 << 20;
+constexpr std::size_t kChunkBytes = 4096, kChunks = 4;
+constexpr double kTimeoutS = 120;
+
+bool as_threads = false;
+std::atomic<long> calls{0}, wrong{0};
+
+#define CHECK(condition)                                                                        \
+  do {                                                                                          \
+    ++calls;                                                                                    \
+    if (!(condition)) {                                                                         \
+      ++wrong;                                                                                  \
+      std::fprintf(stderr, "rank %d, line %d: %s\n", world.rank, __LINE__, #condition);         \
+    }                                                                                           \
+  } while (false)
+
+// Memory that all ranks have mapped, and the mapping of this process.
+struct File {
+  int descriptor;
+  std::size_t bytes;
+  void* shared;
+
+  explicit File(std::size_t count) : descriptor(memfd_create("ranks", 0)), bytes(count) {
+    if (ftruncate(descriptor, static_cast<off_t>(bytes)) != 0) std::abort();
+    shared = map();
+  }
+  void* map() const {
+    void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (memory == MAP_FAILED) std::abort();
+    return memory;
+  }
+  // A group takes its mapping over; threads must share one, or the sanitizer takes it for several memories.
+  void* mapping() const { return as_threads ? shared : map(); }
+};
+
+struct World {
+  int rank;
+  std::vector<std::int64_t> pids;
+};
+
+std::uint64_t open_group(const World& world, const File& segment, double timeout_s, bool part = false) {
+  WaitPolicy policy;
+  policy.spin_ns = 2000;
+  policy.yields = 5;
+  auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, world.pids.data(), policy,
+                                         timeout_s);
+  if (part) handle->be_part();
+  return keep(std::move(handle));
+}
+
+void close_group(std::uint64_t number) {
+  if (!as_threads) forget(number);  // whose memory goes with it
+}
+
+template <typename Call>
+Status run(std::uint64_t number, Told told, Call call) {
+  const std::shared_ptr<Handle> handle = find(number);
+  if (handle == nullptr) return Status::kClosed;
+  return handle->run([&](Group& group, double timeout_s) {
+    group.tell(told);
+    return call(group, timeout_s);
+  });
+}
+
+Told told(int method, std::size_t count, int root = -1) {
+  return told_of(static_cast<Method>(method), std::vector<std::size_t>{count}, 6, -1, -1, root);
+}
+
+template <typename T>
+std::vector<T> made(std::size_t count, int rank) {
+  std::vector<T> values(count);
+  for (std::size_t i = 0; i < count; ++i) values[i] = static_cast<T>((i * 7 + static_cast<std::size_t>(rank) * 3) % 11);
+  return values;
+}
+
+template <typename T>
+bool is_sum(const T* found, std::size_t count, std::size_t begin = 0) {
+  for (std::size_t i = 0; i < count; ++i) {
+    T sum = 0;
+    for (int rank = 0; rank < kRanks; ++rank) sum = static_cast<T>(sum + static_cast<T>(((begin + i) * 7 + rank * 3) % 11));
+    if (found[i] != sum) return false;
+  }
+  return true;
+}
+
+template <typename T>
+void reductions(const World& world, std::uint64_t group, Dtype dtype, std::size_t count, T* shared_in, T* shared_out) {
+  const std::vector<T> in = made<T>(count, world.rank);
+  std::vector<T> out(count), whole = made<T>(kRanks * count, world.rank);
+  const Told all = told(8, count), scattered = told(24, count);
+  CHECK(run(group, all, [&](Group& self, double limit) {
+          return self.all_reduce(out.data(), in.data(), count, dtype, ReduceOp::kSum, limit);
+        }) == Status::kDone && is_sum(out.data(), count));
+  for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kProduct}) {
+    CHECK(run(group, all, [&](Group& self, double limit) {
+            return self.all_reduce(out.data(), in.data(), count, dtype, op, limit);
+          }) == Status::kDone);
+  }
+  std::vector<T> in_place = in;
+  CHECK(run(group, all, [&](Group& self, double limit) {
+          return self.all_reduce(in_place.data(), in_place.data(), count, dtype, ReduceOp::kSum, limit);
+        }) == Status::kDone && is_sum(in_place.data(), count));
+  CHECK(run(group, scattered, [&](Group& self, double limit) {
+          return self.reduce_scatter(out.data(), whole.data(), 1, count, dtype, ReduceOp::kSum, limit);
+        }) == Status::kDone && is_sum(out.data(), count, world.rank * count));
+  if (shared_in == nullptr) return;
+  std::copy(in.begin(), in.end(), shared_in);
+  for (T* const to : {out.data(), shared_in}) {
+    CHECK(run(group, all, [&](Group& self, double limit) {
+            return self.all_reduce(to, shared_in, count, dtype, ReduceOp::kSum, limit);
+          }) == Status::kDone && is_sum(to, count));
+  }
+  std::copy(whole.begin(), whole.end(), shared_in);
+  CHECK(run(group, scattered, [&](Group& self, double limit) {
+          return self.reduce_scatter(shared_out, shared_in, 1, count, dtype, ReduceOp::kSum, limit);
+        }) == Status::kDone && is_sum(shared_out, count, world.rank * count));
+}
+
+void movements(const World& world, std::uint64_t group, std::size_t bytes, char* shared) {
+  const auto byte_of = [](int rank, std::size_t i) { return static_cast<char>(rank * 31 + static_cast<int>(i % 97)); };
+  std::vector<char> in(bytes), out(kRanks * bytes), whole(kRanks * bytes);
+  for (std::size_t i = 0; i < bytes; ++i) in[i] = byte_of(world.rank, i);
+  const auto gathered = [&](const std::vector<char>& found) {
+    for (std::size_t at = 0; at < kRanks * bytes; ++at) {
+      if (found[at] != byte_of(static_cast<int>(at / bytes), at % bytes)) return false;
+    }
+    return true;
+  };
+  std::vector<const char*> inputs{in.data()};
+  if (shared != nullptr) {
+    std::copy(in.begin(), in.end(), shared);
+    inputs.push_back(shared);
+  }
+  for (const char* const from : inputs) {
+    std::fill(out.begin(), out.end(), 0);
+    CHECK(run(group, told(16, bytes), [&](Group& self, double limit) {
+            return self.all_gather(out.data(), from, 1, bytes, limit);
+          }) == Status::kDone && gathered(out));
+  }
+  std::size_t parts[kRanks];
+  std::vector<std::vector<char>> uneven(kRanks);
+  std::vector<void*> outs;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    parts[rank] = rank == 1 ? 0 : bytes / (rank + 1);
+    uneven[rank].resize(parts[rank]);
+    outs.push_back(uneven[rank].data());
+  }
+  const int other = world.rank == 0 ? 2 : 0;  // one's own part is the caller's affair
+  CHECK(run(group, told(40, 1), [&](Group& self, double limit) {
+          return self.gatherv(outs.data(), parts, in.data(), limit);
+        }) == Status::kDone && (parts[other] == 0 || uneven[other].back() == byte_of(other, parts[other] - 1)));
+  for (int src = 0; src < kRanks; ++src) {
+    std::vector<char> data = in;
+    CHECK(run(group, told(32, bytes, src), [&](Group& self, double limit) {
+            return self.broadcast(data.data(), bytes, src, limit);
+          }) == Status::kDone && (bytes == 0 || data.back() == byte_of(src, bytes - 1)));
+    for (int to = 0; to < kRanks; ++to) {
+      for (std::size_t i = 0; i < bytes; ++i) whole[to * bytes + i] = byte_of(to + src, i);
+    }
+    CHECK(run(group, told(104, bytes, src), [&](Group& self, double limit) {
+            return self.scatter(data.data(), world.rank == src ? whole.data() : nullptr, bytes, src, limit);
+          }) == Status::kDone && (bytes == 0 || data[0] == byte_of(world.rank + src, 0)));
+  }
+  std::size_t sends[kRanks], expects[kRanks], sent = 0, expected = 0;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    sent += sends[rank] = bytes / (1 + static_cast<std::size_t>((world.rank + 2 * rank) % 3));
+    expected += expects[rank] = bytes / (1 + static_cast<std::size_t>((rank + 2 * world.rank) % 3));
+  }
+  std::vector<char> rows(sent, static_cast<char>(world.rank + 1)), received(expected);
+  const auto exchanged = [&] {
+    std::size_t at = 0;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      for (const std::size_t end = at + expects[rank]; at < end; ++at) {
+        if (received[at] != rank + 1) return false;
+      }
+    }
+    return true;
+  };
+  CHECK(run(group, told(56, 1), [&](Group& self, double limit) {
+          return self.all_to_all(received.data(), rows.data(), expects, sends, limit);
+        }) == Status::kDone && exchanged());
+}
+
+void norms(const World& world, std::uint64_t group, std::size_t rows, std::size_t hidden) {
+  const std::vector<float> in = made<float>(rows * hidden, world.rank), weight(hidden, 1.0f);
+  std::vector<float> out(rows * hidden), residual(rows * hidden, 1.0f);
+  const AddRmsNorm norm{out.data(), residual.data(), in.data(), residual.data(), weight.data(), rows, hidden, 1e-6f,
+                        Dtype::kFloat32};
+  CHECK(run(group, told(72, rows * hidden), [&](Group& self, double limit) {
+          return self.all_reduce_add_rms_norm(norm, limit);
+        }) == Status::kDone);
+}
+
+void collectives(const World& world, const File& segment, const File& arenas) {
+  const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  const std::shared_ptr<Handle> handle = find(group);
+  void* pages[kRanks];
+  for (int rank = 0; rank < kRanks; ++rank) {
+    pages[rank] = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, arenas.descriptor,
+                       static_cast<off_t>(rank * kArenaBytes));
+  }
+  handle->set_arenas(pages, kArenaBytes, arenas.descriptor, world.rank * kArenaBytes);
+  const std::string key = "group@" + std::to_string(world.rank);
+  ps_serve(key.c_str(), group);
+  std::atomic<bool> done{false};
+  std::thread looks([&] {  // as an error of another thread, or a watchdog, looks at a group that is in use
+    std::vector<std::int64_t> records(12 * Served::kRecords);
+    while (!done.load()) {
+      handle->failure();
+      handle->is_busy();
+      handle->liveness().has_left((world.rank + 1) % kRanks);
+      ps_served_recorded(key.c_str(), records.data());
+      usleep(2000);
+    }
+  });
+  for (int round = 0; round < 2; ++round) {
+    CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
+    for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{17}, std::size_t{1000},
+                                    std::size_t{9001}, std::size_t{70'001}, std::size_t{400'003}}) {
+      if (as_threads && count > 80'000) continue;
+      auto* const shared = static_cast<char*>(handle->arena()->allocate(kRanks * count * 8 + 64));
+      auto* const other = static_cast<char*>(handle->arena()->allocate(count * 8 + 64));
+      if (shared == nullptr || other == nullptr) std::abort();
+      reductions<float>(world, group, Dtype::kFloat32, count, reinterpret_cast<float*>(shared),
+                        reinterpret_cast<float*>(other));
+      reductions<std::int64_t>(world, group, Dtype::kInt64, count, reinterpret_cast<std::int64_t*>(shared),
+                               reinterpret_cast<std::int64_t*>(other));
+      reductions<std::uint8_t>(world, group, Dtype::kUint8, count, nullptr, nullptr);
+      movements(world, group, count, shared);
+    }
+    norms(world, group, 1, 64);
+    norms(world, group, 37, 520);
+    CHECK(run(group, told(128, 0, 1), [](Group& self, double limit) { return self.announce(1, limit); }) == Status::kDone);
+    CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.compare(limit); }) == Status::kDone);
+  }
+  done = true;
+  looks.join();
+  ps_stop_serving(key.c_str());
+  handle->liveness().leave();
+  close_group(group);
+}
+
+// Rank 0 writes to all others; then each of them to rank 0.
+void messages(const World& world, const File& segment, const File& queues) {
+  const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  void* const liveness = ps_liveness_of(group);
+  std::int64_t report[7];
+  char* const memory = static_cast<char*>(queues.mapping());
+  const auto open = [&](int queue, const std::vector<int>& ranks, int me) {
+    char* const control = memory + queue * (kChunkBytes * kChunks + 8192);
+    const int readers = static_cast<int>(ranks.size()) - 1;
+    return me == 0 ? ps_queue_writer_new(control, control + 8192, kChunkBytes, kChunks, readers, ranks.data(), liveness,
+                                         2000, 5, report)
+                   : ps_queue_reader_new(control, control + 8192, kChunkBytes, kChunks, readers, ranks.data(), me,
+                                         liveness, 2000, 5, report);
+  };
+  const auto send = [&](void* writer, std::size_t bytes) {
+    const std::vector<char> body(bytes, static_cast<char>(bytes % 101));
+    const Piece piece{const_cast<char*>(body.data()), body.size()};
+    int status = ps_queue_send(writer, "head", 4, &piece, 1, 0, bytes, 0.0);
+    if (status == 1) status = ps_queue_resume(writer, kTimeoutS);
+    return status;
+  };
+  const auto receive = [&](void* reader, std::size_t bytes) {
+    char head[8];
+    std::vector<char> body(bytes);
+    const Piece piece{body.data(), body.size()};
+    if (ps_queue_next(reader, head, sizeof head, kTimeoutS) != 0) return false;
+    if (report[2] != 4 || report[3] != static_cast<std::int64_t>(bytes) || std::memcmp(head, "head", 4) != 0) return false;
+    return ps_queue_read(reader, &piece, 1, kTimeoutS) == 0 &&
+           (bytes == 0 || (body.front() == static_cast<char>(bytes % 101) && body.back() == body.front()));
+  };
+  std::vector<int> everyone;
+  for (int rank = 0; rank < kRanks; ++rank) everyone.push_back(rank);
+  void* const broadcast = open(0, everyone, world.rank);
+  const std::size_t sizes[] = {0, 1, 60, 4028, 4029, 5000, 100'000, 3};
+  for (int round = 0; round < 20; ++round) {
+    for (const std::size_t bytes : sizes) {
+      if (world.rank == 0) CHECK(send(broadcast, bytes) == 0);
+      else CHECK(receive(broadcast, bytes));
+    }
+  }
+  for (int rank = 1; rank < kRanks; ++rank) {
+    if (world.rank != 0 && world.rank != rank) continue;
+    void* const pair = open(rank, {rank, 0}, world.rank == 0 ? 1 : 0);
+    for (const std::size_t bytes : sizes) {
+      if (world.rank == rank) CHECK(send(pair, bytes) == 0);
+      else CHECK(receive(pair, bytes));
+    }
+    if (world.rank == rank) ps_queue_writer_leave(pair);
+    else CHECK(ps_queue_next(pair, nullptr, 0, kTimeoutS) == 2);  // it has left
+    (world.rank == rank ? ps_queue_writer_delete : ps_queue_reader_delete)(pair);
+  }
+  CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
+  (world.rank == 0 ? ps_queue_writer_delete : ps_queue_reader_delete)(broadcast);
+  ps_liveness_delete(liveness);
+  find(group)->liveness().leave();
+  close_group(group);
+}
+
+// Each way in which a call fails, in a group of its own.
+void failures(const World& world, const std::vector<const File*>& segments) {
+  std::vector<float> x(100, 1.0f);
+  const auto reduce = [&](std::uint64_t group, std::size_t count) {
+    return run(group, told(8, count), [&](Group& self, double limit) {
+      return self.all_reduce(x.data(), x.data(), count, Dtype::kFloat32, ReduceOp::kSum, limit);
+    });
+  };
+  const std::uint64_t differs = open_group(world, *segments[0], kTimeoutS);
+  CHECK(reduce(differs, world.rank == 1 ? 99 : 100) == Status::kMismatch);
+  CHECK(reduce(differs, 100) == Status::kMismatch);
+  const std::uint64_t late = open_group(world, *segments[1], 0.3);
+  const Status status = world.rank == 2 ? Status::kTimedOut : reduce(late, 100);
+  CHECK(status == Status::kTimedOut);
+  const std::uint64_t doomed = open_group(world, *segments[2], kTimeoutS);
+  std::thread tells([&] {
+    usleep(100'000);
+    find(doomed)->liveness().doom();
+  });
+  if (world.rank != 0) CHECK(reduce(doomed, 100) == Status::kPeerDied);
+  tells.join();
+  const std::uint64_t closed = open_group(world, *segments[3], 0.5);
+  std::thread closes([&] {
+    usleep(100'000);
+    forget(closed);
+  });
+  if (world.rank != 0) CHECK(reduce(closed, 100) != Status::kDone);
+  closes.join();
+  CHECK(reduce(closed, 100) == Status::kClosed);
+  for (const std::uint64_t group : {differs, late, doomed}) close_group(group);
+}
+
+// The last rank ends without a word, in the middle of a loop.
+void death(const World& world, const File& segment) {
+  const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  std::vector<float> x(5000, 1.0f);
+  for (int call = 0;; ++call) {
+    if (world.rank == kRanks - 1 && call == 50) _exit(0);
+    const Status status = run(group, told(8, x.size()), [&](Group& self, double limit) {
+      return self.all_reduce(x.data(), x.data(), x.size(), Dtype::kFloat32, ReduceOp::kMax, limit);
+    });
+    if (status == Status::kDone) continue;
+    CHECK(status == Status::kPeerDied && find(group)->failure().suspect == kRanks - 1);
+    break;
+  }
+  close_group(group);
+}
+
+// What looks through bytes of a peer reads none past their end: each message in memory of its own size.
+void hostile_bytes() {
+  const std::uint8_t heads[] = {0x81, 0x91, 0x9f, 0x8f, 0xa5, 0xc1, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
+                                0xcf, 0xd4, 0xd8, 0xd9, 0xda, 0xdb, 0xdc, 0xdd, 0xde, 0xdf, 0xe0, 0x00, 0x01, 0xff};
+  std::uint64_t state = 1;
+  const auto draw = [&](std::uint64_t below) {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    return (state >> 33) % below;
+  };
+  for (int message = 0; message < 200'000; ++message) {
+    std::vector<std::uint8_t> bytes(draw(40));
+    for (auto& byte : bytes) byte = draw(4) == 0 ? static_cast<std::uint8_t>(draw(256)) : heads[draw(sizeof heads)];
+    bytes.shrink_to_fit();
+    ps_plain_keys(bytes.data(), bytes.size(), 0x803f, 16, 101);
+    ++calls;
+  }
+  for (const std::uint8_t head : heads) {
+    const std::vector<std::uint8_t> deep(1 << 20, head);
+    ps_plain_keys(deep.data(), deep.size(), 0x803f, 16, 101);
+  }
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  as_threads = std::string(arguments[1]) == "threads";
+  hostile_bytes();
+  const std::size_t segment_bytes = Handle::segment_bytes(kRanks);
+  const File collective(segment_bytes), message(segment_bytes), dying(segment_bytes);
+  const File a(segment_bytes), b(segment_bytes), c(segment_bytes);
+  const File arenas(kRanks * kArenaBytes), queues(kRanks * (kChunkBytes * kChunks + 8192));
+  std::vector<File> own;  // a closed group takes its mapping along
+  for (int rank = 0; rank < kRanks; ++rank) own.emplace_back(segment_bytes);
+  const File closing(segment_bytes);
+  // The pids that all ranks must know: written by each, read by all.
+  File pids(4096);
+  auto* const shared = static_cast<std::atomic<std::int64_t>*>(pids.shared);
+  const auto body = [&](int rank) {
+    World world{rank, {}};
+    shared[rank].store(getpid());
+    for (int other = 0; other < kRanks; ++other) {
+      while (shared[other].load() == 0) usleep(1000);
+      world.pids.push_back(shared[other].load());
+    }
+    collectives(world, collective, arenas);
+    messages(world, message, queues);
+    failures(world, {&a, &b, &c, as_threads ? &own[rank] : &closing});
+    if (!as_threads) death(world, dying);
+  };
+  if (as_threads) {
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < kRanks; ++rank) threads.emplace_back(body, rank);
+    for (std::thread& thread : threads) thread.join();
+  } else {
+    std::vector<pid_t> children;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const pid_t pid = fork();
+      if (pid == 0) {
+        body(rank);
+        std::printf("rank %d: %ld checks\n", rank, calls.load());
+        std::exit(wrong != 0);
+      }
+      children.push_back(pid);
+    }
+    for (const pid_t pid : children) {
+      int status = 0;
+      waitpid(pid, &status, 0);
+      calls += 1;
+      wrong += status != 0;
+    }
+  }
+  std::printf("%ld checks, %ld wrong\n", calls.load(), wrong.load());
+  return wrong != 0;
+}
