@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
-.PHONY: demo check test test-long long-lanes references test-gpu run-gpu-tests lint format stubs docs clean
+.PHONY: demo check test test-long long-lanes references test-gpu run-gpu-tests sanitize lint format stubs docs clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -55,6 +55,10 @@ test-long: lint references $(LONG)
 
 long-lanes: $(STAMP)
 	FAILURE_TESTS=long $(BIN)/python -m tests.lanes $(ARGS)
+
+# A part of test-long: the C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
+sanitize: $(STAMP)
+	FAILURE_TESTS=long $(BIN)/python -m pytest tests/unit/test_cpu_sanitizers.py $(ARGS)
 
 references: $(STAMP)
 	$(BIN)/python tests/references.py  # 3 MB at the first time: other programs' layouts, which ours are compared with

@@ -3,9 +3,9 @@
 //   cpu_ranks processes   each rank is a process, as in a job: for AddressSanitizer and UndefinedBehaviorSanitizer
 //   cpu_ranks threads     each rank is a thread, over one mapping: ThreadSanitizer sees all of their accesses
 //
-// Every collective in several sizes and dtypes, with and without arenas, messages through queues, groups that are closed,
-// looked at and doomed by another thread, and calls that fail: by a mismatch, at the deadline, by a death. And bytes of a
-// peer that are no message.
+// Every collective in several sizes and dtypes, with and without arenas, messages through queues, groups that are
+// closed, looked at and doomed by another thread, and calls that fail: by a mismatch, at the deadline, by a death. And
+// bytes of a peer that are no message.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -56,13 +56,13 @@ constexpr double kTimeoutS = 120;
 bool as_threads = false;
 std::atomic<long> calls{0}, wrong{0};
 
-#define CHECK(condition)                                                                        \
-  do {                                                                                          \
-    ++calls;                                                                                    \
-    if (!(condition)) {                                                                         \
-      ++wrong;                                                                                  \
-      std::fprintf(stderr, "rank %d, line %d: %s\n", world.rank, __LINE__, #condition);         \
-    }                                                                                           \
+#define CHECK(condition)                                                                \
+  do {                                                                                  \
+    ++calls;                                                                            \
+    if (!(condition)) {                                                                 \
+      ++wrong;                                                                          \
+      std::fprintf(stderr, "rank %d, line %d: %s\n", world.rank, __LINE__, #condition); \
+    }                                                                                   \
   } while (false)
 
 // Memory that all ranks have mapped, and the mapping of this process.
@@ -93,8 +93,8 @@ std::uint64_t open_group(const World& world, const File& segment, double timeout
   WaitPolicy policy;
   policy.spin_ns = 2000;
   policy.yields = 5;
-  auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, world.pids.data(), policy,
-                                         timeout_s);
+  auto handle = std::make_shared<Handle>(segment.mapping(), segment.bytes, world.rank, kRanks, world.pids.data(),
+                                         policy, timeout_s);
   if (part) handle->be_part();
   return keep(std::move(handle));
 }
@@ -128,7 +128,8 @@ template <typename T>
 bool is_sum(const T* found, std::size_t count, std::size_t begin = 0) {
   for (std::size_t i = 0; i < count; ++i) {
     T sum = 0;
-    for (int rank = 0; rank < kRanks; ++rank) sum = static_cast<T>(sum + static_cast<T>(((begin + i) * 7 + rank * 3) % 11));
+    for (int rank = 0; rank < kRanks; ++rank)
+      sum = static_cast<T>(sum + static_cast<T>(((begin + i) * 7 + rank * 3) % 11));
     if (found[i] != sum) return false;
   }
   return true;
@@ -139,32 +140,42 @@ void reductions(const World& world, std::uint64_t group, Dtype dtype, std::size_
   const std::vector<T> in = made<T>(count, world.rank);
   std::vector<T> out(count), whole = made<T>(kRanks * count, world.rank);
   const Told all = told(8, count), scattered = told(24, count);
-  CHECK(run(group, all, [&](Group& self, double limit) {
-          return self.all_reduce(out.data(), in.data(), count, dtype, ReduceOp::kSum, limit);
-        }) == Status::kDone && is_sum(out.data(), count));
+  CHECK(run(group, all,
+            [&](Group& self, double limit) {
+              return self.all_reduce(out.data(), in.data(), count, dtype, ReduceOp::kSum, limit);
+            }) == Status::kDone &&
+        is_sum(out.data(), count));
   for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kProduct}) {
     CHECK(run(group, all, [&](Group& self, double limit) {
             return self.all_reduce(out.data(), in.data(), count, dtype, op, limit);
           }) == Status::kDone);
   }
   std::vector<T> in_place = in;
-  CHECK(run(group, all, [&](Group& self, double limit) {
-          return self.all_reduce(in_place.data(), in_place.data(), count, dtype, ReduceOp::kSum, limit);
-        }) == Status::kDone && is_sum(in_place.data(), count));
-  CHECK(run(group, scattered, [&](Group& self, double limit) {
-          return self.reduce_scatter(out.data(), whole.data(), 1, count, dtype, ReduceOp::kSum, limit);
-        }) == Status::kDone && is_sum(out.data(), count, world.rank * count));
+  CHECK(run(group, all,
+            [&](Group& self, double limit) {
+              return self.all_reduce(in_place.data(), in_place.data(), count, dtype, ReduceOp::kSum, limit);
+            }) == Status::kDone &&
+        is_sum(in_place.data(), count));
+  CHECK(run(group, scattered,
+            [&](Group& self, double limit) {
+              return self.reduce_scatter(out.data(), whole.data(), 1, count, dtype, ReduceOp::kSum, limit);
+            }) == Status::kDone &&
+        is_sum(out.data(), count, world.rank * count));
   if (shared_in == nullptr) return;
   std::copy(in.begin(), in.end(), shared_in);
   for (T* const to : {out.data(), shared_in}) {
-    CHECK(run(group, all, [&](Group& self, double limit) {
-            return self.all_reduce(to, shared_in, count, dtype, ReduceOp::kSum, limit);
-          }) == Status::kDone && is_sum(to, count));
+    CHECK(run(group, all,
+              [&](Group& self, double limit) {
+                return self.all_reduce(to, shared_in, count, dtype, ReduceOp::kSum, limit);
+              }) == Status::kDone &&
+          is_sum(to, count));
   }
   std::copy(whole.begin(), whole.end(), shared_in);
-  CHECK(run(group, scattered, [&](Group& self, double limit) {
-          return self.reduce_scatter(shared_out, shared_in, 1, count, dtype, ReduceOp::kSum, limit);
-        }) == Status::kDone && is_sum(shared_out, count, world.rank * count));
+  CHECK(run(group, scattered,
+            [&](Group& self, double limit) {
+              return self.reduce_scatter(shared_out, shared_in, 1, count, dtype, ReduceOp::kSum, limit);
+            }) == Status::kDone &&
+        is_sum(shared_out, count, world.rank * count));
 }
 
 void movements(const World& world, std::uint64_t group, std::size_t bytes, char* shared) {
@@ -184,9 +195,10 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
   }
   for (const char* const from : inputs) {
     std::fill(out.begin(), out.end(), 0);
-    CHECK(run(group, told(16, bytes), [&](Group& self, double limit) {
-            return self.all_gather(out.data(), from, 1, bytes, limit);
-          }) == Status::kDone && gathered(out));
+    CHECK(run(group, told(16, bytes),
+              [&](Group& self, double limit) { return self.all_gather(out.data(), from, 1, bytes, limit); }) ==
+              Status::kDone &&
+          gathered(out));
   }
   std::size_t parts[kRanks];
   std::vector<std::vector<char>> uneven(kRanks);
@@ -197,20 +209,24 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
     outs.push_back(uneven[rank].data());
   }
   const int other = world.rank == 0 ? 2 : 0;  // one's own part is the caller's affair
-  CHECK(run(group, told(40, 1), [&](Group& self, double limit) {
-          return self.gatherv(outs.data(), parts, in.data(), limit);
-        }) == Status::kDone && (parts[other] == 0 || uneven[other].back() == byte_of(other, parts[other] - 1)));
+  CHECK(run(group, told(40, 1),
+            [&](Group& self, double limit) { return self.gatherv(outs.data(), parts, in.data(), limit); }) ==
+            Status::kDone &&
+        (parts[other] == 0 || uneven[other].back() == byte_of(other, parts[other] - 1)));
   for (int src = 0; src < kRanks; ++src) {
     std::vector<char> data = in;
-    CHECK(run(group, told(32, bytes, src), [&](Group& self, double limit) {
-            return self.broadcast(data.data(), bytes, src, limit);
-          }) == Status::kDone && (bytes == 0 || data.back() == byte_of(src, bytes - 1)));
+    CHECK(run(group, told(32, bytes, src),
+              [&](Group& self, double limit) { return self.broadcast(data.data(), bytes, src, limit); }) ==
+              Status::kDone &&
+          (bytes == 0 || data.back() == byte_of(src, bytes - 1)));
     for (int to = 0; to < kRanks; ++to) {
       for (std::size_t i = 0; i < bytes; ++i) whole[to * bytes + i] = byte_of(to + src, i);
     }
-    CHECK(run(group, told(104, bytes, src), [&](Group& self, double limit) {
-            return self.scatter(data.data(), world.rank == src ? whole.data() : nullptr, bytes, src, limit);
-          }) == Status::kDone && (bytes == 0 || data[0] == byte_of(world.rank + src, 0)));
+    CHECK(run(group, told(104, bytes, src),
+              [&](Group& self, double limit) {
+                return self.scatter(data.data(), world.rank == src ? whole.data() : nullptr, bytes, src, limit);
+              }) == Status::kDone &&
+          (bytes == 0 || data[0] == byte_of(world.rank + src, 0)));
   }
   std::size_t sends[kRanks], expects[kRanks], sent = 0, expected = 0;
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -227,19 +243,20 @@ void movements(const World& world, std::uint64_t group, std::size_t bytes, char*
     }
     return true;
   };
-  CHECK(run(group, told(56, 1), [&](Group& self, double limit) {
-          return self.all_to_all(received.data(), rows.data(), expects, sends, limit);
-        }) == Status::kDone && exchanged());
+  CHECK(run(group, told(56, 1),
+            [&](Group& self, double limit) {
+              return self.all_to_all(received.data(), rows.data(), expects, sends, limit);
+            }) == Status::kDone &&
+        exchanged());
 }
 
 void norms(const World& world, std::uint64_t group, std::size_t rows, std::size_t hidden) {
   const std::vector<float> in = made<float>(rows * hidden, world.rank), weight(hidden, 1.0f);
   std::vector<float> out(rows * hidden), residual(rows * hidden, 1.0f);
-  const AddRmsNorm norm{out.data(), residual.data(), in.data(), residual.data(), weight.data(), rows, hidden, 1e-6f,
-                        Dtype::kFloat32};
-  CHECK(run(group, told(72, rows * hidden), [&](Group& self, double limit) {
-          return self.all_reduce_add_rms_norm(norm, limit);
-        }) == Status::kDone);
+  const AddRmsNorm norm{out.data(), residual.data(), in.data(), residual.data(), weight.data(),
+                        rows,       hidden,          1e-6f,     Dtype::kFloat32};
+  CHECK(run(group, told(72, rows * hidden),
+            [&](Group& self, double limit) { return self.all_reduce_add_rms_norm(norm, limit); }) == Status::kDone);
 }
 
 void collectives(const World& world, const File& segment, const File& arenas) {
@@ -281,7 +298,8 @@ void collectives(const World& world, const File& segment, const File& arenas) {
     }
     norms(world, group, 1, 64);
     norms(world, group, 37, 520);
-    CHECK(run(group, told(128, 0, 1), [](Group& self, double limit) { return self.announce(1, limit); }) == Status::kDone);
+    CHECK(run(group, told(128, 0, 1), [](Group& self, double limit) { return self.announce(1, limit); }) ==
+          Status::kDone);
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.compare(limit); }) == Status::kDone);
   }
   done = true;
@@ -317,7 +335,8 @@ void messages(const World& world, const File& segment, const File& queues) {
     std::vector<char> body(bytes);
     const Piece piece{body.data(), body.size()};
     if (ps_queue_next(reader, head, sizeof head, kTimeoutS) != 0) return false;
-    if (report[2] != 4 || report[3] != static_cast<std::int64_t>(bytes) || std::memcmp(head, "head", 4) != 0) return false;
+    if (report[2] != 4 || report[3] != static_cast<std::int64_t>(bytes) || std::memcmp(head, "head", 4) != 0)
+      return false;
     return ps_queue_read(reader, &piece, 1, kTimeoutS) == 0 &&
            (bytes == 0 || (body.front() == static_cast<char>(bytes % 101) && body.back() == body.front()));
   };

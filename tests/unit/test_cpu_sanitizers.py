@@ -13,10 +13,7 @@ import pytest
 from device_communicators.cpu import native_build
 from tests.cuda_on_cpu import EMULATION
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("FAILURE_TESTS") != "long", reason="FAILURE_TESTS isn't long"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 DEADLINE_S = 600
 FLAGS = ("-std=c++17", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-math-errno", "-ffp-contract=off", "-pthread")
