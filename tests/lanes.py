@@ -51,8 +51,8 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 COMPILERS = _files("tests/unit", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native")
 PROGRAMS = _files(
-    "tests/contract", "test_benchmarks", "test_collectives_ranks", "test_docs_code", "test_extending", "test_gpu_suite",
-    "test_inference", "test_package",
+    "tests/contract", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_docs_code",
+    "test_extending", "test_gpu_suite", "test_inference", "test_package",
 )  # fmt: skip
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
