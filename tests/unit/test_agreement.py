@@ -55,16 +55,16 @@ def test_disjoint_groups_ask_the_same_without_meeting() -> None:
     for step in range(3):
         names = {rank: {"name": f"{pairs[rank]} {step}"} for rank in EVERYONE}
         outcomes = world.each(
-            lambda agreement, rank, names=names: agreement.require("a group", pairs[rank], names[rank], 5.0)
+            lambda agreement, rank, names=names: agreement.agree("a group", pairs[rank], names[rank], 5.0)
         )
         assert outcomes == [None] * 4, outcomes
 
 
 def test_a_group_that_disagrees_is_told_so_whatever_another_one_agreed_on() -> None:
     world = World()
-    agreed = world.each(lambda agreement, rank: agreement.require("a group", (2, 3), {"size": "2"}, 5.0), (2, 3))
+    agreed = world.each(lambda agreement, rank: agreement.agree("a group", (2, 3), {"size": "2"}, 5.0), (2, 3))
     assert agreed == [None] * 2
-    odd = world.each(lambda agreement, rank: agreement.require("a group", (0, 1), {"size": str(rank)}, 5.0), (0, 1))
+    odd = world.each(lambda agreement, rank: agreement.agree("a group", (0, 1), {"size": str(rank)}, 5.0), (0, 1))
     assert _kinds(odd) == {ConfigMismatchError}
 
 
@@ -75,13 +75,13 @@ def test_the_first_verdict_counts() -> None:
     def ask(agreement: Agreement, rank: int) -> None:
         if rank == 3:
             time.sleep(2 * TIMEOUT_S)
-        agreement.require("a group", EVERYONE, {"name": "tp"}, TIMEOUT_S)
+        agreement.agree("a group", EVERYONE, {"name": "tp"}, TIMEOUT_S)
 
     outcomes = world.each(ask)
     assert _kinds(outcomes) == {CollectiveTimeoutError}
     assert [outcome.suspect_ranks for outcome in outcomes] == [(3,), (3,), (3,), ()]  # type: ignore[attr-defined]
     assert "rank 3 came too late" in str(outcomes[3])
-    assert world.each(lambda agreement, rank: agreement.require("a group", EVERYONE, {}, 5.0)) == [None] * 4
+    assert world.each(lambda agreement, rank: agreement.agree("a group", EVERYONE, {}, 5.0)) == [None] * 4
 
 
 def test_a_verdict_is_not_replaced() -> None:
@@ -97,13 +97,11 @@ def test_questions_leave_no_more_than_the_last_one_s_keys() -> None:
     counts = []
     for number in range(6):
         request = {"name": f"group {number}"}
-        assert (
-            world.each(lambda agreement, rank, r=request: agreement.require("a group", EVERYONE, r, 5.0)) == [None] * 4
-        )
+        assert world.each(lambda agreement, rank, r=request: agreement.agree("a group", EVERYONE, r, 5.0)) == [None] * 4
         counts.append(world.store.num_keys())
     assert counts == [counts[0]] * 6
     for number in range(3):
-        world.each(lambda agreement, rank, n=number: agreement.require("b", EVERYONE, {"n": str(rank + n)}, 5.0))
+        world.each(lambda agreement, rank, n=number: agreement.agree("b", EVERYONE, {"n": str(rank + n)}, 5.0))
     assert world.store.num_keys() <= 2 * counts[0] + 1, "with `differs` of the last one"
 
 
@@ -122,7 +120,7 @@ def test_meetings_leave_their_name_alone() -> None:
 def test_one_that_asks_for_something_else(odd: int) -> None:
     world = World()
     outcomes = world.each(
-        lambda agreement, rank: agreement.require("group", EVERYONE, {"size": "4" if rank == odd else "2"}, 5.0)
+        lambda agreement, rank: agreement.agree("group", EVERYONE, {"size": "4" if rank == odd else "2"}, 5.0)
     )
     assert _kinds(outcomes) == {ConfigMismatchError}
     other = odd or 1
@@ -139,7 +137,7 @@ def test_one_whose_request_can_not_be() -> None:
                 raise UsageError("no such group")
             return "made", {"size": "2"}
 
-        return agreement.settle("group", EVERYONE, resolve, 5.0)
+        return agreement.resolve_and_agree("group", EVERYONE, resolve, 5.0)
 
     outcomes = world.each(ask)
     assert [type(outcome) for outcome in outcomes] == [ConfigMismatchError] * 4
@@ -152,7 +150,7 @@ def test_a_death_ends_the_wait_of_those_that_ask() -> None:
     for watcher in world.watchers:
         watcher.report(3, "has ended")
     started = time.monotonic()
-    outcomes = world.each(lambda agreement, rank: agreement.require("group", EVERYONE, {}, 20.0), EVERYONE[:3])
+    outcomes = world.each(lambda agreement, rank: agreement.agree("group", EVERYONE, {}, 20.0), EVERYONE[:3])
     assert _kinds(outcomes) == {PeerDiedError}
     assert all(outcome.suspect_ranks == (3,) for outcome in outcomes)  # type: ignore[attr-defined]
     assert time.monotonic() - started < 1.0

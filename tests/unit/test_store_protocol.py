@@ -28,7 +28,7 @@ from parallel_state.store.protocol import (
     proof,
     unpacked,
 )
-from parallel_state.store.session import Session
+from parallel_state.store.server import Session
 
 SECRET = bytes(range(32))
 
