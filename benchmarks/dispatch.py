@@ -72,7 +72,7 @@ def main() -> None:
         write_json(options.json, rows, shared.recorded(options))
 
 
-_LIBRARY = torch.library.Library("dispatch_benchmark", "DEF")
+_LIBRARIES: list[torch.library.Library] = []  # an op is there as long as its library
 _GROUPS: dict[str, Any] = {}
 
 
@@ -193,10 +193,12 @@ _NOOPS: dict[str, Callable[[Tensor], Any]] = {}
 def _define_noops() -> None:
     """An op registered in Python that looks its group up by name, and the same by torch's custom_op."""
     _GROUPS["tp:0"] = object()
-    _LIBRARY.define("noop_(Tensor(a!) x, str group) -> ()")
-    _LIBRARY.impl("noop_", _noop_in_place, "CPU")
-    _LIBRARY.define("noop(Tensor x, str group) -> Tensor")
-    _LIBRARY.impl("noop", _noop, "CPU")
+    library = torch.library.Library("dispatch_benchmark", "DEF")
+    _LIBRARIES.append(library)
+    library.define("noop_(Tensor(a!) x, str group) -> ()")
+    library.impl("noop_", _noop_in_place, "CPU")
+    library.define("noop(Tensor x, str group) -> Tensor")
+    library.impl("noop", _noop, "CPU")
     decorated = torch.library.custom_op("dispatch_benchmark::decorated", _noop, mutates_args=())
     namespace = torch.ops.dispatch_benchmark
 
