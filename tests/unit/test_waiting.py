@@ -13,7 +13,8 @@ import torch
 from device_communicators.errors import CollectiveTimeoutError, HostUnreachableError, PeerDiedError
 from device_communicators.liveness.health import NOTICE_S, Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.waiting import Watched, WatchedByThread, died
+from device_communicators.routing.failures import died
+from device_communicators.routing.waiting import Watched, WatchedByThread
 
 
 class Collective:
