@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
-.PHONY: demo check test test-long long-lanes references test-gpu run-gpu-tests sanitize lint format stubs docs clean
+.PHONY: demo check test test-long long-lanes versions references test-gpu run-gpu-tests sanitize lint format stubs docs dist clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -50,7 +50,7 @@ test: lint references
 	$(BIN)/python -m tests.lanes $(ARGS)
 
 # In full, which takes hours: all seeds, sizes and pairs; and what of the code no other target meets.
-LONG := long-lanes
+LONG := long-lanes versions
 test-long: lint references $(LONG)
 
 long-lanes: $(STAMP)
@@ -59,6 +59,9 @@ long-lanes: $(STAMP)
 # A part of test-long: the C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 sanitize: $(STAMP)
 	FAILURE_TESTS=long $(BIN)/python -m pytest tests/unit/test_cpu_sanitizers.py $(ARGS)
+
+versions: $(STAMP)
+	$(BIN)/python -m tests.versions
 
 references: $(STAMP)
 	$(BIN)/python tests/references.py  # 3 MB at the first time: other programs' layouts, which ours are compared with
@@ -89,5 +92,12 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
+# An sdist, and of it a wheel with what needs no torch (the build is isolated), tagged for the systems it fits.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python setup.py -q sdist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist dist/*.tar.gz
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl
+
 clean:
-	rm -rf .venv .venv-borrowed build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .lanes docs/_build docs/_generated
+	rm -rf .venv .venv-borrowed .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .lanes docs/_build docs/_generated

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent
 
 
 def _native_build():
-    """The recipes, which need nothing of the package that they lie in."""
+    """Loads the recipes, which need nothing of the package that they lie in."""
     path = ROOT / "device_communicators" / "cpu" / "native_build.py"
     specification = importlib.util.spec_from_file_location("native_build", path)
     module = importlib.util.module_from_spec(specification)
@@ -57,7 +57,7 @@ class BuildWithLibrary(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """For this platform where a library was compiled, and for every Python in any case: it knows none."""
+    """Tags the wheel for this platform if a library was compiled, and for every Python: the library knows none."""
 
     def get_tag(self):
         _, _, platform = super().get_tag()
@@ -71,12 +71,7 @@ class WithLibrary(Distribution):
 
 setup(
     packages=find_packages(include=["parallel_state*", "device_communicators*"]),
-    package_data={
-        "parallel_state": ["py.typed", "getters.pyi"],
-        "device_communicators": ["py.typed"],
-        "device_communicators.cpu": ["csrc/*"],
-        "device_communicators.peer": ["*.json", "csrc/*"],
-    },
+    package_data={"": ["py.typed", "*.pyi", "*.json", "csrc/*"]},
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

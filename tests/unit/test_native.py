@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators import build_cache
+from device_communicators import build_cache, settings
 from device_communicators.cpu import native, native_build
 from tests.programs import Program
 
@@ -206,6 +207,34 @@ def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path
     os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
     assert "version 4 " in _run(tmp_path, **quick)
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+
+
+RANK = """
+import torch, parallel_state as ps
+ps.init_distributed_environment()
+print(ps.get_world_group().all_reduce(torch.ones(2)).tolist(), ps.get_world_group().explain())
+ps.destroy_distributed_environment()
+"""
+
+
+@pytest.mark.slow
+def test_a_compile_is_over_before_the_start_has_a_deadline(quick: dict[str, str], tmp_path: Path) -> None:
+    """Ranks of a host wait for the one that compiles; those of other hosts, whose clocks run, have minutes for it."""
+    compile_s, start_s = 8, 5
+    how = _compiler(tmp_path, f'[ "$1" = -shared ] && sleep {compile_s}\nexec {quick["CXX"]} "$@"')
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    variables = {
+        **os.environ, **how, "XDG_CACHE_HOME": str(tmp_path), "PARALLEL_STATE_START_TIMEOUT_S": str(start_s),
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    began_s = time.monotonic()
+    ranks = [Program(RANK, {**variables, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    outputs = ["".join(rank.communicate(COMPILE_S)) for rank in ranks]
+    assert all("[2.0, 2.0]" in output and "shared_memory" in output for output in outputs), outputs
+    assert time.monotonic() - began_s > compile_s
+    assert settings.START_TIMEOUT_S.default >= 300, "another host's ranks, which have the library, wait for a compile"
 
 
 def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: Path) -> None:

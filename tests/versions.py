@@ -1,0 +1,98 @@
+"""The Python versions that pyproject.toml promises, looked at with little: `make versions`, a part of `make test-long`.
+
+    python -m tests.versions
+
+For each version: mypy as of that version. Where its interpreter is found (on PATH, or one of pyenv's), it compiles
+every file of the repository, and runs the unit tests that need no torch in an environment of its own. What needs torch
+runs in CI's matrix.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = ROOT / ".versions"
+NEEDED = ("pytest", "numpy", "hypothesis", "msgspec")
+WITHOUT_TORCH = ("tests/unit/test_layout.py", "tests/unit/test_settings.py", "tests/unit/test_environment.py")
+COMPILE = """
+import pathlib, sys
+for path in sys.stdin.read().split("\\n"):
+    compile(pathlib.Path(path).read_bytes(), path, "exec")
+"""
+
+
+def promised() -> list[str]:
+    return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+
+
+def interpreters(version: str) -> Iterator[str]:
+    """Yields commands that may be this version's interpreter."""
+    yield from filter(None, [shutil.which(f"python{version}")])
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    yield from (str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python")))
+
+
+def find_interpreter(version: str) -> str | None:
+    """Returns an interpreter that says it is of this version: a shim may have none behind it."""
+    code = "import sys; print('{}.{}'.format(*sys.version_info))"
+    for command in interpreters(version):
+        if subprocess.run([command, "-c", code], capture_output=True, text=True).stdout.strip() == version:
+            return command
+    return None
+
+
+def sources() -> list[str]:
+    folders = ("parallel_state", "device_communicators", "tests", "benchmarks", "docs")
+    return ["setup.py", *(str(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
+
+
+def run(*command: str | Path, stdin: str = "") -> bool:
+    done = subprocess.run([*map(str, command)], cwd=ROOT, input=stdin, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout + done.stderr)
+    return done.returncode == 0
+
+
+def environment(version: str, interpreter: str) -> Path | None:
+    """Returns the Python of an environment with what the tests need; None if that can't be had."""
+    folder = ENVIRONMENTS / version
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        install = (python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *NEEDED)
+        if not (run(interpreter, "-m", "venv", "--clear", folder) and run(*install)):
+            return None
+        (folder / "ready").touch()
+    return python
+
+
+def check(version: str) -> dict[str, bool | None]:
+    """Returns what was done, and whether it went well; None for what couldn't be."""
+    found: dict[str, bool | None] = {"mypy": run(sys.executable, "-m", "mypy", "--python-version", version)}
+    interpreter = find_interpreter(version)
+    found["compiled"] = None if interpreter is None else run(interpreter, "-c", COMPILE, stdin="\n".join(sources()))
+    python = None if interpreter is None else environment(version, interpreter)
+    options = ("-q", "--noconftest", "-p", "tests.without_torch", "-p", "no:cacheprovider")
+    found["tests"] = None if python is None else run(python, "-m", "pytest", *options, *WITHOUT_TORCH)
+    return found
+
+
+def main() -> int:
+    words = {True: "passed", False: "FAILED", None: "not there"}
+    good = True
+    for version in promised():
+        found = check(version)
+        good = good and False not in found.values()
+        parts = (f"{name} {words[outcome]}" for name, outcome in found.items())
+        print(f"Python {version}: {', '.join(parts)}", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

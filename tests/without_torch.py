@@ -1,0 +1,15 @@
+"""A plugin of pytest: the packages without their `__init__`, so that what needs no torch is imported without it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+
+for name in ("device_communicators", "parallel_state", "parallel_state.layout", "parallel_state.startup"):
+    package = sys.modules[name] = ModuleType(name)
+    package.__path__ = [str(ROOT / name.replace(".", "/"))]
+    if "." in name:
+        setattr(sys.modules[name.partition(".")[0]], name.rpartition(".")[2], package)
