@@ -32,7 +32,7 @@ UNTRACKED = (
     ".git", ".venv*", ".versions", ".lanes", ".*_cache", ".hypothesis", "__pycache__", "*.pyc", "*.egg-info",
     "build", "dist", "_build", "_generated",
 )  # fmt: skip
-DEMO = "benchmarks/inference.py"
+(DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
 
 
