@@ -217,6 +217,7 @@ def test_the_installed_package_works_outside_of_the_checkout(installed: Path, tm
     assert Path(path).is_relative_to(installed.parents[1])
     assert total == [1.0, 1.0, 1.0]
     assert missing == []
+    assert "--report" in run(installed, "-m", "parallel_state", "bench", "--help", cwd=tmp_path)
 
 
 LIBRARY = (
