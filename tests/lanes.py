@@ -49,7 +49,9 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{stem}.py" for stem in stems if (ROOT / folder / f"{stem}.py").exists())
 
 
-COMPILERS = _files("tests/unit", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native")
+COMPILERS = _files(
+    "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
+)
 PROGRAMS = _files(
     "tests/contract", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_docs_code",
     "test_extending", "test_gpu_suite", "test_inference", "test_package",
