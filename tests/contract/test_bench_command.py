@@ -112,6 +112,9 @@ def test_wrong_arguments_are_told_in_one_line(arguments: tuple[str, ...], said: 
 
 
 def test_ranks_of_a_launcher_are_refused() -> None:
-    done = run(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    assert done.returncode == 2
-    assert "it starts ranks of its own" in done.stderr
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for more, said in (({"LOCAL_RANK": "0"}, "it starts ranks of its own"), ({}, "LOCAL_RANK is not")):
+        done = run(**launcher, **more)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr

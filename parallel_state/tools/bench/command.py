@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from device_communicators.errors import SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import page, ranks
 from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, ROWS, VLLM
@@ -74,8 +75,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--ranks must be from 2 to 64, but is {options.ranks}")
     if any(size < 1 for size in options.sizes or ()):
         parser.error(f"--sizes must be positive, but are {options.sizes}")
-    if environment.detect(rendezvous=False).world_size > 1:
-        parser.error("it starts ranks of its own; under torchrun there is benchmarks/collectives.py in a checkout")
+    try:
+        if environment.detect(rendezvous=False).world_size > 1:
+            parser.error("it starts ranks of its own; under torchrun there is benchmarks/collectives.py in a checkout")
+    except SettingError as error:
+        parser.error(str(error))
     if options.report is not None and (problem := page.problem_of(options.report)) is not None:
         parser.error(f"--report: {problem}")
     return options

@@ -196,7 +196,8 @@ class Strangers:
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None
-        return round((now_s - self.before_s) / (time.monotonic() - self.started_s), 2)
+        cores = (now_s - self.before_s) / (time.monotonic() - self.started_s)
+        return round(min(max(cores, 0.0), os.cpu_count() or 1), 2)  # ticks are too coarse for what ends at once
 
     def _others_s(self) -> float | None:
         try:
