@@ -30,6 +30,29 @@ RANKS = (4, 5, 6, 7)
 X = torch.ones(3)
 
 
+class Server:
+    """What carries the registered ops past the route."""
+
+    def __init__(self) -> None:
+        self.served: list[bool] = []
+
+    def serve(self, key: str) -> None:
+        self.served.append(True)
+
+    def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
+        self.served.append(False)
+        return {}
+
+    def traffic(self, key: str) -> dict[str, tuple[int, int]]:
+        return {}
+
+    def operations(self, key: str) -> list[Any]:
+        return []
+
+    def next_operation(self, key: str) -> int:
+        return 0
+
+
 class Failing(Communicator):
     """Carries what it is asked for, and then raises `error` if there is one."""
 
@@ -42,7 +65,11 @@ class Failing(Communicator):
         self.sends = True
         self.calls = 0
         self.closed = False
-        self.served: list[bool] = []
+        self.server = Server()
+
+    @property
+    def op_server(self) -> Server:
+        return self.server
 
     def refusal(self, request: Request) -> str | None:
         return "it carries no barrier" if request.operation == "barrier" else None
@@ -56,19 +83,6 @@ class Failing(Communicator):
         if self.error is not None:
             raise self.error
         return x.clone()
-
-    def serve_ops(self, key: str) -> None:
-        self.served.append(True)
-
-    def stop_serving_ops(self, key: str) -> dict[str, tuple[int, int]]:
-        self.served.append(False)
-        return {}
-
-    def served_operations(self, key: str) -> list[Any]:
-        return []
-
-    def next_served(self, key: str) -> int:
-        return 0
 
     def close(self) -> None:
         self.closed = True
@@ -136,7 +150,7 @@ def test_a_failure_ends_the_group(
     assert first.value.sequence == 2
     assert route.has_failed and route.first_failure is first.value
     assert len(first.value.recent) == 2
-    assert failing.served == [True, False], "the ops would go past this route"
+    assert failing.server.served == [True, False], "the ops would go past this route"
     failing.error = None
     seconds = []
     for call in (_call, _call, Route.check_usable, Route.set_up, Route.capture):
