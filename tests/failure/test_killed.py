@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,12 @@ from tests.contract.attempts import attempt
 from tests.contract.test_rendezvous import held_port
 from tests.failure.calls import calls_on
 from tests.failure.ranks import KILLED, Ranks
+from tests.failure.trials import late, median_of
 from tests.failure.worlds import (
     DEADLINE_S,
     LONG_TIMEOUT_S,
     OPERATIONS,
     ROUTES,
-    SLACK_S,
     Told,
     calls_of_all,
     kill_me,
@@ -31,7 +33,6 @@ from tests.failure.worlds import (
     world_over,
 )
 
-WITHIN_S = 1.0
 POISONED_WITHIN_S = 0.010
 LOOPS_S = 0.15
 
@@ -50,7 +51,25 @@ def _killed_in(
     return told, time.monotonic() - left
 
 
-def _check(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path) -> None:
+def _in_time(ranks: Ranks, folder: Path, trial: Callable[[Path], float]) -> None:
+    """Asserts the bound of the rows here, 1 s; of a trial that took longer the median of five counts.
+
+    `trial` has a folder of its own, and returns when the last survivor knew, and had let go of everything.
+    """
+    numbers = itertools.count()
+
+    def run() -> float:
+        ranks.kill()
+        own = folder / str(next(numbers))
+        own.mkdir()
+        return trial(own)
+
+    assert not late([(0, median_of(run, run()))])
+
+
+def _latest(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path) -> float:
+    """Checks what the survivors tell; returns the longest time that one of them took."""
+    latest_s = 0.0
     assert sorted(results) == [rank for rank in range(4) if rank not in victims]
     for victim in victims:
         assert ranks.exit_code(victim) == KILLED
@@ -61,32 +80,42 @@ def _check(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[i
         assert set(outcome.suspect_ranks) <= set(victims), f"rank {rank}: {outcome}"
         assert outcome.suspect_ranks, f"rank {rank}: {outcome}"
         assert "\n" not in outcome.text
-        assert told.at_s - killed_s < WITHIN_S + SLACK_S, f"rank {rank}: {outcome}"
+        latest_s = max(latest_s, told.at_s - killed_s, leaving_s)
         assert told.facts["group"] == "tp:0" and told.facts["rank"] == rank, told.facts
         assert told.facts["operation"] and told.facts["sequence"] is not None, told.facts
         assert told.facts["elapsed_s"] is not None and told.facts["timeout_s"] == LONG_TIMEOUT_S, told.facts
         assert told.again.kind == "GroupFailedError", f"rank {rank}: {told.again}"
-        assert leaving_s < WITHIN_S + SLACK_S, f"rank {rank} took {leaving_s} s to leave"
+    return latest_s
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_01_rank_3_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
-    results = ranks.survivors(_killed_in, "all_reduce", route, [3], str(tmp_path), timeout_s=DEADLINE_S)
-    _check(ranks, results, [3], tmp_path)
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(_killed_in, "all_reduce", route, [3], str(folder), timeout_s=DEADLINE_S)
+        return _latest(ranks, results, [3], folder)
+
+    _in_time(ranks, tmp_path, trial)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> None:
-    with held_port() as port:
-        results = ranks.survivors(_killed_in, "all_reduce", route, [0], str(tmp_path), port, timeout_s=DEADLINE_S)
-    _check(ranks, results, [0], tmp_path)
+    def trial(folder: Path) -> float:
+        with held_port() as port:
+            results = ranks.survivors(_killed_in, "all_reduce", route, [0], str(folder), port, timeout_s=DEADLINE_S)
+        return _latest(ranks, results, [0], folder)
+
+    _in_time(ranks, tmp_path, trial)
 
 
 @pytest.mark.parametrize(("operation", "route"), on_routes(OPERATIONS))
 def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
     victim = OPERATIONS.index(operation) % 4
-    results = ranks.survivors(_killed_in, operation, route, [victim], str(tmp_path), timeout_s=DEADLINE_S)
-    _check(ranks, results, [victim], tmp_path)
+
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(_killed_in, operation, route, [victim], str(folder), timeout_s=DEADLINE_S)
+        return _latest(ranks, results, [victim], folder)
+
+    _in_time(ranks, tmp_path, trial)
 
 
 WAITS = ("recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full")
@@ -120,14 +149,16 @@ def _wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, fl
 
 @pytest.mark.parametrize(("waits", "route"), on_routes(WAITS))
 def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
-    results = ranks.survivors(_wait_for_a_live_rank, waits, route, str(tmp_path), timeout_s=DEADLINE_S)
-    assert sorted(results) == [0, 1, 2]
-    told, leaving_s = results[0]
-    assert told.outcome.kind == "PeerDiedError", told
-    assert told.outcome.suspect_ranks == (3,), told
-    assert told.at_s - float((tmp_path / "3").read_text()) < WITHIN_S + SLACK_S, told
-    assert told.again.kind == "GroupFailedError", told
-    assert leaving_s < WITHIN_S + SLACK_S
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(_wait_for_a_live_rank, waits, route, str(folder), timeout_s=DEADLINE_S)
+        assert sorted(results) == [0, 1, 2]
+        told, leaving_s = results[0]
+        assert told.outcome.kind == "PeerDiedError", told
+        assert told.outcome.suspect_ranks == (3,), told
+        assert told.again.kind == "GroupFailedError", told
+        return max(told.at_s - float((folder / "3").read_text()), leaving_s)
+
+    _in_time(ranks, tmp_path, trial)
 
 
 def _until_two_are_gone(operation: str, route: str, folder: str) -> Told:
@@ -145,21 +176,24 @@ def _until_two_are_gone(operation: str, route: str, folder: str) -> Told:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("operation", some(["all_reduce", "broadcast_object", "send_object"], 1))
 def test_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> None:
-    ranks.begin(_until_two_are_gone, operation, route, str(tmp_path))
-    until = time.monotonic() + DEADLINE_S / 2
-    while len(list(tmp_path.iterdir())) < 4 and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(LOOPS_S)
-    os.killpg(ranks.pids[1], signal.SIGKILL)
-    killed_s = time.monotonic()
-    results = ranks.finish(DEADLINE_S)
-    assert sorted(results) == [0, 2]
-    for told in results.values():
-        text = told.outcome.text
-        assert told.outcome.kind == "PeerDiedError", text
-        assert set(told.outcome.suspect_ranks) == {1, 3}, text
-        assert "rank 1 has ended" in text and "rank 3 has ended" in text
-        assert told.at_s - killed_s < WITHIN_S + SLACK_S
+    def trial(folder: Path) -> float:
+        ranks.begin(_until_two_are_gone, operation, route, str(folder))
+        until = time.monotonic() + DEADLINE_S / 2
+        while len(list(folder.iterdir())) < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(LOOPS_S)
+        os.killpg(ranks.pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        results = ranks.finish(DEADLINE_S)
+        assert sorted(results) == [0, 2]
+        for told in results.values():
+            text = told.outcome.text
+            assert told.outcome.kind == "PeerDiedError", text
+            assert set(told.outcome.suspect_ranks) == {1, 3}, text
+            assert "rank 1 has ended" in text and "rank 3 has ended" in text
+        return max(told.at_s - killed_s for told in results.values())
+
+    _in_time(ranks, tmp_path, trial)
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
