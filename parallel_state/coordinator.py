@@ -1,8 +1,7 @@
 """GroupCoordinator: this rank's view of one group, and every call one can make on it.
 
-It knows who is in the group, and pairs the device's process group with a gloo group. What one can do with it is in the
-classes below it: tensors in `collectives.tensor_calls`, `collectives.started_calls` and `collectives.fused_calls`,
-messages in `messages.calls`. How bytes move is decided in the route.
+It knows who is in the group, and pairs the device's process group with a gloo group. Its calls on tensors are in
+`collectives.calls`, those on objects and tensor dicts in `messages.calls`. How bytes move is decided in the route.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import register_route, unique_name
 from device_communicators.routing.route import Traffic
 from parallel_state.collectives import checks
+from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared
-from parallel_state.collectives.fused_calls import FusedCollectives
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages.calls import GroupMessages
+from parallel_state.messages.calls import MessageCalls
 from parallel_state.messages.messenger import Messenger
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions
@@ -84,8 +83,8 @@ class _Renamed:
         )
 
 
-class GroupCoordinator(GroupMessages, FusedCollectives):
-    """This rank's view of one group.
+class GroupCoordinator(TensorCalls, MessageCalls):
+    """Is this rank's view of one group, and makes every call on it.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
     `world_size`, `local_rank` (on this host), `device`. Made by `state` and `groups`, not by hand.

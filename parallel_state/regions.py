@@ -132,14 +132,6 @@ def _reduce_scatter(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
     return _OPS.reduce_scatter(x, token, dim, "sum", group)
 
 
-def _fake_gather(x: Tensor, token: Tensor, dim: int, reduce_grad: bool, group: str) -> Tensor:
-    return ops._fake_all_gather(x, token, dim, group)
-
-
-def _fake_slice(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
-    return ops._fake_reduce_scatter(x, token, dim, "sum", group)
-
-
 # Gradients: each is the region that leads the other way.
 
 
@@ -180,8 +172,8 @@ def _define(
     ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)
 
 
-_define("copy_region", "", _copy, ops._fake_same, _grad_copy)
-_define("reduce_region", "", _reduce, ops._fake_same, _grad_reduce)
-_define("scatter_region", "int dim, ", _scatter, _fake_slice, _grad_scatter)
-_define("gather_region", "int dim, bool reduce_grad, ", _gather, _fake_gather, _grad_gather)
-_define("reduce_scatter_region", "int dim, ", _reduce_scatter, _fake_slice, _grad_reduce_scatter)
+_define("copy_region", "", _copy, ops.fake_same, _grad_copy)
+_define("reduce_region", "", _reduce, ops.fake_same, _grad_reduce)
+_define("scatter_region", "int dim, ", _scatter, ops.fake_reduce_scatter, _grad_scatter)
+_define("gather_region", "int dim, bool reduce_grad, ", _gather, ops.fake_all_gather, _grad_gather)
+_define("reduce_scatter_region", "int dim, ", _reduce_scatter, ops.fake_reduce_scatter, _grad_reduce_scatter)

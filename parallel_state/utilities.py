@@ -28,7 +28,7 @@ from device_communicators.errors import (
 )
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.collectives.tensor_calls import TensorCollectives
+from parallel_state.collectives.calls import TensorCalls
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import try_get_pp_group, world_or_default_group
@@ -135,7 +135,7 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
         raise RemoteError(f"the body failed on rank {rank} of {world.context}:\n{text}", rank=world.ranks[rank])
 
 
-class _PlainGroup(TensorCollectives):
+class _PlainGroup(TensorCalls):
     """As much of a coordinator as all_to_all takes, over a ProcessGroup that somebody else has made."""
 
     def __init__(self, group: Any) -> None:

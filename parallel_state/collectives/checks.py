@@ -1,4 +1,4 @@
-"""Whether a call is right: arguments against a group. All raise `InvalidArgumentError` before a byte moves.
+"""Checks of a call's arguments against its group. All raise `InvalidArgumentError` before a byte moves.
 
 Written so that torch.compile traces it: comparisons, and text only on the way to a `raise`.
 """
@@ -18,7 +18,7 @@ from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """A dense tensor with values; where nothing moves, as among imagined ranks, a meta tensor will do."""
+    """Takes a dense tensor with values; where nothing moves, as among simulated ranks, a meta tensor will do."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got {_kind(x)}; for other values use the object calls"
@@ -37,8 +37,14 @@ def check_tensor(context: GroupContext, operation: str, x: object, *, needs_valu
         )
 
 
+def check_started(context: GroupContext, operation: str, x: object) -> None:
+    """Checks the input of a collective that doesn't wait."""
+    check_no_transform(context, operation)
+    check_tensor(context, operation, x)
+
+
 def check_no_transform(context: GroupContext, operation: str) -> None:
-    """For calls that hand memory on as it is: inside of torch.func (grad, vmap, …) no tensor has any of its own."""
+    """Refuses a call that hands memory on inside of torch.func (grad, vmap, …), where no tensor has any of its own."""
     if torch._C._are_functorch_transforms_active():
         raise InvalidArgumentError(
             f"{operation} on {context} can't be called inside of a function that torch.func transforms (grad, vmap, "
@@ -47,7 +53,7 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
 
 
 def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
-    """In place needs one place in memory per element, which holds the element's value."""
+    """Takes a tensor with one place in memory per element, which holds the element's value."""
     if torch.compiler.is_compiling():
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
@@ -63,7 +69,7 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
 
 
 def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim: int) -> None:
-    """`out` can hold the ranks' `x`, joined along `dim`."""
+    """Checks that `out` can hold the ranks' `x`, joined along `dim`."""
     check_tensor(context, f"out of {operation}", out)
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and wrapped(x) and not wrapped(out):
@@ -90,16 +96,19 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim
         )
 
 
-def check_no_gradient(context: GroupContext, operation: str, x: Tensor, advice: str) -> None:
-    """As the op without a formula does, for what is sent before the op is called."""
-    if torch.is_grad_enabled() and x.requires_grad:
+def has_tangent(*inputs: Tensor) -> bool:
+    """Returns True where forward mode (jvp, jacfwd) follows an input."""
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+
+
+def check_no_gradient(context: GroupContext, operation: str, advice: str, *inputs: Tensor) -> None:
+    """Raises where a gradient of an input would be lost."""
+    requires = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    if requires or has_tangent(*inputs):
+        found = "requires one" if requires else "has a tangent"
         raise InvalidArgumentError(
-            f"{operation} on {context} has no gradient, but its input requires one; {advice}, or call it under "
-            "torch.no_grad()"
-        )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise InvalidArgumentError(
-            f"{operation} on {context} has no forward-mode gradient, but its input has a tangent; pass the primal alone"
+            f"{operation} on {context} has no gradient, but an input {found}; {advice}, "
+            "or call it under torch.no_grad()"
         )
 
 
@@ -124,7 +133,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) ->
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
-    """`rank` is a rank *in the group*."""
+    """Checks that `rank` is a rank *in the group*."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
         hint = ""
         if isinstance(rank, int) and rank in context.ranks:
@@ -136,7 +145,7 @@ def check_rank(context: GroupContext, operation: str, name: str, rank: object) -
 
 
 def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> None:
-    """As check_rank, and not this rank itself."""
+    """Checks that `rank` is another rank in the group."""
     check_rank(context, operation, name, rank)
     if rank == context.rank:
         raise InvalidArgumentError(
@@ -144,13 +153,27 @@ def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> N
         )
 
 
+def destination(context: GroupContext, operation: str, dst: int | None) -> int:
+    """Returns `dst`, another rank in the group; the next one by default."""
+    dst = (context.rank + 1) % context.size if dst is None else dst
+    check_peer(context, operation, "dst", dst)
+    return dst
+
+
+def source(context: GroupContext, operation: str, src: int | None) -> int:
+    """Returns `src`, another rank in the group; the previous one by default."""
+    src = (context.rank - 1) % context.size if src is None else src
+    check_peer(context, operation, "src", src)
+    return src
+
+
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """`dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
+    """Returns `dim` as a non-negative number; a 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 
 def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
-    """As normal_dim, for a tensor of so many dims that isn't there yet."""
+    """Returns `dim` as normal_dim does, for a tensor of so many dims that isn't there yet."""
     dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
         raise InvalidArgumentError(
@@ -169,7 +192,7 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
 
 
 def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequence[int]) -> None:
-    """One size per rank, none negative."""
+    """Takes one size per rank, none negative."""
     check_lengths(context, operation, name, sizes)
     if len(sizes) != context.size:
         raise InvalidArgumentError(
@@ -178,7 +201,7 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
 
 
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
-    """A shape, or one length per rank: a list or tuple of ints, none negative."""
+    """Takes a shape, or one length per rank: a list or tuple of ints, none negative."""
     if not isinstance(lengths, (list, tuple)):
         raise InvalidArgumentError(
             f"{name} of {operation} on {context} must be a list or tuple of ints, but is {_kind(lengths)}"
@@ -208,7 +231,8 @@ def _kind(x: Any) -> str:
 
 
 def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object) -> None:
-    """`residual` is like `x`, `weight` like one of its rows."""
+    """Checks that `residual` is like `x`, and `weight` like one of its rows."""
+    check_tensor(context, operation, x)
     for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
             found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -219,7 +243,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """One element, float32. Its value is on the device, and nobody looks at it."""
+    """Takes one element, float32, whose value nobody looks at: it is on the device."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else _kind(scale)
         raise InvalidArgumentError(

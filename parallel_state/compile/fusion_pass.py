@@ -15,7 +15,7 @@ over the last dim, or the norm written out in float32 as in transformers' LlamaR
 float32 scale for all, a clamp to ±448 and a conversion to float8_e4m3fn. The sum may be used further. Everything else
 stays as it is, and the report says why.
 
-**What changes.** Results are those of the fused op (see `collectives.fused_calls`): the norm may differ in its last
+**What changes.** Results are those of the fused op (see `collectives.calls`): the norm may differ in its last
 bit, or by two steps of the dtype where the weight came after a rounding; a float8 by one step where that decides. The
 op takes the residual and the weight to be equal on all ranks, as in a tensor-parallel layer; the pass can't see it. All
 ranks must compile the same graph with the pass, or none: else their calls differ.
@@ -43,7 +43,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from parallel_state.collectives import fused_ops
+from parallel_state.collectives import ops
 from parallel_state.compile import match as fuse_match
 from parallel_state.compile.match import Found, NoMatch
 
@@ -107,7 +107,7 @@ class AllReduceFusionPass:
 
     def uuid(self) -> str:
         """What inductor's cache knows this code by."""
-        sources = (Path(__file__), Path(fuse_match.__file__), Path(fused_ops.__file__))
+        sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Messages of a group: tensors sent without waiting, objects, and tensor dicts. A `Messenger` carries them.
+"""The message calls of a group: objects and tensor dicts. A `Messenger` carries them.
 
 `src` and `dst` are ranks in the group. Wrong arguments raise InvalidArgumentError before anything is sent.
 """
@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
 from device_communicators.host_calls import host_call
-from device_communicators.routing.started import Handle, TensorHandle
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
-from parallel_state.collectives.started_calls import AsyncTensorCollectives
+from parallel_state.collectives.calls import GroupMember
 from parallel_state.messages import tensor_dicts as by_spec
 from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec
@@ -25,59 +21,36 @@ from parallel_state.messages.wire import AllGatherGroup
 
 _SPEC = "pass spec=TensorDictSpec.of(…) of a first exchange on both sides, or call it outside the compiled function"
 _OBJECTS = "objects travel by the host; call it outside the compiled function, or send tensors or a dict with spec="
-_WAITING = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
 _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and recv_tensor_dict with spec= there"
 
 
-class GroupMessages(AsyncTensorCollectives):
+class MessageCalls(GroupMember):
     """The part of `GroupCoordinator` for messages."""
 
     _messenger: Messenger
-
-    # Tensors, without waiting.
-
-    @host_call(_WAITING)
-    @transfer("isend")
-    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
-        """As send without waiting. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
-        checks.check_no_transform(self.context, "isend")
-        checks.check_tensor(self.context, "isend", x)
-        dst = self._destination("isend", dst)
-        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
-
-    @host_call(_WAITING)
-    @transfer("irecv")
-    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
-        """As recv without waiting: `wait()` gives the tensor. Not for compiled code."""
-        checks.check_no_transform(self.context, "irecv")
-        checks.check_lengths(self.context, "irecv", "size", size)
-        checks.check_dtype(self.context, "irecv", dtype)
-        src = self._source("irecv", src)
-        out = torch.empty(size, dtype=dtype, device=self.device)
-        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
 
     # Objects.
 
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Rank `src`'s object on every rank. Tensors may be in it, at any depth.
+        """Returns rank `src`'s object on every rank. Tensors may be in it, at any depth.
 
         Raises MessageEncodeError on `src`, and RemoteError on the others, where a value can't travel.
         """
         checks.check_rank(self.context, "broadcast_object", "src", src)
-        return obj if self._ends_here() else self._messenger.broadcast(obj, src, "broadcast_object")
+        return obj if self._is_single_rank() else self._messenger.broadcast(obj, src, "broadcast_object")
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
         """Fills every rank's `obj_list`, of the same length everywhere, with rank `src`'s objects; returns it."""
         checks.check_rank(self.context, "broadcast_object_list", "src", src)
         # `src` tells the others of its mistake, who wait for it.
-        if not isinstance(obj_list, list) and (self.rank_in_group != src or self._ends_here()):
+        if not isinstance(obj_list, list) and (self.rank_in_group != src or self._is_single_rank()):
             raise InvalidArgumentError(
                 f"obj_list of broadcast_object_list on {self.context} must be a list, but is a "
                 f"{type(obj_list).__name__}"
             )
-        if not self._ends_here():
+        if not self._is_single_rank():
             received = self._messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
             if len(received) != len(obj_list):
                 raise InvalidArgumentError(
@@ -87,60 +60,51 @@ class GroupMessages(AsyncTensorCollectives):
             obj_list[:] = received
         return obj_list
 
-    def _broadcast_message(self, obj: object, src: int, method: str) -> object:
-        return self._messenger.broadcast(obj, src, method)
-
-    @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
-    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
-        """Rank `src`'s flag on every rank."""
-        with self.route.called_as("broadcast_flag"):
-            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
-
     @host_call(_OBJECTS)
     def all_sum(self, value: float) -> float:
-        """The sum of the ranks' numbers, exact for ints and in rank order for floats."""
+        """Adds up the ranks' numbers, exact for ints and in rank order for floats."""
         if not isinstance(value, numbers.Number):
             raise InvalidArgumentError(
                 f"all_sum on {self.context} takes a number, but got a {type(value).__name__}; for tensors use "
                 "all_reduce, for other values all_gather_object"
             )
-        return value if self._ends_here() else sum(self._messenger.all_gather(value, "all_sum"))
+        return value if self._is_single_rank() else sum(self._messenger.all_gather(value, "all_sum"))
 
     @host_call(_OBJECTS)
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's object, in rank order, on every rank."""
-        return [obj] if self._ends_here() else self._messenger.all_gather(obj, "all_gather_object")
+        """Returns every rank's object, in rank order, on every rank."""
+        return [obj] if self._is_single_rank() else self._messenger.all_gather(obj, "all_gather_object")
 
     @host_call(_OBJECTS)
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
-        self._messenger.send(obj, self._destination("send_object", dst, message=True))
+        self._messenger.send(obj, self._destination("send_object", dst))
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
     def recv_object(self, src: int | None = None) -> Any:
-        """The object that rank `src` (default: the previous) sends with send_object."""
-        return self._messenger.recv(self._source("recv_object", src, message=True))
+        """Returns the object that rank `src` (default: the previous) sends with send_object."""
+        return self._messenger.recv(self._source("recv_object", src))
 
     @host_call(_OBJECTS)
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """As send_object without waiting: the object is encoded now, its tensors must stay unchanged until `wait()`."""
-        return self._messenger.isend(obj, self._destination("isend_object", dst, message=True))
+        """Starts send_object: the object is encoded now, its tensors must stay unchanged until `wait()`."""
+        return self._messenger.isend(obj, self._destination("isend_object", dst))
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the object. Several are served in the order they were started."""
-        return self._messenger.irecv(self._source("irecv_object", src, message=True))
+        return self._messenger.irecv(self._source("irecv_object", src))
 
     # Tensor dicts.
 
     def broadcast_tensor_dict(
         self, tensor_dict: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
     ) -> dict[Any, Any]:
-        """Rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
+        """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
 
         CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
         With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
@@ -150,7 +114,7 @@ class GroupMessages(AsyncTensorCollectives):
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         if spec is not None:
             return by_spec.broadcast(self, tensor_dict, src, spec)
-        if self._ends_here():
+        if self._is_single_rank():
             return _own(tensor_dict)
         return self._broadcast_dict(tensor_dict, src)
 
@@ -176,10 +140,10 @@ class GroupMessages(AsyncTensorCollectives):
         differs between those ranks must be excepted: `all_gather_tensors={"residual": False}`.
         With `spec` no metadata is sent but its digest, and the call compiles.
         """
-        if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
             return _own(tensor_dict)
         if spec is not None:
-            dst = self._destination("send_tensor_dict", dst)
+            dst = checks.destination(self.context, "send_tensor_dict", dst)
             by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
         else:
             self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
@@ -194,7 +158,7 @@ class GroupMessages(AsyncTensorCollectives):
         all_gather_group: AllGatherGroup | None,
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
-        dst = self._destination("send_tensor_dict", dst, message=True)
+        dst = self._destination("send_tensor_dict", dst)
         self._messenger.send(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
 
     def recv_tensor_dict(
@@ -210,12 +174,12 @@ class GroupMessages(AsyncTensorCollectives):
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
         Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one.
         """
-        if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
-        src = self._source("recv_tensor_dict", src, message=spec is None)
         if spec is not None:
+            src = checks.source(self.context, "recv_tensor_dict", src)
             return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
-        return self._recv_dict(src, all_gather_group)
+        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group)
 
     @host_call(_SPEC, "recv_tensor_dict")
     @transfer("recv_tensor_dict")
@@ -231,14 +195,14 @@ class GroupMessages(AsyncTensorCollectives):
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
-        """As send_tensor_dict without waiting. The tensors are kept alive; change them after `wait()` only.
+        """Starts send_tensor_dict. The tensors are kept alive; change them after `wait()` only.
 
         In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
         """
-        if self.world_size == 1 and _is_only_rank(dst) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
             _own(tensor_dict)
             return NoSend(self._messenger)
-        dst = self._destination("isend_tensor_dict", dst, message=True)
+        dst = self._destination("isend_tensor_dict", dst)
         return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
 
     @host_call(_WAITING_DICT)
@@ -251,30 +215,27 @@ class GroupMessages(AsyncTensorCollectives):
     ) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
 
-        What is cut into slices is told by the sender; `all_gather_tensors` is taken for vLLM's callers only. In a group
+        The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group
         of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
         """
-        if self.world_size == 1 and _is_only_rank(src) and self._ends_here():
+        if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return NoReceive()
-        return self._messenger.irecv(self._source("irecv_tensor_dict", src, message=True), all_gather_group)
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group)
 
-    def _destination(self, operation: str, dst: int | None, *, message: bool = False) -> int:
-        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
-        checks.check_peer(self.context, operation, "dst", dst)
-        self._check_pair(operation, message)
+    def _destination(self, operation: str, dst: int | None) -> int:
+        dst = checks.destination(self.context, operation, dst)
+        self._check_message(operation)
         return dst
 
-    def _source(self, operation: str, src: int | None, *, message: bool = False) -> int:
-        src = (self.rank_in_group - 1) % self.world_size if src is None else src
-        checks.check_peer(self.context, operation, "src", src)
-        self._check_pair(operation, message)
+    def _source(self, operation: str, src: int | None) -> int:
+        src = checks.source(self.context, operation, src)
+        self._check_message(operation)
         return src
 
-    def _check_pair(self, operation: str, message: bool) -> None:
-        """Two ranks alone can't make the gloo group of more: the others would never come."""
-        if message:
-            checks.check_no_transform(self.context, operation)
-        if message and self.world_size > 2 and not self.context.cpu_group_is_made:
+    def _check_message(self, operation: str) -> None:
+        """Checks what a message between two ranks needs: they alone can't make the gloo group of more."""
+        checks.check_no_transform(self.context, operation)
+        if self.world_size > 2 and not self.context.cpu_group_is_made:
             raise GroupNotInitializedError(
                 f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
                 "group make together at its first use; call barrier() on every rank once before"

@@ -22,7 +22,7 @@ from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.p
 from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of
 
 if TYPE_CHECKING:
-    from parallel_state.collectives.tensor_calls import TensorCollectives
+    from parallel_state.collectives.calls import GroupMember
 
 
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
@@ -114,12 +114,10 @@ class TensorDictSpec:
                 )
 
 
-def broadcast(
-    group: TensorCollectives, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec
-) -> dict[str, Any]:
+def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
     if group.rank_in_group == src:
         given = _given(tensors, spec)
-        if spec.carried and not group._ends_here():
+        if spec.carried and not group._is_single_rank():
             pieces = _tensors_of(given, spec)
             if _is_plain(pieces):
                 group.route.messenger.broadcast_list(pieces, spec.digest, src)
@@ -137,7 +135,7 @@ def broadcast(
 
 
 def send(
-    group: TensorCollectives,
+    group: GroupMember,
     tensors: dict[str, Any],
     dst: int,
     all_gather_group: AllGatherGroup | None,
@@ -160,7 +158,7 @@ def send(
 
 
 def recv(
-    group: TensorCollectives,
+    group: GroupMember,
     src: int,
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
@@ -223,7 +221,7 @@ def _slices(
     return size if can_be_cut(prod(entry.shape), size) else 1
 
 
-def _allocated(group: TensorCollectives, spec: TensorDictSpec) -> dict[str, Any]:
+def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
     """The dict, of tensors to be filled."""
     result: dict[str, Any] = {}
     for entry in spec.entries:

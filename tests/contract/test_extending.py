@@ -61,7 +61,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(source, root / name)
     edits = blocks("edit")
-    assert len(edits) == 7
+    assert len(edits) == 6
     for edit in edits:
         apply(edit, root)
     (root / "use.py").write_text("".join(blocks("use")) + USE)

@@ -1,10 +1,11 @@
-"""The tensor collectives of a group: each checks its call, ends here for one rank, and goes on as a registered op.
+"""The tensor calls of a group: each checks its arguments, ends here for one rank, and goes on as a registered op.
 
 Common to all: every rank of the group calls it, in the same order, with tensors that fit; `src` and `dst` are ranks in
 the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
 one rank: the input itself). Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no
 communicator carries raises UnsupportedError; what happens on the way raises a CommunicationError.
-All of it works under torch.compile(fullgraph=True). Gradients: see `ops`.
+All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
+Gradients: see `ops`.
 """
 
 from __future__ import annotations
@@ -17,37 +18,43 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError, RemoteError
 from device_communicators.host_calls import host_call
-from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
+from device_communicators.routing.communicator import REDUCE_OPS, GroupContext, merge_blocks
+from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
-from parallel_state.collectives import (
-    checks,
-    ops,  # noqa: F401  (registers torch.ops.parallel_state)
-)
+from device_communicators.routing.started import Handle, TensorHandle
+from device_communicators.routing.user_call import transfer
+from parallel_state.collectives import checks, ops
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE = _OPS.all_reduce.default
 """The overload itself, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
+_COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
+_TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
 
 
-class TensorCollectives:
-    """The tensor half of `GroupCoordinator`."""
+class GroupMember:
+    """The facts of a group that the calls on it read."""
 
     context: GroupContext
-    _key: str
+    route: Route
     world_size: int
     rank_in_group: int
     device: torch.device
+    _key: str
     _token: Tensor
     _destroyed: bool
-    route: Route
 
-    def _ends_here(self) -> bool:
-        """Whether the call has nobody to go to: in a group of one rank."""
+    def _is_single_rank(self) -> bool:
+        """Returns True for a group of one rank, in which nothing is sent; raises where it was destroyed."""
         if self.world_size > 1:
             return False
         if self._destroyed:
             self.route.check_usable()  # raises
         return True
+
+
+class TensorCalls(GroupMember):
+    """The part of `GroupCoordinator` for tensors."""
 
     def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces `x` over all ranks; every rank gets the same new tensor.
@@ -59,16 +66,16 @@ class TensorCollectives:
         checks.check_tensor(self.context, "all_reduce", x)
         if op.__class__ is not str or op not in REDUCE_OPS:  # looked at here: a call of a function is 0.1 us of three
             op = checks.check_reduce_op(self.context, "all_reduce", op)
-        if self.world_size == 1 and self._ends_here():
+        if self.world_size == 1 and self._is_single_rank():
             return x
         return _ALL_REDUCE(x, self._token, op, self._key)
 
     def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
-        """As all_reduce, in place; returns `x`."""
+        """Reduces `x` over all ranks in place; returns `x`."""
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
         op = checks.check_reduce_op(self.context, "all_reduce_", op)
-        if not self._ends_here():
+        if not self._is_single_rank():
             _OPS.all_reduce_(x, self._token, op, self._key)
         return x
 
@@ -83,14 +90,14 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
         if out is not None:
             checks.check_out(self.context, "all_gather", out, x, dim)
-        if self._ends_here():
+        if self._is_single_rank():
             gathered = x if x.dim() else x.reshape(1)
         else:
             gathered = _OPS.all_gather(x, self._token, dim, self._key)
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, in rank order, as views of one new tensor."""
+        """Returns every rank's `x`, in rank order, as views of one new tensor."""
         checks.check_tensor(self.context, "all_gather_to_list", x)
         if torch.compiler.is_compiling():
             return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
@@ -98,14 +105,14 @@ class TensorCollectives:
             return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
 
     def all_gatherv(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """As all_gather with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`."""
+        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`."""
         if sizes is None:
             return self.all_gather(x, dim)
         checks.check_tensor(self.context, "all_gatherv", x)
         dim = checks.normal_dim(self.context, "all_gatherv", x, dim)
         checks.check_sizes(self.context, "all_gatherv", "sizes", sizes)
         checks.check_total(self.context, "all_gatherv", "sizes[this rank]", sizes[self.rank_in_group], x, dim)
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
@@ -115,14 +122,14 @@ class TensorCollectives:
         op = checks.check_reduce_op(self.context, "reduce_scatter", op)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         return _OPS.reduce_scatter(x, self._token, dim, op, self._key)
 
     def reduce_scatterv(
         self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
     ) -> Tensor:
-        """As reduce_scatter with slices of `sizes`; every rank passes the same `sizes`."""
+        """Reduces and scatters as reduce_scatter, in slices of `sizes`; every rank passes the same `sizes`."""
         if sizes is None:
             return self.reduce_scatter(x, dim, op)
         checks.check_tensor(self.context, "reduce_scatterv", x)
@@ -130,16 +137,16 @@ class TensorCollectives:
         dim = checks.normal_dim(self.context, "reduce_scatterv", x, dim)
         checks.check_sizes(self.context, "reduce_scatterv", "sizes", sizes)
         checks.check_total(self.context, "reduce_scatterv", "sizes", sum(sizes), x, dim)
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         return _OPS.reduce_scatterv(x, self._token, dim, list(sizes), op, self._key)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """As all_gather on rank `dst`; None on the others. No gradient."""
+        """Gathers as all_gather on rank `dst`; returns None on the others. No gradient."""
         checks.check_tensor(self.context, "gather", x)
         checks.check_rank(self.context, "gather", "dst", dst)
         dim = checks.normal_dim(self.context, "gather", x, dim)
-        if self._ends_here():
+        if self._is_single_rank():
             return x if x.dim() else x.reshape(1)
         gathered = _OPS.gather(x, self._token, dim, dst, self._key)
         return gathered if self.rank_in_group == dst else None
@@ -165,7 +172,7 @@ class TensorCollectives:
                 f"scatter on {self.context} takes both size and dtype, or neither, on every rank"
             )
         if size is None or dtype is None:
-            size, dtype = self._tell_slice(x, src, dim)
+            size, dtype = self._agree_on_slice(x, src, dim)
         elif is_src:
             checks.check_tensor(self.context, "scatter", x)
         checks.check_lengths(self.context, "scatter", "size", size)
@@ -179,14 +186,14 @@ class TensorCollectives:
                     f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
                     f"but are {list(size)} and {dtype}"
                 )
-            if self._ends_here():
+            if self._is_single_rank():
                 return x
         return _OPS.scatter(x if is_src else None, self._token, list(size), dtype, self.device, dim, src, self._key)
 
     @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
-    def _tell_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-        """Size and dtype of a slice, told by `src`; an `x` that can't be cut raises on every rank."""
-        told: object = None
+    def _agree_on_slice(self, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
+        """Returns size and dtype of a slice as `src` says them; an `x` that can't be cut raises on every rank."""
+        form: object = None
         wrong: InvalidArgumentError | None = None
         if self.rank_in_group == src:
             try:
@@ -194,21 +201,18 @@ class TensorCollectives:
                 whole = cast(Tensor, x)
                 dim = checks.normal_dim(self.context, "scatter", whole, dim)
                 checks.check_divisible(self.context, "scatter", whole, dim)
-                checks.check_no_gradient(self.context, "scatter", whole, "use broadcast and take a slice")
-                told = [n // self.world_size if i == dim else n for i, n in enumerate(whole.shape)], whole.dtype
+                checks.check_no_gradient(self.context, "scatter", "use broadcast and take a slice", whole)
+                form = [n // self.world_size if i == dim else n for i, n in enumerate(whole.shape)], whole.dtype
             except InvalidArgumentError as error:
-                told = str(error)
+                form = str(error)
                 wrong = error
         if self.world_size > 1:
-            told = self._broadcast_message(told, src, "scatter")
+            form = self.route.messenger.broadcast(form, src, "scatter")
         if wrong is not None:
             raise wrong
-        if isinstance(told, str):
-            raise RemoteError(f"rank {src} of {self.context} could not scatter: {told}", rank=self.context.ranks[src])
-        return told  # type: ignore[return-value]
-
-    def _broadcast_message(self, obj: object, src: int, method: str) -> object:
-        raise NotImplementedError  # GroupCoordinator has it
+        if isinstance(form, str):
+            raise RemoteError(f"rank {src} of {self.context} could not scatter: {form}", rank=self.context.ranks[src])
+        return form  # type: ignore[return-value]
 
     def all_to_all(
         self,
@@ -231,7 +235,7 @@ class TensorCollectives:
             return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
         checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
         size = self.world_size
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         if scatter_dim == 0 and gather_dim == 0:
             splits = [x.shape[0] // size] * size
@@ -262,57 +266,52 @@ class TensorCollectives:
         checks.check_sizes(self.context, "all_to_all", "input_split_sizes", inputs)
         checks.check_sizes(self.context, "all_to_all", "output_split_sizes", outputs)
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         return self._exchange_rows(x, list(outputs), list(inputs))
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
         checks.check_tensor(self.context, "broadcast", x)
         checks.check_rank(self.context, "broadcast", "src", src)
-        if self._ends_here():
+        if self._is_single_rank():
             return x
         return _OPS.broadcast(x, self._token, src, self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
-        """As broadcast, in place; returns `x`."""
+        """Fills every rank's `x` with rank `src`'s; returns `x`."""
         checks.check_tensor(self.context, "broadcast_", x)
         checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
-        if not self._ends_here():
+        if not self._is_single_rank():
             _OPS.broadcast_(x, self._token, src, self._key)
         return x
 
-    def send(self, x: Tensor, dst: int | None = None) -> None:
-        """Sends `x` to rank `dst` (default: the next), which calls recv; then `x` may be reused. No gradient."""
-        checks.check_tensor(self.context, "send", x)
-        dst = (self.rank_in_group + 1) % self.world_size if dst is None else dst
-        checks.check_peer(self.context, "send", "dst", dst)
-        _OPS.send(x, self._token, dst, self._key)
+    @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
+    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
+        """Returns rank `src`'s flag on every rank."""
+        with self.route.called_as("broadcast_flag"):
+            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
 
-    def recv(
-        self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
-    ) -> Tensor:
-        """A tensor of shape `size` from rank `src` (default: the previous), which calls send with that shape and dtype.
+    def split(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Returns this rank's slice of `x`, which every rank holds: `[…, world_size · d, …]` to a view `[…, d, …]`.
 
-        It lies on the group's device, or on `device` where the sender's does.
+        Nothing is sent; the gradient is that of a slice.
         """
-        src = (self.rank_in_group - 1) % self.world_size if src is None else src
-        checks.check_peer(self.context, "recv", "src", src)
-        checks.check_lengths(self.context, "recv", "size", size)
-        checks.check_dtype(self.context, "recv", dtype)
-        device = self.device if device is None else device
-        return _OPS.recv(self._token, list(size), dtype, device, src, self._key)
+        checks.check_tensor(self.context, "split", x, needs_values=False)
+        dim = checks.normal_dim(self.context, "split", x, dim)
+        checks.check_divisible(self.context, "split", x, dim)
+        return x.chunk(self.world_size, dim)[self.rank_in_group] if x.shape[dim] else x
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""
-        if not self._ends_here():
+        if not self._is_single_rank():
             _OPS.barrier(self._token, self._key)
 
     def empty(
         self, size: Sequence[int], dtype: torch.dtype | None = None, *, device: torch.device | None = None
     ) -> Tensor:
-        """An uninitialised tensor in memory that all ranks of the group have mapped, where there is such memory.
+        """Allocates an uninitialised tensor, in memory that all ranks of the group have mapped where there is any.
 
         A collective on it copies nothing in: compute straight into it (`torch.mm(x, w, out=buffer)`), then all_reduce.
         It is this rank's alone, allocated without the others, and its memory is used again once the last tensor that
@@ -323,6 +322,154 @@ class TensorCollectives:
         dtype = torch.get_default_dtype() if dtype is None else dtype
         checks.check_dtype(self.context, "empty", dtype)
         device = self.device if device is None else device
-        if self._ends_here():
+        if self._is_single_rank():
             return torch.empty(list(size), dtype=dtype, device=device)
         return _OPS.empty(self._token, list(size), dtype, device, self._key)
+
+    # Point to point.
+
+    def send(self, x: Tensor, dst: int | None = None) -> None:
+        """Sends `x` to rank `dst` (default: the next), which calls recv; then `x` may be reused. No gradient."""
+        checks.check_tensor(self.context, "send", x)
+        _OPS.send(x, self._token, checks.destination(self.context, "send", dst), self._key)
+
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
+    ) -> Tensor:
+        """Returns the tensor that rank `src` (default: the previous) sends with this shape `size` and dtype.
+
+        It lies on the group's device, or on `device` where the sender's does.
+        """
+        src = checks.source(self.context, "recv", src)
+        checks.check_lengths(self.context, "recv", "size", size)
+        checks.check_dtype(self.context, "recv", dtype)
+        device = self.device if device is None else device
+        return _OPS.recv(self._token, list(size), dtype, device, src, self._key)
+
+    @host_call(_TRANSFER)
+    @transfer("isend")
+    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
+        """Starts `send`. `x` is kept alive; change it after `wait()` only. Not for compiled code."""
+        checks.check_no_transform(self.context, "isend")
+        checks.check_tensor(self.context, "isend", x)
+        dst = checks.destination(self.context, "isend", dst)
+        return self.route.start("isend", x.detach().contiguous(), dst, self.context.tag(0))
+
+    @host_call(_TRANSFER)
+    @transfer("irecv")
+    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
+        """Starts `recv`: `wait()` gives the tensor. Not for compiled code."""
+        checks.check_no_transform(self.context, "irecv")
+        checks.check_lengths(self.context, "irecv", "size", size)
+        checks.check_dtype(self.context, "irecv", dtype)
+        src = checks.source(self.context, "irecv", src)
+        out = torch.empty(size, dtype=dtype, device=self.device)
+        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
+
+    # Without waiting: a handle's `wait()` gives what the collective would have given, detached. For overlap in eager
+    # code. Change an input after `wait()` only. A communicator that can't go on by itself has done the work when the
+    # call returns.
+
+    @host_call(_COLLECTIVE)
+    def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
+        """Starts `all_reduce(x, op)`."""
+        checks.check_started(self.context, "all_reduce_async", x)
+        op = checks.check_reduce_op(self.context, "all_reduce_async", op)
+        if self._is_single_rank():
+            return TensorHandle(None, x.detach())
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        return TensorHandle(self.route.start("iall_reduce_", out, op, reduce_op=op), out)
+
+    @host_call(_COLLECTIVE)
+    def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
+        """Starts `all_gather(x, dim)`."""
+        checks.check_started(self.context, "all_gather_async", x)
+        dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
+        x = x.detach()
+        if self._is_single_rank():
+            return TensorHandle(None, x if x.dim() else x.reshape(1))
+        flat = x.contiguous()
+        out = x.new_empty((self.world_size, *x.shape))
+        handle = self.route.start("iall_gather", out, flat, dim=dim)
+        return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
+
+    @host_call(_COLLECTIVE)
+    def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
+        """Starts `reduce_scatter(x, dim, op)`."""
+        checks.check_started(self.context, "reduce_scatter_async", x)
+        op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
+        dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
+        checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
+        if self._is_single_rank():
+            return TensorHandle(None, x.detach())
+        rows = x.detach().movedim(dim, 0).contiguous()
+        out = x.new_empty((rows.shape[0] // self.world_size, *rows.shape[1:]))
+        handle = self.route.start("ireduce_scatter", out, rows, op, reduce_op=op, dim=dim)
+        return TensorHandle(handle, out, lambda: out.movedim(0, dim).contiguous(), keep=rows)
+
+    @host_call(_COLLECTIVE)
+    def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
+        """Starts `broadcast(x, src)`."""
+        checks.check_started(self.context, "broadcast_async", x)
+        checks.check_rank(self.context, "broadcast_async", "src", src)
+        if self._is_single_rank():
+            return TensorHandle(None, x.detach())
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        return TensorHandle(self.route.start("ibroadcast_", out, src), out)
+
+    # An all-reduce and what a layer does next, in one pass. The norm is computed in float32 (float64: float64) of the
+    # rounded `y`, weight included. A communicator without a kernel for it composes it, as does a group of one rank.
+    #
+    # Quantised output is float8_e4m3fn of the norm *as it was rounded to the dtype*, so that it is what quantising the
+    # result of `all_reduce_add_rms_norm` gives. In float32; what is beyond ±448 becomes ±448, infinities too; NaN stays
+    # NaN. vLLM's kernels round the norm once more, before they multiply it by the weight, and those with a scale per
+    # token take the norm of the sum before it is rounded: the results differ in last bits.
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(rms_norm(y) * weight, y)` of `y = sum(x) + residual`: what follows a row-parallel layer.
+
+        `x` and `residual` are `[…, hidden]`, `weight` is `[hidden]`, of one dtype, to which the sum, `y` and the norm,
+        computed in float32, are rounded once each. `residual` and `weight` must be equal on all ranks. Differentiable.
+        """
+        checks.check_norm(self.context, "all_reduce_add_rms_norm", x, residual, weight)
+        if self._is_single_rank():
+            return add_rms_norm(x, residual, weight, eps)
+        return _OPS.all_reduce_add_rms_norm(x, self._token, residual, weight, eps, self._key)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor]:
+        """Returns as all_reduce_add_rms_norm, with the norm quantised: `(norm / scale as float8_e4m3fn, y)`.
+
+        `scale`: one element, float32, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
+        by its reciprocal, which is rounded to float32. A gradient, which would be lost, is an error.
+        """
+        operation = "all_reduce_add_rms_norm_static_fp8_quant"
+        checks.check_norm(self.context, operation, x, residual, weight)
+        checks.check_scale(self.context, operation, scale)
+        if self._is_single_rank():
+            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight, scale)
+            normed, y = add_rms_norm(x, residual, weight, eps)
+            return static_fp8_quant(normed, scale), y
+        return _OPS.all_reduce_add_rms_norm_static_fp8_quant(x, self._token, residual, weight, scale, eps, self._key)
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantised by its own scale.
+
+        `scales`: float32 `[…, 1]`, the row's `max(|norm|) / 448`, at least 1 / (448 · 512): a row of zeros stays zeros.
+        A row with a NaN has the scale NaN and is NaN; one with an infinity has the scale infinity, and is NaN there and
+        0 elsewhere. A gradient, which would be lost, is an error.
+        """
+        operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
+        checks.check_norm(self.context, operation, x, residual, weight)
+        if self._is_single_rank():
+            checks.check_no_gradient(self.context, operation, ops.QUANTISE_YOURSELF, x, residual, weight)
+            normed, y = add_rms_norm(x, residual, weight, eps)
+            return (*dynamic_per_token_fp8_quant(normed), y)
+        return _OPS.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+            x, self._token, residual, weight, eps, self._key
+        )
