@@ -79,7 +79,8 @@ class MessageCalls(GroupMember):
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
-        self._messenger.send(obj, self._destination("send_object", dst))
+        dst = self._destination("send_object", dst)
+        self._messenger.send(self._messenger.encode(obj), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
@@ -91,7 +92,8 @@ class MessageCalls(GroupMember):
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
         """Starts send_object: the object is encoded now, its tensors must stay unchanged until `wait()`."""
-        return self._messenger.isend(obj, self._destination("isend_object", dst))
+        dst = self._destination("isend_object", dst)
+        return self._messenger.isend(self._messenger.encode(obj), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
@@ -159,7 +161,7 @@ class MessageCalls(GroupMember):
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
         dst = self._destination("send_tensor_dict", dst)
-        self._messenger.send(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
+        self._messenger.send(self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors), dst)
 
     def recv_tensor_dict(
         self,
@@ -203,7 +205,8 @@ class MessageCalls(GroupMember):
             _own(tensor_dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
-        return self._messenger.isend(tensor_dict, dst, all_gather_group, all_gather_tensors, must_be=dict)
+        outgoing = self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(outgoing, dst)
 
     @host_call(_WAITING_DICT)
     @transfer("irecv_tensor_dict")

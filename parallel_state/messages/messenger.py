@@ -1,7 +1,7 @@
-"""Objects and tensor dicts over a group: in which order messages are taken in, and when one has arrived.
+"""Sends and receives the objects and tensor dicts of a group: in which order, and when one has arrived.
 
-What a message looks like is in `wire`, how a value becomes bytes in `codec`, how the bytes reach the other ranks in
-`messages.transports`: within a host through shared memory, else as transfers over the CPU group and the device group.
+A received message comes as a head and a reader from `transports`; here the head is decoded by `wire` and `codec`,
+tensors are allocated and read into, and the object is built.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,26 +28,25 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
 from device_communicators.routing.user_call import UserCall, transfer
 from parallel_state.collectives import checks
-from parallel_state.messages import wire, wire_forms
+from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, by_place
+from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Head, Header, Outgoing, split_by_device
 
 if TYPE_CHECKING:
-    from parallel_state.messages.transports import Incoming
+    from parallel_state.messages.transports import IncomingMessage
 
 _GATHERED = "all_gather_message"
-"""Under which name an all_gather's messages are counted."""
-_CPU = torch.device("cpu")
+"""The name under which an all_gather's messages are counted."""
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
-"""Under which names lists are counted: one call each."""
+"""The names under which lists are counted: one call each."""
 _BROADCAST_METHOD = "broadcast_tensor_dict with a spec"
 _PACKED_BYTES = 64 << 10
-"""Up to which size the tensors of a list are copied into one, where each would be a transfer of its own."""
+"""Lists of tensors up to this size are copied into one, where each would be a transfer of its own."""
 
 _UNWAITED_S = 0.02
-"""After that time a thread looks after a send that nobody has waited for."""
+"""After this time a thread takes care of a send that nobody has waited for."""
 
 
 class SendHandle:
@@ -72,7 +72,7 @@ class SendHandle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Whether nothing reads the buffers any more."""
+        """Returns True once nothing reads the buffers any more."""
         return all(part.has_ended for part in self._parts)
 
     @property
@@ -82,13 +82,13 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Lets go of each buffer as it is sent; for the thread that looks after sends that nobody waits for."""
+        """Releases each buffer as it is sent; for the thread that takes care of sends that nobody waits for."""
         for part in list(self._parts):
             part.run_to_end()
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[SendHandle]:
-        """For code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
+        """Serves code that expects a list of handles, as vLLM's `isend_tensor_dict` gives."""
         return iter((self,))
 
 
@@ -98,8 +98,7 @@ class ReceiveHandle:
     def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None) -> None:
         self._messenger = messenger
         self._src = src
-        self._incoming = messenger.transport.incoming(src)
-        self._message = _Arriving(messenger, src, all_gather_group)
+        self._message = _ObjectReader(messenger, messenger.transport.incoming(src), src, all_gather_group)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -111,7 +110,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Whether all bytes are here (a thread takes them in from the first call on)."""
+        """Returns True once all bytes are here (a thread takes them in from the first call on)."""
         if self._waiter is None and not self._arrived:
             self._waiter = threading.Thread(target=self.take_in, daemon=True, name="parallel_state-receive")
             self._waiter.start()
@@ -119,7 +118,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Any:
-        """The object, or the error of the sender (RemoteError) or of the transfer. May be repeated."""
+        """Returns the object; raises the error of the sender (RemoteError) or of the transfer. May be repeated."""
         self.take_in()
         if self._error is not None:
             raise self._error
@@ -129,7 +128,7 @@ class ReceiveHandle:
             try:
                 self._value = self._message.build()
             except Exception as error:
-                self._error = self._messenger.noted(error)
+                self._error = self._messenger.failure_of(error)
                 raise self._error  # noqa: B904  (the same error, noted by the route)
             self._built = True
         if self._to_fill is not None:
@@ -138,7 +137,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """vLLM's form: `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
+        """Serves vLLM's `tensors, handles, postprocess = group.irecv_tensor_dict()`; waiting for the handles fills
         the dict."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
@@ -150,9 +149,9 @@ class ReceiveHandle:
             with handle._lock:
                 if not handle._arrived:
                     try:
-                        handle._parts = handle._incoming.receive(handle._message)
+                        handle._parts = handle._message.receive()
                     except Exception as error:
-                        handle._error = self._messenger.noted(error)
+                        handle._error = self._messenger.failure_of(error)
                     handle._arrived = True
             self._messenger.forget(handle, self._src)
 
@@ -186,53 +185,72 @@ class NoReceive(ReceiveHandle):
         return iter((None, [], []))
 
 
-class _Arriving:
-    """What is known of a message between its head and the object."""
+class _ObjectReader:
+    """Receives one message into tensors of its own, and builds the object."""
 
-    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None = None) -> None:
+    def __init__(
+        self, messenger: Messenger, incoming: IncomingMessage, src: int, all_gather_group: AllGatherGroup | None = None
+    ) -> None:
         self._messenger = messenger
+        self._incoming = incoming
         self._src = src
         self._all_gather_group = all_gather_group
         self._message: codec.Message | None = None
         self._sliced: list[bool] = []
         self._tensors: list[Tensor] = []
         self._plain: tuple[Any] | None = None
-        self._head = b""
-        self._template: wire_forms.Template | None = None
+        self._cache_key = b""
+        self._template: wire.Template | None = None
 
-    def recall(self, head: memoryview, has_tensors: bool) -> list[Tensor] | None:
-        """The tensors of a whole head that is easily read: because it has none, or is known from before."""
-        messenger = self._messenger
-        if not has_tensors:
-            try:
-                self._plain = wire.read_plain(head, messenger.allow_pickle)
-            except MessageDecodeError as error:
-                raise wire.malformed(error, messenger.route.context, self._src) from error
-            return None if self._plain is None else []
-        if messenger.allow_pickle or len(head) > wire_forms.MOST_HEAD_BYTES:
-            return None
-        known = bytes(head)
-        template = self._template = wire_forms.template_of(known)
-        if template is None:
-            self._head = known
-            return None
-        self._tensors = [messenger.allocate(metadata, self._src) for metadata in template.tensors]
-        return self._tensors
+    def receive(self) -> list[Handle]:
+        """Waits for the message; returns the transfers of device tensors, which may be under way still."""
+        with self._incoming as head:
+            if not self._is_cached(head):
+                self._decode(head)
+            return self._incoming.read_into(self._tensors)
 
-    def plan(self, header: Header, body: bytes | memoryview) -> list[Tensor]:
-        """Reads the head; gives the tensors that are to be received."""
+    def _is_cached(self, head: Head) -> bool:
+        """Returns True for a whole head that needs no decoding: without tensors, or known from before."""
         messenger, src = self._messenger, self._src
-        self._message, self._sliced = messenger.read_body(header, body, src)
-        if header.tensors:
-            self._check_slices(header)
-            self._tensors = [
-                messenger.allocate(metadata, src, header.slices if sliced else 1)
-                for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
-            ]
-        return self._tensors
+        if head.header is not None:
+            return False
+        if not head.has_tensors:
+            try:
+                self._plain = wire.read_plain(head.body, messenger.allow_pickle)
+            except MessageDecodeError as error:
+                raise wire.malformed(error, messenger.route.context, src) from error
+            return self._plain is not None
+        if messenger.allow_pickle or len(head.body) > wire.MOST_CACHED_BYTES:
+            return False
+        known = bytes(head.body)
+        template = self._template = wire.template_of(known)
+        if template is None:
+            self._cache_key = known
+            return False
+        self._tensors = [messenger.allocate(metadata, src) for metadata in template.tensors]
+        return True
+
+    def _decode(self, head: Head) -> None:
+        """Reads the head, and allocates the tensors of which it tells."""
+        messenger, src, context = self._messenger, self._src, self._messenger.route.context
+        header, body = messenger.split_head(self._incoming, head, src)
+        self._message, self._sliced = wire.read_body(header, body, context, src, messenger.allow_pickle)
+        group = self._all_gather_group
+        if any(self._sliced) and (group is None or header.slices != group.world_size):
+            raise CollectiveMismatchError(
+                f"sender and receiver must pass all-gather groups of one size, but rank {src} of {context} cut its "
+                f"tensors into {header.slices} slices and this rank's all_gather_group has "
+                f"{'no' if group is None else group.world_size} ranks; pass the same all_gather_group on both sides",
+                group=context.name,
+                rank=context.rank,
+            )
+        self._tensors = [
+            messenger.allocate(metadata, src, header.slices if sliced else 1)
+            for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
+        ]
 
     def build(self) -> Any:
-        """The object, of tensors that have arrived."""
+        """Returns the object, of tensors that have arrived."""
         if self._plain is not None:
             return self._plain[0]
         if self._template is not None:
@@ -244,46 +262,10 @@ class _Arriving:
             if sliced and group is not None:
                 shape = message.tensors[index].shape
                 self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
-        value = self._messenger.build(message, self._tensors, self._src)
-        if self._head and self._tensors and not any(self._sliced):
-            wire_forms.remember_template(self._head, message.tensors, self._tensors, value)
+        value = wire.build(message, self._tensors, self._messenger.route.context, self._src)
+        if self._cache_key and self._tensors and not any(self._sliced):
+            wire.remember_template(self._cache_key, message.tensors, self._tensors, value)
         return value
-
-    def _check_slices(self, header: Header) -> None:
-        mine = self._all_gather_group.world_size if self._all_gather_group is not None else 0
-        if any(self._sliced) and header.slices != mine:
-            raise CollectiveMismatchError(
-                f"sender and receiver must pass all-gather groups of one size, but rank {self._src} of "
-                f"{self._messenger.route.context} cut its tensors into {header.slices} slices and this rank's "
-                f"all_gather_group has {mine or 'no'} ranks; pass the same all_gather_group on both sides",
-                group=self._messenger.route.context.name,
-                rank=self._messenger.route.context.rank,
-            )
-
-
-class _ArrivingList:
-    """What a receiver of a list makes of the message's head, which it knows beforehand."""
-
-    def __init__(self, messenger: Messenger, src: int, form: str, tensors: list[Tensor]) -> None:
-        self._context = messenger.route.context
-        self._src = src
-        self._expected = wire.head_of_list(form, tensors)
-        self._tensors = messenger.packed(tensors, fill=False)
-        self._given = tensors
-
-    def recall(self, head: memoryview, has_tensors: bool) -> Sequence[Tensor] | None:
-        return self._tensors if head == self._expected else None
-
-    def plan(self, header: Header, body: bytes | memoryview) -> Sequence[Tensor]:
-        wire.check_list(self._expected, header, body, self._context, self._src)
-        return self._tensors
-
-    def unpack(self) -> None:
-        """Fills the given tensors, where they came in one."""
-        if self._tensors is not self._given:
-            pieces = self._tensors[0].split([tensor.nbytes for tensor in self._given])
-            for tensor, piece in zip(self._given, pieces, strict=True):
-                wire.flat_bytes(tensor).copy_(piece)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -322,48 +304,36 @@ class Messenger:
 
     # Point to point.
 
-    def isend(
+    def encode(
         self,
         obj: Any,
-        dst: int,
+        must_be: type | None = None,
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
-        must_be: type | None = None,
-    ) -> SendHandle:
-        """Starts to send `obj`; raises MessageEncodeError after telling the receiver."""
-        handle = self._start(obj, dst, all_gather_group, all_gather_tensors, must_be)
-        if not handle.has_ended:
-            self._keep(handle)
-        return handle
-
-    def send(
-        self,
-        obj: Any,
-        dst: int,
-        all_gather_group: AllGatherGroup | None = None,
-        all_gather_tensors: Mapping[str, bool] | None = None,
-        must_be: type | None = None,
-    ) -> None:
-        """Sends `obj`; raises MessageEncodeError after telling the receiver."""
-        self._start(obj, dst, all_gather_group, all_gather_tensors, must_be).wait()
-
-    def _start(
-        self,
-        obj: Any,
-        dst: int,
-        all_gather_group: AllGatherGroup | None,
-        all_gather_tensors: Mapping[str, bool] | None,
-        must_be: type | None,
-    ) -> SendHandle:
-        if self._unwaited:
-            self._forget_sent()
-        outgoing = wire.encode(
+    ) -> Outgoing:
+        """Returns the message for `obj`, which may be an error's."""
+        return wire.encode(
             obj,
             allow_pickle=self.allow_pickle,
             must_be=must_be,
             all_gather_group=all_gather_group,
             all_gather_tensors=all_gather_tensors,
         )
+
+    def isend(self, outgoing: Outgoing, dst: int) -> SendHandle:
+        """Starts to send; raises MessageEncodeError after the receiver was sent one."""
+        handle = self._post(outgoing, dst)
+        if not handle.has_ended:
+            self._keep(handle)
+        return handle
+
+    def send(self, outgoing: Outgoing, dst: int) -> None:
+        """Sends, and waits until the buffers may be reused; raises as isend."""
+        self._post(outgoing, dst).wait()
+
+    def _post(self, outgoing: Outgoing, dst: int) -> SendHandle:
+        if self._unwaited:
+            self._forget_sent()
         handle = SendHandle(self, self.transport.isend(outgoing, dst))
         if outgoing.error is not None:
             if not handle.has_ended:
@@ -379,29 +349,29 @@ class Messenger:
         return handle
 
     def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
-        """The next message of `src` that nobody has asked for."""
+        """Returns the next message of `src` that nobody has asked for."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group).wait()
         return self._take(self.transport.incoming(src), src, all_gather_group)
 
-    def _take(self, incoming: Incoming, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
-        """A message of which nobody else knows: it needs no handle."""
+    def _take(self, incoming: IncomingMessage, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+        """Receives a message of which nobody else knows: it needs no handle."""
         try:
-            arriving = _Arriving(self, src, all_gather_group)
-            for part in incoming.receive(arriving):
+            message = _ObjectReader(self, incoming, src, all_gather_group)
+            for part in message.receive():
                 part.wait()
-            return arriving.build()
+            return message.build()
         except Exception as error:
-            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
     def pending_up_to(self, handle: ReceiveHandle, src: int) -> list[ReceiveHandle]:
-        """Receives from `src` in the order in which they must be taken in, `handle` the last."""
+        """Returns the receives from `src` in the order in which they must be taken in, `handle` the last."""
         with self._pending_lock:
             pending = self._pending.get(src, [])
             return pending[: pending.index(handle) + 1] if handle in pending else [handle]
 
     def forget(self, handle: ReceiveHandle, src: int) -> None:
-        """A message that has arrived lives as long as the caller keeps it, and no longer."""
+        """Releases a message that has arrived: it lives as long as the caller keeps it, and no longer."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
             self._pending.get(src, []).remove(handle)
 
@@ -434,7 +404,7 @@ class Messenger:
             self._unwaited = deque(handle for handle in self._unwaited if not handle.has_ended)
 
     def _release_sent(self) -> None:
-        """A thread's work while there are sends whose end shows only to who waits for them, as gloo's."""
+        """Waits, in a thread, for sends whose end shows only to one who waits for them, as gloo's."""
         time.sleep(_UNWAITED_S)  # most callers wait for their handles soon
         while True:
             self._forget_sent()
@@ -449,27 +419,27 @@ class Messenger:
     # Collective.
 
     def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
-        """`src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
+        """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
         checks.check_no_transform(self.route.context, method)
         call = UserCall(method, root=src)
         with self.route.alone(call):
             if self.route.context.rank != src:
-                return self._take(self.transport.broadcast_of(src, call), src)
-            outgoing = wire.encode(obj, allow_pickle=self.allow_pickle, must_be=must_be)
+                return self._take(self.transport.incoming(src, call=call), src)
+            outgoing = self.encode(obj, must_be)
             self.transport.broadcast(outgoing, call)
         if outgoing.error is not None:
             raise outgoing.error
         return obj
 
     def all_gather(self, obj: Any, method: str) -> list[Any]:
-        """Every rank's object, in rank order. Tensors in it travel as CPU bytes and come back on their device."""
+        """Returns every rank's object, in rank order. Tensors travel as CPU bytes and come back on their device."""
         checks.check_no_transform(self.route.context, method)
         with self.route.alone(UserCall(method)):
             return self._all_gather(obj, method)
 
     def _all_gather(self, obj: Any, method: str) -> list[Any]:
         context = self.route.context
-        outgoing = wire.encode(obj, allow_pickle=self.allow_pickle)
+        outgoing = self.encode(obj)
         parts = [] if outgoing.rest is None else [outgoing.rest]
         parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
         mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
@@ -487,50 +457,47 @@ class Messenger:
             each = zip(range(context.size), headers, frames, rests.split(sizes), strict=True)
             return [obj if src == context.rank else self._value_of(src, *received) for src, *received in each]
         except Exception as error:
-            raise error if error is outgoing.error else self.noted(error)  # noqa: B904
+            raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """One rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
-        offset = header.rest_bytes
+        """Returns one rank's object out of an all_gather: `received` is the rest of its body, then its tensors."""
+        offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
-            raise wire.remote_error(body, self.route.context, src)
-        message, _ = self.read_body(header, body, src)
-        tensors = []
-        for metadata in message.tensors:
-            size = wire.numel_of(metadata) * metadata.dtype.itemsize
-            tensor = self.allocate(metadata, src)
-            if size:
-                tensor.view(-1).view(torch.uint8).copy_(received[offset : offset + size])
-            offset += size
-            tensors.append(tensor)
-        return self.build(message, tensors, src)
+            raise wire.remote_error(body, context, src)
+        message, _ = wire.read_body(header, body, context, src, self.allow_pickle)
+        tensors = [self.allocate(metadata, src) for metadata in message.tensors]
+        for tensor in tensors:
+            if tensor.nbytes:
+                wire.flat_bytes(tensor).copy_(received[offset : offset + tensor.nbytes])
+            offset += tensor.nbytes
+        return wire.build(message, tensors, context, src)
 
-    # Lists of tensors. Those on the CPU are one message, which tells `form` by its digest: a text that is equal on all
-    # ranks that fit together. Each other tensor is a transfer on the device.
+    # Lists of tensors. Those on the CPU are one message, whose head has the digest of `form`: a text that is equal on
+    # all ranks that fit together. Each other tensor is a transfer on the device.
 
     @transfer("send_tensor_dict with a spec")
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
         """Sends the tensors to rank `dst`, which calls recv_list."""
-        here, there = self._by_place(tensors, _SENT_LIST)
-        if here:
-            SendHandle(self, self.transport.isend(self._list_of(here, form, _SENT_LIST), dst)).wait()
-        for tensor in there:
+        on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
+        if on_cpu:
+            SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
+        for tensor in on_device:
             self.route.run("send", tensor, tensor, dst, part_of=_SENT_LIST)
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
         flat = _flat(tensors)
-        here, there = self._by_place(flat, _RECEIVED_LIST)
-        if here:
+        on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
+        if on_cpu:
             if self._pending.get(src):
                 with self._pending_lock:
                     earlier = self._pending[src][-1:]
                 for handle in earlier:
                     handle.take_in()
-            self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(here), form, src)
-        for tensor in there:
+            self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(on_cpu), form, src)
+        for tensor in on_device:
             self.route.run("recv", tensor, tensor, src, part_of=_RECEIVED_LIST)
         _copy_back(tensors, flat)
 
@@ -542,17 +509,17 @@ class Messenger:
 
     def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
         flat = _flat(tensors)
-        here, there = self._by_place(flat, _BROADCAST_LIST)
-        if here and self.route.context.rank == src:
-            self.transport.broadcast(self._list_of(here, form, _BROADCAST_LIST), call)
-        elif here:
-            self._fill(self.transport.broadcast_of(src, call, _BROADCAST_LIST), list(here), form, src)
-        for tensor in there:
+        on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
+        if on_cpu and self.route.context.rank == src:
+            self.transport.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
+        elif on_cpu:
+            self._fill(self.transport.incoming(src, _BROADCAST_LIST, call), list(on_cpu), form, src)
+        for tensor in on_device:
             self.route.run("broadcast_", tensor, tensor, src, part_of=_BROADCAST_LIST, method=call.method)
         if self.route.context.rank != src:
             _copy_back(tensors, flat)
 
-    def packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
+    def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
         """Returns the tensors, or one of all their bytes where that saves transfers; every rank decides alike."""
         if self.transport.takes_many or len(tensors) < 2:
             return tensors
@@ -563,7 +530,8 @@ class Messenger:
             return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
         return [torch.empty(size_bytes, dtype=torch.uint8)]
 
-    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> wire.Outgoing:
+    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
+        """Returns the message of a list."""
         dense = []
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested:
@@ -572,55 +540,64 @@ class Messenger:
                 dense.append(x.resolve_conj().resolve_neg().contiguous())
             else:
                 dense.append(x if x.is_contiguous() else x.contiguous())
-        return wire.Outgoing(wire.head_of_list(form, dense), self.packed(dense), counted=counted)
+        return Outgoing(wire.head_of_list(form, dense), self._packed(dense), counted=counted)
 
-    def _fill(self, incoming: Incoming, tensors: list[Tensor], form: str, src: int) -> None:
+    def _fill(self, incoming: IncomingMessage, tensors: list[Tensor], form: str, src: int) -> None:
+        """Fills the tensors with those of a list's message, whose head is known beforehand."""
         try:
-            arriving = _ArrivingList(self, src, form, tensors)
-            for part in incoming.receive(arriving):
+            expected = wire.head_of_list(form, tensors)
+            received = self._packed(tensors, fill=False)
+            with incoming as head:
+                if head.header is not None or head.body != expected:
+                    header, body = self.split_head(incoming, head, src)
+                    wire.check_list(expected, header, body, self.route.context, src)
+                parts = incoming.read_into(received)
+            for part in parts:
                 part.wait()
-            arriving.unpack()
+            if received is not tensors:
+                pieces = received[0].split([tensor.nbytes for tensor in tensors])
+                for tensor, piece in zip(tensors, pieces, strict=True):
+                    wire.flat_bytes(tensor).copy_(piece)
         except Exception as error:
-            raise self.noted(error)  # noqa: B904  (the same error, noted by the route)
+            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
 
-    def _by_place(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Those that travel as one message, and the others; a simulated group has no messages."""
+    def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns those that travel as one message, and the others; a simulated group has no messages."""
         context = self.route.context
         if context.device.type == "cpu" and not context.simulated:
             return tensors, ()
         self.route.check_usable(counted)
-        here, there = by_place(tensors) if not context.simulated else ((), tensors)
-        if not here:
+        on_cpu, on_device = split_by_device(tensors) if not context.simulated else ((), tensors)
+        if not on_cpu:
             self.route.count(counted)
-        return here, there
+        return on_cpu, on_device
 
-    def read_body(self, header: Header, body: bytes | memoryview, src: int) -> tuple[codec.Message, list[bool]]:
-        return wire.read_body(header, body, self.route.context, src, self.allow_pickle)
-
-    def build(self, message: codec.Message, tensors: list[Tensor], src: int) -> Any:
-        return wire.build(message, tensors, self.route.context, src)
+    def split_head(self, incoming: IncomingMessage, head: Head, src: int) -> tuple[Header, bytes | memoryview]:
+        """Returns header and body; raises RemoteError where the sender could not encode its value."""
+        header, body = wire.split_head(head, self.route.context, src)
+        if header.is_error:
+            incoming.read_into(())  # all of it has come
+            raise wire.remote_error(body, self.route.context, src)
+        return header, body
 
     def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
-        """An empty tensor, or a flat slice of one; on this rank's device of the sender's device type."""
+        """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
         context = self.route.context
-        shape = metadata.shape if slices == 1 else (wire.numel_of(metadata) // slices,)
-        device = _CPU
+        shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
         try:
-            if metadata.device_type != "cpu":
-                mine = context.device
-                device = mine if mine.type == metadata.device_type else torch.device(metadata.device_type)
-            return torch.empty(shape, dtype=metadata.dtype, device=device)
+            return wire.empty_like_sent(shape, metadata.dtype, metadata.device_type, context.device)
         except Exception as error:  # its bytes stay in the way of whatever comes next
             raise CommunicationError(
-                f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
-                f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
+                f"message of rank {src} of {context}: there is no room on a {metadata.device_type} device for a "
+                f"{metadata.dtype} tensor of shape {list(shape)}: {error}. The group can't be used further; send less "
+                "at once",
                 group=context.name,
                 rank=context.rank,
                 suspect_ranks=[context.ranks[src]],
             ) from error
 
-    def noted(self, error: Exception) -> Exception:
-        """`error`, after the route took note of it if it spoils the group."""
+    def failure_of(self, error: Exception) -> Exception:
+        """Returns `error`, after the route took note of it if it spoils the group."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:

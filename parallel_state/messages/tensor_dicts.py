@@ -19,7 +19,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
-from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of
+from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of, empty_like_sent
 
 if TYPE_CHECKING:
     from parallel_state.collectives.calls import GroupMember
@@ -29,7 +29,6 @@ _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
 _BROADCAST_LIST_ = torch.ops.parallel_state.broadcast_list_.default
 _SEND_LIST = torch.ops.parallel_state.send_list.default
 _RECV_LIST_ = torch.ops.parallel_state.recv_list_.default
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -227,12 +226,8 @@ def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
-        elif entry.device_type == "cpu":
-            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=_CPU)
         else:
-            own = group.device.type == entry.device_type
-            device = group.device if own else torch.device(entry.device_type)
-            result[entry.key] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            result[entry.key] = empty_like_sent(entry.shape, entry.dtype, entry.device_type, group.device)
     return result
 
 

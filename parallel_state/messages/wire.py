@@ -10,7 +10,11 @@ Where the transport has no messages, only transfers of a size that both sides kn
     rest      [n]      what didn't fit, if anything
     tensors            one transfer each
 
-Pure functions on CPU bytes; who sends when is in `messages` and `messages.transports`.
+A model sends dicts of the same keys, shapes and dtypes in each step, so the same bytes as heads. A sender finds the
+head of a flat dict by its form, a reader finds by a head's bytes what they mean: neither walks through the codec,
+which takes longer than the transfer of a decode step. What is kept went through all checks when it was seen first.
+
+Pure functions on CPU bytes; who sends when is in `messenger` and `transports`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,9 +35,8 @@ from torch import Tensor
 from device_communicators import settings
 from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError, RemoteError
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.messages import wire_forms
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
+from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, TensorMetadata, UnfitError, dense_tensor
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
@@ -42,6 +46,7 @@ _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
 _DIGEST_BYTES = 16
+_CPU = torch.device("cpu")
 
 
 class Header(NamedTuple):
@@ -57,12 +62,21 @@ class Header(NamedTuple):
 
     @property
     def is_error(self) -> bool:
-        """Whether the body is the text of what went wrong on the sender."""
+        """Returns True where the body is the text of what went wrong on the sender."""
         return self.kind == _ERROR
 
     @property
     def rest_bytes(self) -> int:
         return max(0, self.body_bytes - _INLINE_BYTES)
+
+
+class Head(NamedTuple):
+    """The head of a message as a transport hands it on."""
+
+    header: Header | None
+    """None where it is the beginning of the body still."""
+    body: bytes | memoryview
+    has_tensors: bool
 
 
 class AllGatherGroup(Protocol):
@@ -84,11 +98,11 @@ class Outgoing:
     more_head: bytes = b""
     """The end of a long head."""
     counted: str = ""
-    """Under which name it is counted, unless as a message."""
+    """The name under which it is counted, unless as a message."""
 
     @property
     def frame(self) -> Tensor:
-        """Of FRAME_BYTES."""
+        """The head's beginning, padded to FRAME_BYTES."""
         head = self.head[:FRAME_BYTES] + self.more_head[: max(0, FRAME_BYTES - len(self.head))]
         return torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
@@ -111,11 +125,11 @@ def encode(
     all_gather_group: AllGatherGroup | None = None,
     all_gather_tensors: Mapping[str, bool] | None = None,
 ) -> Outgoing:
-    """The message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
+    """Returns the message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
     form: tuple[Any, ...] | None = None
     if all_gather_group is None and type(obj) is dict and must_be is not list:
-        form, tensors = wire_forms.form_of(obj)
-        head = None if form is None else wire_forms.head_of_form(form)
+        form, tensors = form_of(obj)
+        head = None if form is None else _heads.get(form)
         if head is not None and len(head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
             return Outgoing(head, tensors)
     if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
@@ -147,13 +161,15 @@ def encode(
         tensors = [t.view(slices, -1)[mine] if c else t for t, c in zip(tensors, cut, strict=True)]
     header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
     head = head_of(header, encoded.metadata, bytes(cut))
-    if form is not None:
-        wire_forms.remember_head(form, head)
+    if form is not None and len(head) <= MOST_CACHED_BYTES:
+        if len(_heads) >= _MOST_CACHED:
+            _heads.clear()
+        _heads[form] = head
     return Outgoing(head, tensors)
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
-    """The bytes from `start` on, which the tensor keeps alive; torch warns of a view of bytes, but nobody writes."""
+    """Returns the bytes from `start` on, kept alive by the tensor. Nobody writes to it, of which torch would warn."""
     address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
@@ -171,13 +187,15 @@ def _slices_of(group: AllGatherGroup | None) -> int:
 
 
 def can_be_cut(numel: int, slices: int) -> bool:
-    """Whether a tensor travels in slices: it has elements, and they divide evenly."""
+    """Returns True where a tensor travels in slices: it has elements, and they divide evenly."""
     return slices > 1 and numel > 0 and numel % slices == 0
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """The checked header of the frame that came from `src`; MessageDecodeError if it isn't one, RemoteError for an
-    error's."""
+    """Returns the checked header of the frame that came from `src`.
+
+    Raises MessageDecodeError if it isn't one, RemoteError for an error's.
+    """
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -187,8 +205,11 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
     return header
 
 
-def parse_header(data: bytes | memoryview, context: GroupContext, src: int) -> Header:
-    """The checked header that the bytes from `src` begin with; MessageDecodeError if it isn't one."""
+def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
+    """Returns the checked header that the bytes from `src` begin with; raises MessageDecodeError if it isn't one.
+
+    `head_bytes`: of header and body, where that is known.
+    """
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
@@ -206,13 +227,22 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int) -> H
         problem = f"it tells of {tensors} tensors in {body_bytes} bytes"
     elif tensor_bytes >= MAX_TENSOR_BYTES:
         problem = f"it tells of tensors of {tensor_bytes} bytes"
+    elif head_bytes is not None and HEADER_BYTES + body_bytes != head_bytes:
+        problem = f"its header tells of {body_bytes} bytes, but has {head_bytes - HEADER_BYTES} after it"
     if problem is not None:
         raise not_a_message(problem, context, src)
     return Header(kind, slices, tensors, body_bytes, tensor_bytes)
 
 
-def read_plain(head: memoryview, allow_pickle: bool) -> tuple[Any] | None:
-    """The object of a whole head that tells of no tensors; None where it takes `parse_header` and `read_body` to know.
+def split_head(head: Head, context: GroupContext, src: int) -> tuple[Header, bytes | memoryview]:
+    """Returns header and body; raises MessageDecodeError if they aren't."""
+    if head.header is not None:
+        return head.header, head.body
+    return parse_header(head.body, context, src, len(head.body)), head.body[HEADER_BYTES:]
+
+
+def read_plain(head: bytes | memoryview, allow_pickle: bool) -> tuple[Any] | None:
+    """Returns the object of a whole head without tensors; None where `split_head` and `read_body` are needed.
 
     Raises MessageDecodeError, without its sender.
     """
@@ -221,7 +251,7 @@ def read_plain(head: memoryview, allow_pickle: bool) -> tuple[Any] | None:
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(head)
     if magic != _MAGIC or kind != _VALUE or slices or tensors or tensor_bytes or body_bytes != len(head) - HEADER_BYTES:
         return None
-    return codec.read_plain(head[HEADER_BYTES:], allow_pickle=allow_pickle)
+    return codec.read_plain(memoryview(head)[HEADER_BYTES:], allow_pickle=allow_pickle)
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
@@ -270,7 +300,7 @@ def _list_mismatch(found: str, context: GroupContext, src: int) -> CollectiveMis
 
 
 def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> RemoteError:
-    """What a reader raises where `src` could not encode its value."""
+    """Returns what a reader raises where `src` could not encode its value."""
     return RemoteError(
         f"rank {src} of group {context.name!r} (global rank {context.ranks[src]}) could not send: "
         f"{str(text, errors='replace')}",
@@ -279,7 +309,7 @@ def remote_error(text: bytes | memoryview, context: GroupContext, src: int) -> R
 
 
 def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
-    """The body that came as a frame and the rest of it."""
+    """Returns the body that came as a frame and the rest of it."""
     body = bytes_of(frame)[_HEADER.size : _HEADER.size + header.body_bytes]
     return body if rest is None else body + bytes_of(rest)
 
@@ -287,42 +317,36 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """The message, its tensors still to come, and which of them are cut."""
+    """Returns the message, its tensors still to come, and which of them are cut."""
     if header.kind == _LIST:
         raise _list_mismatch("sent a tensor dict with a spec, and this rank receives without one", context, src)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
+        cut = [flag != 0 for flag in body[end:]]
+        if len(message.tensors) != len(cut):
+            raise MessageDecodeError(f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}")
+        tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
+        if tensor_bytes != header.tensor_bytes:
+            raise MessageDecodeError(
+                f"its header tells of {header.tensor_bytes} bytes of tensors, its metadata of {tensor_bytes}"
+            )
+        for metadata, sliced in zip(message.tensors, cut, strict=True):
+            if sliced and not can_be_cut(prod(metadata.shape), header.slices):
+                raise MessageDecodeError(
+                    f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
+                )
     except MessageDecodeError as error:
         raise malformed(error, context, src) from error
-    cut = [flag != 0 for flag in body[end:]]
-    if len(message.tensors) != len(cut):
-        told = f"its header tells of {len(cut)} tensors, its metadata of {len(message.tensors)}"
-        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
-    tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
-    if tensor_bytes != header.tensor_bytes:
-        told = f"its header tells of {header.tensor_bytes} bytes of tensors, its metadata of {tensor_bytes}"
-        raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
-    for metadata, sliced in zip(message.tensors, cut, strict=True):
-        if sliced and not can_be_cut(numel_of(metadata), header.slices):
-            told = f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
-            raise _decode_error(f"message of rank {src} of {context}: {told}", context, src)
     return message, cut
 
 
 def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, src: int) -> Any:
-    """The object, of tensors that have arrived."""
+    """Returns the object, of tensors that have arrived."""
     try:
         return message.build(tensors)
     except MessageDecodeError as error:
         raise malformed(error, context, src) from error
-
-
-def numel_of(metadata: codec.TensorMetadata) -> int:
-    numel = 1
-    for size in metadata.shape:
-        numel *= size
-    return numel
 
 
 def rest_buffer(header: Header) -> Tensor | None:
@@ -349,7 +373,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """The dict, and the ids of those tensors in it that the caller wants sent whole by every rank.
+    """Returns the dict, and the ids of those tensors in it that the caller wants sent whole by every rank.
 
     The codec passes on a tensor itself where it is plain; so those of the dict's copy are made plain here.
     """
@@ -364,13 +388,13 @@ def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool])
 
 
 def head_of(header: Header, *body: bytes) -> bytes:
-    """Header and body as they travel."""
+    """Packs header and body as they travel."""
     kind, slices, tensors, body_bytes, tensor_bytes = header
     return b"".join((_HEADER.pack(_MAGIC, kind, slices, tensors, 0, body_bytes, tensor_bytes), *body))
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """The bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
+    """Returns the bytes of a contiguous CPU tensor; numpy, by which torch would do it, is not required."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 
@@ -380,12 +404,12 @@ def flat_bytes(x: Tensor) -> Tensor:
 
 
 def not_a_message(problem: str, context: GroupContext, src: int) -> MessageDecodeError:
-    """The error for bytes that aren't the head of a message."""
+    """Returns the error for bytes that aren't the head of a message."""
     return _decode_error(f"what came from rank {src} of {context} is not a message: {problem}", context, src)
 
 
 def malformed(error: MessageDecodeError, context: GroupContext, src: int) -> MessageDecodeError:
-    """What the codec found, with its sender."""
+    """Returns what was found in a message's metadata, with its sender."""
     return _decode_error(f"message of rank {src} of {context}: {error}", context, src)
 
 
@@ -393,7 +417,93 @@ def _decode_error(message: str, context: GroupContext, src: int) -> MessageDecod
     return MessageDecodeError(message, group=context.name, rank=context.rank, suspect_ranks=[context.ranks[src]])
 
 
-def by_place(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Those on the CPU, and the others."""
-    there = [tensor for tensor in tensors if not tensor.is_cpu]
-    return (tensors, ()) if not there else ([tensor for tensor in tensors if tensor.is_cpu], there)
+def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns those on the CPU, and the others."""
+    on_device = [tensor for tensor in tensors if not tensor.is_cpu]
+    return (tensors, ()) if not on_device else ([tensor for tensor in tensors if tensor.is_cpu], on_device)
+
+
+def empty_like_sent(shape: Sequence[int], dtype: torch.dtype, device_type: str, own: torch.device) -> Tensor:
+    """Allocates a tensor that comes: on the CPU, or on `own`, this rank's device, where the sender's is of its type."""
+    device = _CPU
+    if device_type != "cpu":
+        device = own if own.type == device_type else torch.device(device_type)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+# Heads of flat dicts that were sent, or read, before.
+
+_MOST_CACHED = 256
+MOST_CACHED_BYTES = 4096
+_CONSTANTS = frozenset({str, int, float, bool, type(None)})
+"""Types of values that are part of a form. Equal ones of one type are the same, but for floats."""
+_DOUBLE = struct.Struct("<d")
+_heads: dict[Any, bytes] = {}
+
+
+def form_of(values: dict[Any, Any]) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+    """Returns what the head of a flat dict with tensors depends on, and these; None for a dict that isn't so plain."""
+    form: list[Any] = []
+    tensors: list[Tensor] = []
+    for key, value in values.items():
+        cls = type(value)
+        if cls is Tensor:
+            if not value.is_cpu or value.layout is not torch.strided or value.is_nested or not value.is_contiguous():
+                return None, []
+            if value.is_conj() or value.is_neg():
+                return None, []
+            tensors.append(value)
+            form += (key, value.dtype, value.shape)
+        elif cls is float:
+            form += (key, cls, _DOUBLE.pack(value))  # 0.0 is not -0.0, and nan not unlike itself
+        elif cls in _CONSTANTS:
+            form += (key, cls, value)
+        else:
+            return None, []
+        if type(key) is not str:
+            return None, []
+    if not tensors or len(set(map(id, tensors))) != len(tensors):
+        return None, []
+    return tuple(form), tensors
+
+
+class Template(NamedTuple):
+    """A flat dict, as a head describes it."""
+
+    tensors: tuple[TensorMetadata, ...]
+    values: dict[str, Any]
+    """In the order of the keys, with None in place of the tensors."""
+    places: tuple[tuple[str, int], ...]
+    """The keys of the tensors, and which of them."""
+
+    def fill(self, tensors: list[Tensor]) -> dict[str, Any]:
+        made = self.values.copy()
+        for key, index in self.places:
+            made[key] = tensors[index]
+        return made
+
+
+_templates: dict[bytes, Template] = {}
+
+
+def template_of(head: bytes) -> Template | None:
+    return _templates.get(head)
+
+
+def remember_template(head: bytes, metadata: list[TensorMetadata], tensors: list[Tensor], value: object) -> None:
+    """Keeps what a head without slices meant, if that is a flat dict of CPU tensors and constants."""
+    if type(value) is not dict or len(head) > MOST_CACHED_BYTES or any(x.device_type != "cpu" for x in metadata):
+        return
+    indices = {id(tensor): index for index, tensor in enumerate(tensors)}
+    values: dict[str, Any] = {}
+    places = []
+    for key, item in value.items():
+        if type(key) is not str or not (type(item) in _CONSTANTS or id(item) in indices):
+            return
+        if id(item) in indices:
+            places.append((key, indices[id(item)]))
+            item = None
+        values[key] = item
+    if len(_templates) >= _MOST_CACHED:
+        _templates.clear()
+    _templates[head] = Template(tuple(metadata), values, tuple(places))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
-from parallel_state.messages import wire, wire_forms
+from parallel_state.messages import wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.values import MAX_DEPTH
@@ -124,7 +124,7 @@ def head(values: dict[str, Any]) -> bytes:
 def test_a_form_is_known_by_all_that_its_head_depends_on() -> None:
     same: dict[str, Any] = {"x": torch.ones(2, 3), "n": 1, "f": 0.0, "s": "a", "none": None}
     first = head(same)
-    assert wire_forms.form_of(same)[0] in wire_forms._heads
+    assert wire.form_of(same)[0] in wire._heads
     assert head({**same, "x": torch.zeros(2, 3)}) == first
     others = [
         {**same, "x": torch.ones(3, 2)}, {**same, "x": torch.ones(2, 3).int()}, {**same, "n": True}, {**same, "n": 2},
@@ -144,15 +144,15 @@ def test_dicts_that_have_no_form() -> None:
         {"x": complex_x.conj()}, {"x": torch.nn.Parameter(x)}, {"x": x, "l": [1]}, {"x": x, Text("k"): 1},
         {"x": x, "n": Number(1)}, {"x": torch._neg_view(x)},
     ):  # fmt: skip
-        assert wire_forms.form_of(values)[0] is None, values
+        assert wire.form_of(values)[0] is None, values
 
 
 def test_a_template_gives_what_was_read() -> None:
     x, y = torch.ones(2), torch.zeros(3)
     metadata = [codec.TensorMetadata(t.dtype, tuple(t.shape), "cpu") for t in (x, y)]
     value = {"n": 1, "x": x, "f": 0.5, "y": y, "x again": x}
-    wire_forms.remember_template(b"head", metadata, [x, y], value)
-    template = wire_forms.template_of(b"head")
+    wire.remember_template(b"head", metadata, [x, y], value)
+    template = wire.template_of(b"head")
     assert template is not None
     made = template.fill([y, x])
     assert list(made) == list(value)
@@ -160,5 +160,5 @@ def test_a_template_gives_what_was_read() -> None:
     assert made["y"] is x
     assert (made["n"], made["f"]) == (1, 0.5)
     for other in ([x, y], {"x": x, "l": []}, {1: x}, {"x": torch.ones(2)}):
-        wire_forms.remember_template(b"other", metadata, [x, y], other)
-        assert wire_forms.template_of(b"other") is None
+        wire.remember_template(b"other", metadata, [x, y], other)
+        assert wire.template_of(b"other") is None
