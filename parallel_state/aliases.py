@@ -1,4 +1,4 @@
-"""The long names that users of Megatron and vLLM type, for what `state` and the coordinators already say.
+"""Provides the long names of Megatron and vLLM for calls of `state` and the coordinators.
 
 Where Megatron's `get_…_group` returns a torch ProcessGroup, these return the GroupCoordinator, as vLLM's do;
 `.device_group` is the ProcessGroup. Those that follow from the axis table are in `getters`.
@@ -36,34 +36,34 @@ from parallel_state.state import (
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """`get_dp_group()`; with context parallelism `dp_cp`, if partial only this optimizer instance's, `intra_dp_cp`."""
+    """Returns `get_dp_group()`; with context parallelism `dp_cp`, or this optimizer instance's part, `intra_dp_cp`."""
     return get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """The gloo ProcessGroup of `get_data_parallel_group(…)`."""
+    """Returns the gloo ProcessGroup of `get_data_parallel_group(…)`."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).cpu_group
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """The number of ranks in `get_data_parallel_group(…)`."""
+    """Returns the number of ranks in `get_data_parallel_group(…)`."""
     return len(get_group_ranks(_data_parallel(with_context_parallel, partial_data_parallel)))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """This process' rank in `get_data_parallel_group(…)`."""
+    """Returns this process' rank in `get_data_parallel_group(…)`."""
     return get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first rank in `get_data_parallel_group(…)`."""
+    """Returns the global rank of the first rank in `get_data_parallel_group(…)`."""
     return get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """The `tp_dp` group, or `tp_dp_cp`; before initialize_model_parallel None, if nothing is to be checked."""
+    """Returns the `tp_dp` group, or `tp_dp_cp`; None before initialize_model_parallel, if nothing is to be checked."""
     name = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return get_group(name) if check_initialized else try_get_group(name)
 
@@ -71,35 +71,35 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """The `edp` group, or the part of it in this optimizer instance, `intra_edp`, if partial."""
+    """Returns the `edp` group, or the part of it in this optimizer instance, `intra_edp`, if partial."""
     name = "intra_edp" if partial_expert_data_parallel else "edp"
     return get_group(name) if check_initialized else try_get_group(name)
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    """The gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
+    """Returns the gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
     return get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """The number of ranks in `get_expert_data_parallel_group(…)`."""
+    """Returns the number of ranks in `get_expert_data_parallel_group(…)`."""
     return len(get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """This process' rank in `get_expert_data_parallel_group(…)`."""
+    """Returns this process' rank in `get_expert_data_parallel_group(…)`."""
     return get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
-    """The group over which FP8 scales are reduced: `tp_dp`, only `tp`, or these with `cp`."""
+    """Returns the group over which FP8 scales are reduced: `tp_dp`, only `tp`, or these with `cp`."""
     if tp_only_amax_red:
         return get_group("tp_cp" if with_context_parallel else "tp")
     return get_group("tp_dp_cp" if with_context_parallel else "tp_dp")
 
 
 def _data_parallel(context: bool, partial: bool) -> str:
-    """The name of the group that Megatron's flags mean."""
+    """Returns the name of the group that Megatron's flags mean."""
     if partial and not context:
         raise InvalidArgumentError("partial_data_parallel needs with_context_parallel=True, as in Megatron")
     return "intra_dp_cp" if partial else "dp_cp" if context else "dp"
@@ -109,39 +109,39 @@ def _data_parallel(context: bool, partial: bool) -> str:
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of this pipeline's first stage."""
+    """Returns the global rank of this pipeline's first stage."""
     return get_pp_group().first_global_rank
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of this pipeline's last stage."""
+    """Returns the global rank of this pipeline's last stage."""
     return get_pp_group().last_global_rank
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the next stage, round the end."""
+    """Returns the global rank of the next stage, round the end."""
     return get_pp_group().next_global_rank
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the previous stage, round the end."""
+    """Returns the global rank of the previous stage, round the end."""
     return get_pp_group().prev_global_rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """The number of stages on each pipeline rank; None without virtual stages."""
+    """Returns the number of stages on each pipeline rank; None without virtual stages."""
     virtual = get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.size
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Which of its stages this pipeline rank runs now, as it was set; None without virtual stages."""
+    """Returns the stage that this pipeline rank runs now, as it was set; None without virtual stages."""
     virtual = get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
-    """Says which of its stages this pipeline rank runs; InvalidArgumentError for one that it hasn't."""
+    """Sets the stage that this pipeline rank runs; raises InvalidArgumentError for one that it hasn't."""
     virtual = get_parallel_groups().virtual_pipeline
     if virtual is None or not 0 <= rank < virtual.size:
         found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
@@ -152,7 +152,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank has the model's first stage; with `ignore_virtual=False` whether `vp_stage` is that one.
+    """Returns True where this rank has the model's first stage; with `ignore_virtual=False` where `vp_stage` is it.
 
     `vp_stage` left out is the one that was set with set_virtual_pipeline_model_parallel_rank.
     """
@@ -160,7 +160,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank has the model's last stage; with `ignore_virtual=False` whether `vp_stage` is that one."""
+    """Returns True where this rank has the model's last stage; with `ignore_virtual=False` where `vp_stage` is it."""
     virtual = get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -176,7 +176,7 @@ def _stage(vp_stage: int | None) -> int | None:
 
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank, or with `ignore_virtual=False` its stage `vp_stage`, shares the word embedding."""
+    """Returns True where this rank, or with `ignore_virtual=False` its `vp_stage`, shares the word embedding."""
     groups = get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
     if ignore_virtual or not ranks:
@@ -190,13 +190,13 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 @host_call(OUTSIDE)
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank has the position embedding."""
+    """Returns True where this rank has the position embedding."""
     groups = get_parallel_groups()
     return bool(groups.layout.group_of(groups.world.rank_in_group, "position_embedding"))
 
 
 def get_all_ranks() -> str:
-    """This process' ranks in its tp, dp, cp, pp and ep groups, as `0_1_0_3_0`: Megatron's names of shards."""
+    """Returns the ranks in the tp, dp, cp, pp and ep groups as `0_1_0_3_0`: Megatron's names of shards."""
     return "_".join(str(get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
@@ -204,53 +204,53 @@ def get_all_ranks() -> str:
 
 
 def get_world_size() -> int:
-    """`get_world_group().world_size`."""
+    """Returns `get_world_group().world_size`."""
     return get_world_group().world_size
 
 
 def get_rank() -> int:
-    """This process' rank in the world."""
+    """Returns this process' rank in the world."""
     return get_world_group().rank
 
 
 def is_unitialized() -> bool:
-    """Megatron's name, in its spelling, for "the groups are not there"."""
+    """Returns True before initialize_model_parallel; Megatron's name, in its spelling."""
     return not model_parallel_is_initialized()
 
 
 def is_initialized() -> bool:
-    """Megatron's name for model_parallel_is_initialized."""
+    """Calls model_parallel_is_initialized; Megatron's name."""
     return model_parallel_is_initialized()
 
 
 def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """`get_tp_group().all_reduce(input_)`."""
+    """Calls `get_tp_group().all_reduce(input_)`."""
     return get_tp_group().all_reduce(input_)
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """`get_tp_group().all_gather(input_, dim)`."""
+    """Calls `get_tp_group().all_gather(input_, dim)`."""
     return get_tp_group().all_gather(input_, dim)
 
 
 def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
-    """`get_tp_group().reduce_scatter(input_, dim)`."""
+    """Calls `get_tp_group().reduce_scatter(input_, dim)`."""
     return get_tp_group().reduce_scatter(input_, dim)
 
 
 def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-    """`get_tp_group().gather(input_, dst, dim)`."""
+    """Calls `get_tp_group().gather(input_, dst, dim)`."""
     return get_tp_group().gather(input_, dst, dim)
 
 
 def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
-    """`get_tp_group().broadcast_tensor_dict(tensor_dict, src)`; the dict itself before any init, as in vLLM."""
+    """Calls `get_tp_group().broadcast_tensor_dict`; returns the dict itself before any init, as vLLM's."""
     return get_tp_group().broadcast_tensor_dict(tensor_dict, src) if model_parallel_is_initialized() else tensor_dict
 
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Both destroys, then frees what memory nobody holds, as vLLM's tests call it. Ray, if it is loaded, on demand."""
+    """Calls both destroys and frees unused memory, for vLLM's tests; on demand shuts Ray down, if it is loaded."""
     destroy_model_parallel()
     destroy_distributed_environment()
     ray = sys.modules.get("ray")

@@ -17,7 +17,7 @@ __all__ = ["GraphCaptureContext", "graph_capture"]
 @contextmanager
 @host_call(OUTSIDE)
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
-    """Capture CUDA graphs within it: a side stream that waits for the current one, tp and pp prepared, in this order.
+    """Prepares for CUDA graphs captured within it: a side stream that waits for the current one, then tp, then pp.
 
     `device`: that of the graphs; None: that of the tp group. Every rank of both groups enters it, as preparing may
     make and warm up communicators, and connect the pipeline's neighbours; nothing is sent on the way out. For one

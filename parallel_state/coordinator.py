@@ -43,7 +43,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Traits(NamedTuple):
-    """What a group is told beside its ranks; sub-groups inherit it."""
+    """The options of a group beside its ranks; sub-groups inherit them."""
 
     device: torch.device
     local_rank: int = 0
@@ -53,7 +53,7 @@ class Traits(NamedTuple):
     high_priority_stream: bool = False
     """Beside that of the options, which name a process group."""
     lazy_cpu_group: bool = False
-    """Whether the gloo group beside a device group is made at its first use, by all ranks together."""
+    """True where the gloo group beside a device group is made at its first use, by all ranks together."""
 
 
 class _Renamed:
@@ -84,7 +84,7 @@ class _Renamed:
 
 
 class GroupCoordinator(TensorCalls, MessageCalls):
-    """Is this rank's view of one group, and makes every call on it.
+    """This rank's view of one group, with every call on it.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
     `world_size`, `local_rank` (on this host), `device`. Made by `state` and `groups`, not by hand.
@@ -116,16 +116,16 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self._token = ordering_token(context.device)
         register_route(self.route)
 
-    # Who is in the group.
+    # Membership.
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of the group, in its order: a new list."""
+        """Returns the global ranks of the group, in its order, as a new list."""
         return list(self.context.ranks)
 
     @property
     def size(self) -> int:
-        """fairseq2's name of `world_size`."""
+        """Returns `world_size`, under fairseq2's name."""
         return self.world_size
 
     @property
@@ -175,24 +175,24 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this rank is the group's first."""
+        """Returns True on the group's first rank."""
         return self.rank_in_group == 0
 
     @property
     def is_last_rank(self) -> bool:
-        """Whether this rank is the group's last."""
+        """Returns True on the group's last rank."""
         return self.rank_in_group == self.world_size - 1
 
     @property
     @host_call(OUTSIDE)
     def device_group(self) -> Any:
-        """The torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
+        """Returns the torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
         return self._process_group(lambda: self.context.device_group, self.traits.options)
 
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """The gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
+        """Returns the gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
 
         Beside a device group that is seldom used for messages it is made at the first use, which is then a call that
         every rank of the group makes (a barrier, a broadcast of an object).
@@ -206,7 +206,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def as_process_group(self) -> Any:
-        """fairseq2's name of `device_group`."""
+        """Returns `device_group`, under fairseq2's name."""
         return self.device_group
 
     def _process_group(self, find: Callable[[], Any], options: GroupOptions) -> Any:
@@ -217,11 +217,11 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         # Never None for one rank: torch.distributed takes group=None for the whole world.
         return find() if self.world_size > 1 else self.pool.alone(options)
 
-    # About the group.
+    # The group itself.
 
     @host_call(OUTSIDE)
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
-        """A new group of these ranks *of this group*; None on ranks that aren't in it.
+        """Creates a group of these ranks *of this group*; returns None on ranks that aren't in it.
 
         It has process groups of its own, so a thread may use it while others use groups of the same ranks.
         Every rank of this group calls it with the same distinct ranks in ascending order; other groups may do the
@@ -254,7 +254,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         return create_group(self.pool, inside, name, self.traits, domain=domain, unshared=True)
 
     def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
-        """The global ranks of a sub-group; InvalidArgumentError for what can't be one."""
+        """Returns the global ranks of a sub-group; raises InvalidArgumentError for what can't be one."""
         if not ranks or len(set(ranks)) != len(ranks):
             raise InvalidArgumentError(
                 f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"
@@ -271,7 +271,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def graph_capture(
         self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Capture CUDA graphs with this group's operations within it: `with group.graph_capture() as capture:`.
+        """Prepares the group for CUDA graphs that are captured within it: `with group.graph_capture() as capture:`.
 
         Every rank of the group enters it. `context`: that of another group, whose stream is taken; else there is a new
         one, `capture.stream`, which waits for the current stream and is the current one inside. `peers`: ranks in the
@@ -283,7 +283,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def explain(self) -> str:
-        """Which communicators carry this group's operations, in order, and why others don't."""
+        """Describes which communicators carry this group's operations, in order, and why others don't."""
         text = self.route.explain()
         if self.pool is None:
             return text
@@ -293,7 +293,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Calls and bytes so far, by operation; bytes are those of the tensor that this rank passed or received."""
+        """Counts calls and bytes so far, by operation; bytes of the tensors that this rank passed or received."""
         return self.route.traffic()
 
     @host_call(OUTSIDE)
@@ -307,9 +307,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         memory = self.context.host_memory
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
-        self.acquired.clear()  # who keeps a destroyed group, as a layer does, keeps no process group alive
+        self.acquired.clear()  # a layer that keeps a destroyed group keeps no process group alive
         all_sent = False
-        # Whatever one of them raises, the others are done.
+        # Each step is done whatever another one raises.
         try:
             all_sent = self._messenger.close()
         finally:
@@ -330,7 +330,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """fairseq2's name of `destroy`."""
+        """Calls `destroy`; fairseq2's name."""
         self.destroy()
 
     def __repr__(self) -> str:
@@ -348,10 +348,10 @@ def create_group(
     domain: FailureDomain | None = None,
     unshared: bool = False,
 ) -> GroupCoordinator:
-    """The coordinator of the group of `ranks` (global, ascending), of which this rank is one.
+    """Creates the group of `ranks` (global, ascending), of which this rank is one.
 
-    Who calls it, and `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors of
-    the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
+    Which ranks call it, `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors
+    of the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
     fails the group, all of the world if none is given.
     """
     # Here, because only groups of processes have memory in common; and before anybody waits for this rank.
@@ -408,7 +408,7 @@ def create_group(
 
 
 def prove(group: GroupCoordinator) -> None:
-    """Runs a first small all-reduce: a group that doesn't work shows here, and not in the middle of a model."""
+    """Runs a first small all-reduce, so that a broken group fails now and not in the middle of a model."""
     if group.world_size > 1 and not is_fake():
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:

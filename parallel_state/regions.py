@@ -37,7 +37,7 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """A copy of `x`; its gradient is summed over the group. Before a column-parallel layer.
+    """Copies `x`; its gradient is summed over the group. Before a column-parallel layer.
 
     New memory, so that it may be changed in place (`relu_`), with and without a gradient: `x` stays as it is. Compiled
     code leaves the copy out where nothing changes it.
@@ -46,45 +46,45 @@ def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | No
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """The sum over the group; its gradient passes as it is. After a row-parallel layer."""
+    """Sums over the group; the gradient passes as it is. After a row-parallel layer."""
     return _run("reduce_region", _reduce, x, group)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """This rank's slice of the last dim, which must be divisible by the group's size."""
+    """Returns this rank's slice of the last dim, which must be divisible by the group's size."""
     return _run("scatter_region", _scatter, x, group, -1)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """The ranks' slices joined along the last dim."""
+    """Joins the ranks' slices along the last dim."""
     return _run("gather_region", _gather, x, group, -1, False)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """This rank's slice of dim 0, which must be divisible by the group's size."""
+    """Returns this rank's slice of dim 0, which must be divisible by the group's size."""
     return _run("scatter_region", _scatter, x, group, 0)
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, tensor_parallel_output_grad: bool = True, group: GroupCoordinator | None = None
 ) -> Tensor:
-    """The ranks' slices joined along dim 0. With `tensor_parallel_output_grad`, the default, a sharded layer follows:
+    """Joins the ranks' slices along dim 0. With `tensor_parallel_output_grad`, the default, a sharded layer follows:
     each rank's gradient is a part, and they are reduced; without, it is whole on every rank, and is only cut."""
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """This rank's slice of dim 0 of the sum over the group."""
+    """Returns this rank's slice of dim 0 of the sum over the group."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """The ranks' slices joined along the last dim; the gradient is reduce-scattered."""
+    """Joins the ranks' slices along the last dim; the gradient is reduce-scattered."""
     return _run("gather_region", _gather, x, group, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """This rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
+    """Returns this rank's slice of the last dim of the sum over the group; the gradient is all-gathered."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 
@@ -100,7 +100,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the op where somebody may want a gradient, else its plain parts, which other passes know."""
+    """Calls the op where a gradient may be wanted, else its plain parts, which other passes know."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

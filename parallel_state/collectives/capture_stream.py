@@ -1,4 +1,4 @@
-"""The stream on which CUDA graphs are captured, and one group's part in it. Which groups, in which order: `capture`."""
+"""Prepares one group for CUDA graphs, and the stream on which they are captured. For tp and pp together: `capture`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """A stream that waits for what the current one has been given; the current one waits for it in the end.
+    """Makes a new stream current, which waits for the one before; that waits for it in the end.
 
     Not so after an exception, which is the one that surfaces: a broken capture lets no stream be waited for.
     """
@@ -40,7 +40,7 @@ def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
 def prepared(
     route: Route, context: GraphCaptureContext | None, device: torch.device, peers: Sequence[int] = ()
 ) -> Iterator[GraphCaptureContext]:
-    """The group of `route` and its `peers`, prepared for capture on the stream of `context`, or on a new one."""
+    """Prepares the group of `route` and its `peers` for capture on the stream of `context`, or on a new one."""
     with ExitStack() as stack:
         if context is None:
             context = stack.enter_context(side_stream(device))

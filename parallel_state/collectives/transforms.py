@@ -23,7 +23,7 @@ Rule = Callable[..., tuple[Any, Any]]
 
 
 class OpFunction(torch.autograd.Function):
-    """Base of the functions that run in an op's autograd kernel, one level of torch.func's at a time."""
+    """Runs in an op's autograd kernel, one level of torch.func's at a time; a base class."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -102,7 +102,7 @@ _RULES: dict[str, Rule] = {
     "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _with_norm,
 }
 _UNMAPPED = ("barrier", "empty")
-"""Ops that take no tensor of a sample's."""
+"""Ops that take no tensor of a sample."""
 
 
 def _name(op: Any) -> str:

@@ -1,4 +1,4 @@
-"""A pass for torch.compile that makes one op of an all-reduce, the add after it and the RMS norm after that.
+"""Fuses, in torch.compile, an all-reduce, the add after it and the RMS norm after that into one op.
 
 Off unless asked. With inductor:
 
@@ -53,7 +53,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """What became of the all-reduces of one graph, or of several."""
+    """The all-reduces of one graph, or of several: fused or kept."""
 
     fused: list[str] = field(default_factory=list)
     """The op and the shape of each place that was replaced."""
@@ -62,7 +62,7 @@ class FusionReport:
 
     @property
     def count(self) -> int:
-        """How many places were replaced."""
+        """Returns how many places were replaced."""
         return len(self.fused)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
     for node in fuse_match.all_reduces(graph):
         try:
             found = fuse_match.find(node)
-            _make_room(graph, found)
+            _move_inputs_up(graph, found)
         except NoMatch as no:
             report.kept.append(f"{node.name}: {no}")
             continue
@@ -94,7 +94,7 @@ class AllReduceFusionPass:
     """`fuse_all_reduce_rms_norm` as inductor's config takes it; it keeps the reports of all graphs that it has seen."""
 
     def __init__(self) -> None:
-        # Here, because importing inductor takes seconds, and who compiles has it anyway.
+        # Imported here, because inductor takes seconds, and a process that compiles has it anyway.
         from torch._inductor.custom_graph_pass import CustomGraphPass
 
         CustomGraphPass.register(type(self))
@@ -106,12 +106,12 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """What inductor's cache knows this code by."""
+        """Returns the digest by which inductor's cache knows this code."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A backend of torch.compile: AOTAutograd's graph, this pass, and torch runs what is left node by node."""
+        """Compiles as a backend of torch.compile: AOTAutograd's graph and this pass; torch runs it node by node."""
         from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 
         def compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -122,14 +122,15 @@ class AllReduceFusionPass:
         return aot_eager(module, list(inputs), fw_compiler=compiled)
 
 
-def _make_room(graph: Graph, found: Found) -> None:
+def _move_inputs_up(graph: Graph, found: Found) -> None:
     """Moves what the fused op needs before the all-reduce; raises NoMatch, and has moved nothing, where it can't."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))
     between = list(graph.nodes)[order[found.all_reduce] : last]
-    for node in fuse_match.writers(between):
-        raise NoMatch(f"{node.name} changes a tensor in place before the norm")
+    written = next(fuse_match.writers(between), None)
+    if written is not None:
+        raise NoMatch(f"{written.name} changes a tensor in place before the norm")
     for node in needed:
         found.all_reduce.prepend(node)
 
@@ -171,7 +172,7 @@ def _result(graph: Graph, fused: Node, index: int) -> Node:
 
 
 def _erase(graph: Graph, nodes: set[Node]) -> None:
-    """Those that nobody uses any more."""
+    """Erases the nodes without users."""
     for node in reversed(list(graph.nodes)):
         if node in nodes and not node.users:
             graph.erase_node(node)

@@ -1,6 +1,6 @@
-"""Where a compiled graph has an all-reduce, an add and an RMS norm, and perhaps a quantisation, that one op can do.
+"""Finds in a compiled graph an all-reduce, an add and an RMS norm, and perhaps a quantisation, that one op can do.
 
-Looks only; `compile.fusion_pass` replaces. A graph is what AOTAutograd hands to a backend: aten or prims, made
+Changes nothing; `compile.fusion_pass` replaces. A graph is what AOTAutograd hands to a backend: aten or prims, made
 functional, so that an op that writes the ordering token stands as `auto_functionalized_v2`. What isn't certain is
 refused, with a reason.
 
@@ -35,11 +35,11 @@ _WIDE = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-"""In what the norm of a dtype must be computed."""
+"""The dtype in which the norm of a dtype must be computed."""
 
 
 class NoMatch(Exception):
-    """Why an all-reduce stays."""
+    """An all-reduce can't be fused; the text says why."""
 
 
 @dataclass
@@ -53,23 +53,23 @@ class Found:
     weight: Node
     eps: float
     normed: Node
-    """The norm in the dtype, or what is quantised of it."""
+    """The norm in the dtype, or its quantisation."""
     scale: Node | None = None
     inside: list[Node] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Node]:
-        """What the fused op needs, and the all-reduce didn't."""
+        """Returns what the fused op needs, and the all-reduce didn't."""
         return [each for each in (self.residual, self.weight, self.scale) if each is not None]
 
 
 def all_reduces(graph: Graph) -> list[Node]:
-    """All of them, in order."""
+    """Returns all all-reduces of the graph, in order."""
     return [node for node in graph.nodes if node.target is FUNCTIONALIZED and node.args[:1] == (_ALL_REDUCE,)]
 
 
 def find(all_reduce: Node) -> Found:
-    """What can be fused with `all_reduce`; raises NoMatch."""
+    """Returns what can be fused with `all_reduce`; raises NoMatch."""
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
         raise NoMatch(f"its arguments are {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
@@ -107,7 +107,7 @@ def _residual(reduced: Node, add: Node) -> Node:
 
 
 def _one_node(found: Found) -> Found:
-    """`aten.rms_norm` or `aten._fused_rms_norm` of the sum."""
+    """Finds `aten.rms_norm` or `aten._fused_rms_norm` of the sum."""
     norms = [node for node in found.add.users if node.target in _ONE_NODE and node.args[0] is found.add]
     if not norms:
         raise NoMatch("no norm of the sum follows")
@@ -126,7 +126,7 @@ def _one_node(found: Found) -> Found:
 
 
 def _written_out(found: Found) -> Found:
-    """Squares, mean, rsqrt and products of the sum in float32."""
+    """Finds squares, mean, rsqrt and products of the sum in float32."""
     y = found.add
     dtype = _value(y).dtype
     wide_dtype = _WIDE[dtype]
@@ -146,7 +146,7 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """From the squares of the sum to its product with the rsqrt; and eps."""
+    """Follows the squares of the sum to its product with the rsqrt; returns that and eps."""
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
@@ -168,7 +168,7 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
 
 
 def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
-    """From the normed sum, in float32, to its product with the weight in the sum's dtype: (weight, product)."""
+    """Follows the normed sum, in float32, to its product with the weight in the sum's dtype: (weight, product)."""
     dtype = _value(found.add).dtype
     after = _only_user(scaled)
     if _converted(after, dtype) is scaled and dtype != _value(scaled).dtype:  # back first, then the weight
@@ -210,7 +210,7 @@ def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
 
 
 def _quantised(found: Found) -> Found:
-    """With the quantisation that follows, where there is one that the op does."""
+    """Adds the quantisation that follows, where there is one that the op does."""
     chain: list[Node] = [found.normed]
     try:
         node = _only_user(found.normed)
@@ -225,8 +225,8 @@ def _quantised(found: Found) -> Found:
         chain.append(node)
         limits: set[str] = set()
         node = _only_user(node)
-        while (told := _limits(node, chain[-1])) and not limits & told:
-            limits |= told
+        while (found_limits := _limits(node, chain[-1])) and not limits & found_limits:
+            limits |= found_limits
             chain.append(node)
             node = _only_user(node)
     except NoMatch:
@@ -239,7 +239,7 @@ def _quantised(found: Found) -> Found:
 
 
 def _divided_by(node: Node, x: Node) -> Node | None:
-    """The scale by which `node` divides `x`."""
+    """Returns the scale by which `node` divides `x`."""
     if node.target is _ATEN.div.Tensor and node.args[0] is x and not node.kwargs:
         return node.args[1] if isinstance(node.args[1], Node) else None
     other = _other(node, x) if node.target is _ATEN.mul.Tensor else None
@@ -249,7 +249,7 @@ def _divided_by(node: Node, x: Node) -> Node | None:
 
 
 def _limits(node: Node, x: Node) -> set[str]:
-    """Which of ±448 `node` limits `x` to."""
+    """Returns to which of ±448 `node` limits `x`."""
     if node.target not in _CLAMPS or node.args[0] is not x or node.kwargs:
         return set()
     limits = (*node.args[1:], None)[:2]
@@ -278,7 +278,7 @@ def _only_user(node: Node) -> Node:
 
 
 def _other(node: Node, one: Node) -> Node | None:
-    """The other of two operands, if both are nodes."""
+    """Returns the other of two operands, if both are nodes."""
     if len(node.args) != 2 or one not in node.args:
         return None
     other = node.args[1] if node.args[0] is one else node.args[0]
@@ -286,7 +286,7 @@ def _other(node: Node, one: Node) -> Node | None:
 
 
 def _converted(node: Node, dtype: torch.dtype) -> Node | None:
-    """What `node` converts to `dtype`, and does nothing else with."""
+    """Returns the node that `node` converts to `dtype`, if it does nothing else."""
     if node.target is _PRIMS.convert_element_type.default and node.args[1] == dtype:
         return node.args[0] if isinstance(node.args[0], Node) else None
     if node.target is _ATEN._to_copy.default and node.kwargs.get("dtype") == dtype:
@@ -303,7 +303,7 @@ def _is_square(node: Node) -> bool:
 
 
 def _is_result(node: Node, dtype: torch.dtype, found: Found) -> bool:
-    """Whether the op's result can stand for `node`."""
+    """Returns True if the op's result can stand for `node`."""
     value = _value(node)
     return bool(
         value.dtype == dtype and _alike(node, found.reduced) and _same(value.stride(), _value(found.reduced).stride())
@@ -315,14 +315,14 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of shapes and strides, symbolic ones too: without a guard."""
+    """Compares shapes and strides, symbolic ones too, without a guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy, which a compiler has loaded
 
     return len(one) == len(other) and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
-    """The nodes after the all-reduce of which its new inputs are made, in order; NoMatch if it is one of them."""
+    """Returns the nodes after the all-reduce of which its new inputs are made; raises NoMatch if it is one of them."""
     start = order[found.all_reduce]
     needed: set[Node] = set()
     waiting = list(found.inputs)
@@ -337,7 +337,7 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
 
 
 def writers(nodes: list[Node]) -> Iterator[Node]:
-    """Those that change a tensor in place; what was made functional doesn't."""
+    """Yields the nodes that change a tensor in place; what was made functional doesn't."""
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:

@@ -179,7 +179,7 @@ class NoReceive(ReceiveHandle):
         return None
 
     def take_in(self) -> None:
-        """Nothing comes."""
+        """Does nothing: nothing comes."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((None, [], []))
@@ -269,7 +269,7 @@ class _ObjectReader:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors themselves where all are contiguous, else with copies of those that are not."""
+    """Returns the tensors themselves where all are contiguous, else with copies of those that are not."""
     for x in tensors:
         if not x.is_contiguous():
             return [x.contiguous() for x in tensors]

@@ -4,7 +4,7 @@
     spec = TensorDictSpec.of(first)           # the sender makes its own from what it sent
     then = group.recv_tensor_dict(spec=spec)  # also under torch.compile(fullgraph=True)
 
-What travels with metadata is in `messages`.
+Dicts that travel with metadata are in `messenger`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TensorDictSpec:
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
-    """Equal for equal specs: by it a receiver sees that the sender has another one."""
+    """Equal for equal specs; by it a receiver notices that the sender has another one."""
     carried: tuple[TensorEntry, ...] = field(init=False, repr=False, compare=False, default=())
     """The tensors that have elements: what travels, in this order."""
 
@@ -72,7 +72,7 @@ class TensorDictSpec:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
-        """The spec of a dict with str keys, of tensors and constants (None, bool, int, float, str, bytes, tuples)."""
+        """Makes the spec of a dict with str keys, of tensors and constants (None, bool, number, str, bytes, tuple)."""
         entries: list[TensorEntry | ConstantEntry] = []
         for key, value in tensors.items():
             if isinstance(key, str) and isinstance(value, Tensor):
@@ -87,7 +87,7 @@ class TensorDictSpec:
         return cls(tuple(entries))
 
     def check(self, tensors: Mapping[str, Any]) -> None:
-        """InvalidArgumentError where `tensors` is not of this form."""
+        """Raises InvalidArgumentError where `tensors` is not of this form."""
         if len(tensors) != len(self.entries):
             raise InvalidArgumentError(
                 f"a tensor dict must have the {len(self.entries)} keys of its spec, but has {len(tensors)}"
@@ -184,7 +184,7 @@ def recv(
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
-    """What travels, detached."""
+    """Returns the tensors that travel, detached."""
     return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
 
 
@@ -221,7 +221,7 @@ def _slices(
 
 
 def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
-    """The dict, of tensors to be filled."""
+    """Returns the dict, of tensors to be filled."""
     result: dict[str, Any] = {}
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
@@ -238,7 +238,7 @@ def _is_constant(value: object) -> bool:
 
 
 def _same_constant(x: object, y: object) -> bool:
-    """Equal also in type (1 is not True), and nan to nan."""
+    """Returns True where they are equal, also in type (1 is not True), and nan to nan."""
     if type(x) is not type(y):
         return False
     if isinstance(x, tuple) and isinstance(y, tuple):

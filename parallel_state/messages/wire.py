@@ -50,7 +50,7 @@ _CPU = torch.device("cpu")
 
 
 class Header(NamedTuple):
-    """What a frame begins with."""
+    """The first bytes of a head."""
 
     kind: int
     slices: int
@@ -102,13 +102,13 @@ class Outgoing:
 
     @property
     def frame(self) -> Tensor:
-        """The head's beginning, padded to FRAME_BYTES."""
+        """Returns the head's beginning, padded to FRAME_BYTES."""
         head = self.head[:FRAME_BYTES] + self.more_head[: max(0, FRAME_BYTES - len(self.head))]
         return torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
 
     @property
     def rest(self) -> Tensor | None:
-        """What doesn't fit into the frame; to be read only, as it is a view of the head."""
+        """Returns what doesn't fit into the frame, as a view of the head; read it only."""
         head, start = self.head, FRAME_BYTES
         if self.more_head:
             head, start = self.more_head, FRAME_BYTES - len(self.head)

@@ -1,4 +1,4 @@
-"""Objects to bytes and back, without pickle: the typed codec in which objects and tensor dicts travel.
+"""Encodes objects to bytes and back, without pickle: the typed codec of objects and tensor dicts.
 
 What belongs here: the calls, the outer format, and the limits that bytes from a peer must keep.
 What does not: the walk over nested values (`messages.codec.values`), the types that need more than a line to be taken
@@ -85,7 +85,7 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
 
 
 def encode_plain(obj: object) -> tuple[bytes, bytes] | None:
-    """Metadata of an object without tensors and rich types, in two parts; None where it takes `encode` to know."""
+    """Returns the metadata of a plain object without tensors, in two parts; None where `encode` is needed."""
     body = codec_values.plain_body(obj)
     if body is None or len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
         return None
@@ -124,7 +124,7 @@ class Message:
 
 
 def read_plain(data: memoryview, *, allow_pickle: bool = False) -> tuple[Any] | None:
-    """The object in metadata that are bytes, not too many, and tell of no tensors; None where it takes `read` to know.
+    """Returns the object of short metadata without tensors; None where `read` is needed.
 
     Raises MessageDecodeError as `read`.
     """
@@ -174,5 +174,5 @@ def _decode(body: bytes | memoryview, tensors: Sequence[torch.Tensor], allow_pic
         return codec_values.Decoder(tensors, allow_pickle).value(body)
     except MessageDecodeError:
         raise
-    except Exception as error:  # whatever a malformed part led to: nothing else may leave for bytes of a peer
+    except Exception as error:  # bytes of a peer may lead to nothing but a MessageDecodeError
         raise MessageDecodeError(f"bytes from a peer are not a message: {error!r:.300}") from error

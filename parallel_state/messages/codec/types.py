@@ -1,8 +1,8 @@
 """Types with an encoding of their own: registered classes, torch's dtypes and dense tensors, numpy arrays.
 
-What belongs here: how one value of such a type is taken apart into plain parts and built again, with the checks
-that parts from a peer need. What does not: the walk over nested objects and the wire format (`codec.py`).
-A function that reads parts from a peer may raise any exception; `codec.py` makes a MessageDecodeError of it.
+One value of such a type is taken apart into plain parts and built again here, with the checks that parts from a peer
+need. The walk over nested objects is in `values`, the format in `coding`.
+A function that reads parts from a peer may raise any exception; `coding` makes a MessageDecodeError of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class UnfitError(Exception):
 
 
 class RegisteredType(NamedTuple):
-    """How the values of one class are taken apart into named fields and built again."""
+    """A class whose values are taken apart into named fields and built again."""
 
     cls: type
     name: str
@@ -85,7 +85,7 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether `register_type` was called for this very class (not for a base of it)."""
+    """Returns True if `register_type` was called for this very class (not for a base of it)."""
     return cls in _by_class
 
 
@@ -162,7 +162,7 @@ _TENSOR_DTYPES = {name: (dtype, dtype.itemsize) for name, dtype in DTYPES.items(
 
 
 class TensorMetadata(NamedTuple):
-    """What a receiver must allocate for one tensor of a message."""
+    """One tensor of a message, as a receiver must allocate it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -196,7 +196,7 @@ def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_rows(tensors: Sequence[torch.Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
-    """One row per tensor: dtype name, shape, device type."""
+    """Returns one row per tensor: dtype name, shape, device type."""
     return [(DTYPE_NAMES[t.dtype], tuple(t.shape), "cpu" if t.is_cpu else t.device.type) for t in tensors]
 
 
@@ -236,14 +236,14 @@ def read_device(text: str) -> torch.device:
     return device
 
 
-# numpy, which need not be installed: a value of its types exists only where someone imported it
+# numpy, which need not be installed: a value of its types exists only where it was imported
 
 
 _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20}\])?")
 
 
 def is_numpy(cls: type) -> bool:
-    """Whether values of the class are plain numpy arrays or numpy's own scalars."""
+    """Returns True if values of the class are plain numpy arrays or numpy's own scalars."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False

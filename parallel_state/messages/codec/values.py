@@ -1,7 +1,7 @@
-"""The walk over nested values: what msgpack has goes through msgspec's C code, any other value is wrapped in an Ext.
+"""Walks over nested values: what msgpack has goes through msgspec's C code, any other value is wrapped in an Ext.
 
-What belongs here: containers, paths, depth, and the table of Ext codes. What does not: the outer format (`codec.py`),
-and how a single value of a rich type is taken apart (`messages.codec.types.py`).
+Containers, paths, depth, and the table of Ext codes are here; the outer format is in `coding`, and how a single value
+of a rich type is taken apart in `types`.
 
 None, bool, int, float, str, bytes, list and dict are themselves in msgpack. msgspec would also take tuples, enums,
 dataclasses and subclasses, and give back something else; so the exact type of each value is looked at, and whatever
@@ -57,7 +57,7 @@ _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
 class _Library:
-    """What the compiled library does for the codec, once `use_library` was called."""
+    """The functions of the compiled library for the codec, once `use_library` was called."""
 
     look: Callable[[object], int] | None = None
     """See `plain_tree.checker`."""
@@ -69,7 +69,7 @@ _library = _Library()
 
 
 def use_library() -> None:
-    """From now on objects are looked at in C first, which needs the compiled library: see `Encoder.body`."""
+    """Has objects looked at in C first, which needs the compiled library: see `Encoder.body`."""
     if _library.look is None:
         from device_communicators.cpu import native, plain_tree
 
@@ -83,7 +83,7 @@ def use_library() -> None:
 
 
 def plain_body(value: object) -> bytes | None:
-    """A plain value without tensors as msgpack; None for any other, and where that isn't known without a walk."""
+    """Returns a plain value without tensors as msgpack; None for any other, and where that takes a walk to know."""
     if _library.look is None or _library.look(value) != 1:
         return None
     try:
@@ -100,7 +100,7 @@ class RefusedError(Exception):
         self.path: list[str] = []
 
     def text(self) -> str:
-        """The message for the caller, such as `value at ['requests'][3].callback is a function; …`."""
+        """Returns the message for the caller, such as `value at ['requests'][3].callback is a function; …`."""
         what, remedy = self.args
         path = "".join(reversed(self.path))
         if len(path) > 200:
@@ -123,7 +123,7 @@ class Encoder:
         self._allow_pickle = allow_pickle
 
     def body(self, value: object) -> bytes:
-        """The value as msgpack. What is plain at every depth needs no walk here, only a look at its types."""
+        """Returns the value as msgpack. One that is plain at every depth needs no walk, only a look at its types."""
         found = _library.look(value) if _library.look is not None and self.plain is _PLAIN else 0
         if found == 1:
             return to_msgpack(value)
@@ -245,7 +245,7 @@ class Encoder:
         return self.refuse(value, what)
 
     def refuse(self, value: object, what: str) -> object:
-        """Pickles the value where that is allowed, else raises."""
+        """Pickles the value where that is allowed, else raises RefusedError."""
         if not self._allow_pickle:
             raise RefusedError(
                 what,
@@ -264,7 +264,7 @@ def _too_deep() -> RefusedError:
 
 
 def _label(key: object) -> str:
-    """A key for a path: short, and never failing as the repr of a long int can."""
+    """Returns a key for a path: short, and never failing as the repr of a long int can."""
     try:
         text = repr(key)
     except Exception:
@@ -295,7 +295,7 @@ _Packer = Callable[[Encoder, Any, int], object]
 
 
 class _Packers(dict[type, _Packer]):
-    """How values of a type are packed, by exact type."""
+    """Functions that pack values, by exact type."""
 
     def __missing__(self, cls: type) -> _Packer:
         if codec_types.is_registered(cls):
