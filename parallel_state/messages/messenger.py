@@ -584,13 +584,14 @@ class Messenger:
         """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
         context = self.route.context
         shape = metadata.shape if slices == 1 else (prod(metadata.shape) // slices,)
+        device = wire.CPU
         try:
-            return wire.empty_like_sent(shape, metadata.dtype, metadata.device_type, context.device)
+            device = wire.device_for(metadata.device_type, context.device)
+            return torch.empty(shape, dtype=metadata.dtype, device=device)
         except Exception as error:  # its bytes stay in the way of whatever comes next
             raise CommunicationError(
-                f"message of rank {src} of {context}: there is no room on a {metadata.device_type} device for a "
-                f"{metadata.dtype} tensor of shape {list(shape)}: {error}. The group can't be used further; send less "
-                "at once",
+                f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "
+                f"shape {list(shape)}: {error}. The group can't be used further; send less at once",
                 group=context.name,
                 rank=context.rank,
                 suspect_ranks=[context.ranks[src]],

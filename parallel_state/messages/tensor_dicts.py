@@ -19,7 +19,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
-from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of, empty_like_sent
+from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of, device_for
 
 if TYPE_CHECKING:
     from parallel_state.collectives.calls import GroupMember
@@ -227,7 +227,9 @@ def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
         else:
-            result[entry.key] = empty_like_sent(entry.shape, entry.dtype, entry.device_type, group.device)
+            result[entry.key] = torch.empty(
+                entry.shape, dtype=entry.dtype, device=device_for(entry.device_type, group.device)
+            )
     return result
 
 

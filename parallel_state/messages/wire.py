@@ -46,7 +46,7 @@ _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
 _DIGEST_BYTES = 16
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class Header(NamedTuple):
@@ -423,12 +423,11 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
     return (tensors, ()) if not on_device else ([tensor for tensor in tensors if tensor.is_cpu], on_device)
 
 
-def empty_like_sent(shape: Sequence[int], dtype: torch.dtype, device_type: str, own: torch.device) -> Tensor:
-    """Allocates a tensor that comes: on the CPU, or on `own`, this rank's device, where the sender's is of its type."""
-    device = _CPU
-    if device_type != "cpu":
-        device = own if own.type == device_type else torch.device(device_type)
-    return torch.empty(shape, dtype=dtype, device=device)
+def device_for(device_type: str, own: torch.device) -> torch.device:
+    """Returns where a tensor of the sender's device type lies on this rank: on the CPU, or its own device."""
+    if device_type == "cpu":
+        return CPU
+    return own if own.type == device_type else torch.device(device_type)
 
 
 # Heads of flat dicts that were sent, or read, before.
