@@ -19,7 +19,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
-from parallel_state.messages.wire import AllGatherGroup, can_be_cut, digest_of, device_for
+from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for, digest_of
 
 if TYPE_CHECKING:
     from parallel_state.collectives.calls import GroupMember
