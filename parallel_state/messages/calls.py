@@ -117,7 +117,7 @@ class MessageCalls(GroupMember):
         if spec is not None:
             return by_spec.broadcast(self, tensor_dict, src, spec)
         if self._is_single_rank():
-            return _own(tensor_dict)
+            return _checked_dict(tensor_dict)
         return self._broadcast_dict(tensor_dict, src)
 
     @host_call(_SPEC, "broadcast_tensor_dict")
@@ -143,7 +143,7 @@ class MessageCalls(GroupMember):
         With `spec` no metadata is sent but its digest, and the call compiles.
         """
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
-            return _own(tensor_dict)
+            return _checked_dict(tensor_dict)
         if spec is not None:
             dst = checks.destination(self.context, "send_tensor_dict", dst)
             by_spec.send(self, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
@@ -202,7 +202,7 @@ class MessageCalls(GroupMember):
         In a group of one rank nothing is sent; as vLLM's list of handles, what it returns is empty there.
         """
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
-            _own(tensor_dict)
+            _checked_dict(tensor_dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
         outgoing = self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors)
@@ -249,7 +249,7 @@ def _is_only_rank(rank: object) -> bool:
     return rank is None or (type(rank) is int and rank == 0)
 
 
-def _own(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
+def _checked_dict(tensor_dict: dict[Any, Any] | None) -> dict[Any, Any]:
     if not isinstance(tensor_dict, dict):
         raise InvalidArgumentError(f"a tensor dict must be a dict, but is a {type(tensor_dict).__name__}")
     return tensor_dict

@@ -268,7 +268,7 @@ class _ObjectReader:
         return value
 
 
-def _flat(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _all_contiguous(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns the tensors themselves where all are contiguous, else with copies of those that are not."""
     for x in tensors:
         if not x.is_contiguous():
@@ -324,7 +324,7 @@ class Messenger:
         """Starts to send; raises MessageEncodeError after the receiver was sent one."""
         handle = self._post(outgoing, dst)
         if not handle.has_ended:
-            self._keep(handle)
+            self._track(handle)
         return handle
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
@@ -337,7 +337,7 @@ class Messenger:
         handle = SendHandle(self, self.transport.isend(outgoing, dst))
         if outgoing.error is not None:
             if not handle.has_ended:
-                self._keep(handle)
+                self._track(handle)
             raise outgoing.error
         return handle
 
@@ -388,7 +388,7 @@ class Messenger:
         for handle in last:
             handle.is_completed()
 
-    def _keep(self, handle: SendHandle) -> None:
+    def _track(self, handle: SendHandle) -> None:
         """Keeps an unwaited send's buffers alive until it is sent; far behind, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
@@ -488,7 +488,7 @@ class Messenger:
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
-        flat = _flat(tensors)
+        flat = _all_contiguous(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
             if self._pending.get(src):
@@ -508,7 +508,7 @@ class Messenger:
             self._broadcast_list(tensors, form, src, call)
 
     def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
-        flat = _flat(tensors)
+        flat = _all_contiguous(tensors)
         on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
         if on_cpu and self.route.context.rank == src:
             self.transport.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)

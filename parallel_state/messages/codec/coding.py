@@ -1,8 +1,7 @@
 """Encodes objects to bytes and back, without pickle: the typed codec of objects and tensor dicts.
 
-What belongs here: the calls, the outer format, and the limits that bytes from a peer must keep.
-What does not: the walk over nested values (`messages.codec.values`), the types that need more than a line to be taken
-apart and built again (`messages.codec.types`), and how bytes and tensors reach a peer (`messages.transports`).
+The calls, the outer format, and the limits that bytes from a peer must keep are here. The walk over nested values is in
+`values`; types that need more than a line to be taken apart and built again are in `types`.
 
 Every value comes back as the type it was. A tensor leaves only its index in the metadata, the tensors themselves
 travel beside it. Sharing is kept for tensors alone: the same tensor object twice is sent once and comes back as one
