@@ -11,7 +11,7 @@ Gradients: see `ops`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class GroupMember:
     _key: str
     _token: Tensor
     _destroyed: bool
+    _messenger: Any
+    """The `Messenger`, of a room above."""
 
     def _is_single_rank(self) -> bool:
         """Returns True for a group of one rank, in which nothing is sent; raises where it was destroyed."""
@@ -207,7 +209,7 @@ class TensorCalls(GroupMember):
                 form = str(error)
                 wrong = error
         if self.world_size > 1:
-            form = self.route.messenger.broadcast(form, src, "scatter")
+            form = self._messenger.broadcast(form, src, "scatter")
         if wrong is not None:
             raise wrong
         if isinstance(form, str):
