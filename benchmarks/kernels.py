@@ -288,7 +288,7 @@ def _library() -> str:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from device_communicators.cpu import native, native_build
 
-    path, problem = native._have(native_build.plain_recipe())
+    path, problem = native.find_or_compile(native_build.plain_recipe())
     if path is None:
         raise SystemExit(problem)
     return str(path)

@@ -49,20 +49,20 @@ class QueueMemory:
             segment.allocate(control_bytes, offset)
         self._library = library
         self._control_bytes = control_bytes
-        self._data_offset = offset + control_bytes
+        self.data_offset = offset + control_bytes
         self.control_address: int = library.ps_map(segment.descriptor, control_bytes, offset) or 0
-        first_page = library.ps_map(segment.descriptor, _PAGE_BYTES, self._data_offset)
+        first_page = library.ps_map(segment.descriptor, _PAGE_BYTES, self.data_offset)
         if not self.control_address or not first_page:
             if self.control_address:
                 library.ps_unmap(self.control_address, control_bytes)
             raise SegmentError(f"{control_bytes >> 10} KiB can't be mapped: {describe_address_space()}")
-        self._windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
+        self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
         # A descriptor for each group would soon be one too many; older kernels back nothing without one.
-        self._descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
+        self.descriptor = -1 if library.ps_has_populate() else os.dup(segment.descriptor)
 
     def map(self, offset: int, size_bytes: int) -> int:
         """Returns the address of bytes of the data part. OSError where the process has no address space left."""
-        address: int | None = self._library.ps_windows_at(self._windows, offset, size_bytes)
+        address: int | None = self._library.ps_windows_at(self.windows, offset, size_bytes)
         if not address:
             raise OSError(errno.ENOMEM, f"this process has no address space left ({describe_address_space()})")
         return address
@@ -70,19 +70,19 @@ class QueueMemory:
     def commit(self, offset: int, size_bytes: int) -> None:
         """Backs bytes of the data part with memory. OSError where there is none left, instead of SIGBUS later."""
         address = self.map(offset, size_bytes)
-        if not self._library.ps_back(address, size_bytes, self._descriptor, self._data_offset + offset):
+        if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Ends commits."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def unmap(self) -> None:
         """Unmaps the memory, once nobody is in a queue any more."""
         address, self.control_address = self.control_address, 0
-        windows, self._windows = self._windows, None
+        windows, self.windows = self.windows, None
         if address:
             self._library.ps_unmap(address, self._control_bytes)
         if windows:
@@ -91,15 +91,15 @@ class QueueMemory:
 
 TENSORS, MESSAGES = 0, 1
 """Kinds of queues: send and recv of plain tensors; objects and tensor dicts."""
-_KINDS = 2
-_SHAPE = Shape(64 << 10, 16)
+KINDS = 2
+SHAPE = Shape(64 << 10, 16)
 _LINE_BYTES = 128
 
 
 def region_bytes(size: int) -> tuple[int, int]:
     """Returns bytes of the control part, and of the data part, for a group of `size` ranks."""
-    pairs, broadcasts = size * size * _KINDS, size
-    return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * _SHAPE.data_bytes
+    pairs, broadcasts = size * size * KINDS, size
+    return pairs * _control_bytes(1) + broadcasts * _control_bytes(size - 1), (pairs + broadcasts) * SHAPE.data_bytes
 
 
 def _control_bytes(readers: int) -> int:
@@ -127,7 +127,7 @@ class Channels:
         self.broadcasts = 0
         """How many messages were sent to all ranks, by whomever: they must agree about which one they are in."""
         self._library = library
-        self._memory = memory
+        self.memory = memory
         self._lock = threading.Lock()
         self._closed = False
         self._senders: dict[tuple[int, int], Sender] = {}
@@ -147,7 +147,7 @@ class Channels:
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
         """Returns the reading end of the queue from `src` to this rank, or to all others."""
-        key = (src, kind | _KINDS if broadcast else kind)
+        key = (src, kind | KINDS if broadcast else kind)
         return self._receivers.get(key) or self._open_receiver(*key, broadcast)
 
     def _open_sender(self, dst: int, kind: int) -> Sender:
@@ -166,7 +166,7 @@ class Channels:
             self._check()
             receiver = self._receivers.get((src, kind))
             if receiver is None:
-                place = self._place(src, None if broadcast else self.members.rank, kind % _KINDS)
+                place = self._place(src, None if broadcast else self.members.rank, kind % KINDS)
                 receiver = Receiver(self._library, self.members, place, self._waiting)
                 self._receivers[src, kind] = receiver
             return receiver
@@ -174,28 +174,28 @@ class Channels:
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
         """Maps the queue's ring, with `commit` gives it memory, and returns where the queue lies."""
         size = len(self.members.ranks)
-        pairs = size * size * _KINDS
+        pairs = size * size * KINDS
         if dst is None:
             index, readers = pairs + src, tuple(rank for rank in range(size) if rank != src)
             control = pairs * _control_bytes(1) + src * _control_bytes(size - 1)
         else:
-            index, readers = (src * size + dst) * _KINDS + kind, (dst,)
+            index, readers = (src * size + dst) * KINDS + kind, (dst,)
             control = index * _control_bytes(1)
-        offset = index * _SHAPE.data_bytes
-        memory = self._memory
+        offset = index * SHAPE.data_bytes
+        memory = self.memory
         try:
             if commit:
-                memory.commit(offset, _SHAPE.data_bytes)
-            address = memory.map(offset, _SHAPE.data_bytes)
+                memory.commit(offset, SHAPE.data_bytes)
+            address = memory.map(offset, SHAPE.data_bytes)
         except OSError as error:
             raise self.members.failure(
                 CommunicationError,
-                f"{self.members} finds no {_SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
+                f"{self.members} finds no {SHAPE.data_bytes >> 10} KiB of shared memory for a message queue: "
                 f"{error.strerror}; make /dev/shm larger, allow more address space (ulimit -v), or set "
                 "PARALLEL_STATE_SHARED_MEMORY=off",
                 None,
             ) from error
-        return Place(memory.control_address + control, address, _SHAPE, (src, *readers))
+        return Place(memory.control_address + control, address, SHAPE, (src, *readers))
 
     # Plain tensors.
 
@@ -235,9 +235,9 @@ class Channels:
             if free and self._waiting.liveness:
                 self._library.ps_liveness_delete(self._waiting.liveness)
                 self._waiting = self._waiting._replace(liveness=0)
-            self._memory.close()
+            self.memory.close()
             if free:
-                self._memory.unmap()
+                self.memory.unmap()
             return free
 
 

@@ -50,7 +50,7 @@ class HostMemory:
         self.cores: tuple[int, ...] = ()
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
         self._neighbours = tuple(neighbours)
-        self._waiting = (0, 0)
+        self.waiting = (0, 0)
         self._watcher: Watcher | None = None
         self._domain = FailureDomain(members.ranks)
         self.attached = False
@@ -129,16 +129,16 @@ class HostMemory:
         self.debug = meeting.debug
         self.addresses = meeting.addresses
         self.cores = meeting.cores()
-        self._waiting = wait_policy(self.cores, self._neighbours or self.cores)
+        self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
-            self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self._waiting)
+            self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self.waiting)
             if memory.queues is not None:
                 self.channels = Channels(
                     memory.library,
                     members,
                     memory.queues,
                     self.pids,
-                    *message_wait_policy(*self._waiting),
+                    *message_wait_policy(*self.waiting),
                     self.collectives.number,
                 )
         elif memory is not None:
@@ -150,7 +150,7 @@ class HostMemory:
         if self.collectives is None:
             return "this rank is alone on its host"
         library = self.collectives.library
-        waits = "spin" if self._waiting[1] == 0 else "spin briefly, yield"
+        waits = "spin" if self.waiting[1] == 0 else "spin briefly, yield"
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
         return f"{self.collectives.size} ranks, {library.ps_instruction_set().decode()}, {ops}; waits: {waits}, sleep"
 

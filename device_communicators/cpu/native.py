@@ -66,6 +66,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_note_end": (None, (c_uint64, c_int)),
     "ps_group_doom": (None, (c_uint64,)),
     "ps_group_be_part": (None, (c_uint64,)),
+    "ps_group_timeout": (None, (c_uint64, c_double)),
+    "ps_group_loss": (c_int, (c_uint64, c_int, POINTER(c_int64), POINTER(c_int64))),
+    "ps_wait_gently": (None, (c_int,)),
     "ps_group_has_left": (c_int, (c_uint64, c_int)),
     "ps_group_close": (None, (c_uint64,)),
     "ps_group_failure": (None, (c_uint64, POINTER(c_int64))),
@@ -125,6 +128,7 @@ class NativeLibrary:
         """Whether the registered ops' CPU kernels are in it; else they go through Python."""
         self.note = note
         """Why it has no ops, for `explain()`."""
+        self.path = path
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(self._library, name)
@@ -177,13 +181,13 @@ def _load() -> NativeLibrary | str:
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
     """Returns the library of one recipe, or why it can't be had."""
     try:
-        path, problem = _have(recipe())
+        path, problem = find_or_compile(recipe())
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def _have(recipe: Recipe) -> tuple[Path | None, str]:
+def find_or_compile(recipe: Recipe) -> tuple[Path | None, str]:
     """Returns a recipe's library, compiled now if need be, or why it can't be had."""
     packaged = _PACKAGED / recipe.packaged_name
     if packaged.exists() and native_build.is_current(packaged):

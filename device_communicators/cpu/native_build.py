@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_SOURCES = Path(__file__).parent / "csrc"
+SOURCES = Path(__file__).parent / "csrc"
 _BINDINGS = "bindings.cpp"
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
 """Without contraction: an instruction set that has fused multiply-add would round otherwise than one that hasn't."""
@@ -46,12 +47,14 @@ class Recipe:
     """The build of torch that it belongs to, wherever that is installed; empty: any."""
     include_flags: tuple[str, ...] = ()
     """Folders of headers, which tell no builds apart: environments with one torch share what is compiled."""
+    folders: tuple[Path, ...] = (SOURCES,)
+    """Where the sources and their own headers lie."""
 
     def digest(self) -> str:
         """Tells builds apart: by sources, flags, machine and torch."""
         facts = [platform.machine(), self.for_torch, *_FLAGS, *self.flags]
         content = hashlib.sha256("\0".join(facts).encode())
-        content.update(sources_digest().encode())
+        content.update(sources_digest(self.folders).encode())
         return content.hexdigest()[:16]
 
 
@@ -68,31 +71,38 @@ def full_recipe() -> Recipe:
     """Returns the build for the installed torch; ImportError without one."""
     import torch
 
-    root = Path(torch.__file__).parent
-    include = root / "include"
     return Recipe(
         "the shared-memory collectives and ops",
         f"_native_torch{torch.__version__.replace('+', '_')}.so",
         _cpp_files(),
-        (
-            "-std=c++20",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
-        (f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
-        for_torch=f"{torch.__version__} {torch.version.git_version} {_headers_digest(include)}",
-        include_flags=(
+        **torch_flags(_cpp_files()),
+    )
+
+
+def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
+    """Returns what a `Recipe` of sources that include torch's headers needs to be compiled for the installed torch."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    return {
+        "flags": ("-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
+        "link_flags": (f"-L{root / 'lib'}", *(f"-l{name}" for name in libraries)),
+        "for_torch": f"{torch.__version__} {torch.version.git_version} {_headers_digest(include, sources)}",
+        "include_flags": (
             "-isystem", str(include),
             "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
         ),
-    )  # fmt: skip
+    }  # fmt: skip
 
 
-def _headers_digest(include: Path) -> str:
-    """Digests torch's headers that the bindings include by name, and those that its build wrote.
+def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
+    """Digests torch's headers that the sources include by name, and those that its build wrote.
 
     Tells builds of one version apart that somebody made himself.
     """
-    named = re.findall(r"^#include <(.+)>", (_SOURCES / _BINDINGS).read_text(), re.MULTILINE)
+    text = "\n".join(source.read_text() for source in sources)
+    named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
     for name in sorted(
         {*named, "torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"}
@@ -104,12 +114,12 @@ def _headers_digest(include: Path) -> str:
 
 
 def _cpp_files() -> tuple[Path, ...]:
-    return tuple(sorted(path for path in _SOURCES.iterdir() if path.suffix == ".cpp"))
+    return tuple(sorted(path for path in SOURCES.iterdir() if path.suffix == ".cpp"))
 
 
-def sources_digest() -> str:
+def sources_digest(folders: Sequence[Path] = (SOURCES,)) -> str:
     content = hashlib.sha256()
-    for path in sorted(_SOURCES.iterdir()):
+    for path in sorted(path for folder in folders for path in folder.iterdir()):
         if path.suffix in (".cpp", ".h", ".inc"):
             content.update(path.name.encode() + b"\0" + path.read_bytes())
     return content.hexdigest()[:16]

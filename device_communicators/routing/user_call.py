@@ -44,6 +44,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict",),
     ("all_gather_object", "all_sum"),
     ("broadcast_tensor_dict with a spec",),
+    ("reduce",),
 )
 """Methods by class, in the order of `Method` in csrc/call.h: those of one class match each other."""
 _VARIANTS = 8

@@ -103,6 +103,23 @@ void ps_group_leave(std::uint64_t group) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().leave();
 }
 
+// How long the calls that follow may take; by who makes them.
+void ps_group_timeout(std::uint64_t group, double timeout_s) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
+}
+
+// Who is lost to who waits for `rank`, or -1; who told of it, or -1, and with which status. See Loss.
+int ps_group_loss(std::uint64_t group, int rank, std::int64_t* reporter, std::int64_t* status) {
+  const std::shared_ptr<Handle> handle = find(group);
+  const Loss found = handle == nullptr ? Loss{} : handle->liveness().loss(rank);
+  *reporter = found.reporter;
+  *status = found.status;
+  return found.rank;
+}
+
+// See wait_gently.
+void ps_wait_gently(int gently) { wait_gently(gently != 0); }
+
 int ps_group_has_left(std::uint64_t group, int rank) {
   const std::shared_ptr<Handle> handle = find(group);
   return handle != nullptr && handle->liveness().has_left(rank);

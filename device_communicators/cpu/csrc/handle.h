@@ -98,6 +98,9 @@ class Handle {
 
   ProcessLiveness& liveness() { return liveness_; }
 
+  // Of the calls that begin from now on; where callers take turns.
+  void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
+
   // See Group; before the handle is used.
   void be_part() { group_.be_part(); }
 
@@ -119,7 +122,7 @@ class Handle {
     if (failed_) return failure_.status;
     const double started_s = coarse_now_s();
     in_call_ = true;
-    const Status status = call(group_, timeout_s_);
+    const Status status = call(group_, timeout_s_.load(std::memory_order_relaxed));
     in_call_ = false;
     if (status != Status::kDone) note(status, coarse_now_s() - started_s);
     return status;
@@ -135,7 +138,7 @@ class Handle {
   std::size_t bytes_;
   int rank_;
   int size_;
-  double timeout_s_;
+  std::atomic<double> timeout_s_;
   ProcessLiveness liveness_;
   Group group_;
   std::mutex failure_mutex_;

@@ -56,9 +56,12 @@ std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() 
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
+constexpr std::int64_t kGentleSpinNs = 2'000;
+thread_local bool gentle = false;
+
 // Whether the counter reached its target within `count` yields.
 bool yield_until(const Counter& counter, std::uint64_t target, int count) {
-  if (count == 0) return false;
+  if (count == 0 || gentle) return false;
   if (wary_waits > 0) {
     --wary_waits;
     return false;
@@ -106,6 +109,8 @@ WaitResult sleep_for(Counter& counter, std::uint64_t target, std::int64_t deadli
 
 }  // namespace
 
+void wait_gently(bool gently) { gentle = gently; }
+
 std::int64_t now_ns() {
   timespec time{};
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -152,7 +157,7 @@ WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& po
   const bool neighbour = counter.shares_core();
   const std::int64_t started = now_ns();
   const std::int64_t deadline_ns = deadline.at_ns(started);
-  const std::int64_t spin_until = std::min(started + policy.spin_ns, deadline_ns);
+  const std::int64_t spin_until = std::min(started + (gentle ? kGentleSpinNs : policy.spin_ns), deadline_ns);
   if (!neighbour) {
     do {
       for (int spin = 0; spin < kSpinsPerLook; ++spin) {

@@ -85,6 +85,9 @@ static_assert(sizeof(Counter) == 128, "one counter, two cache lines");
 WaitResult wait_for(Counter& counter, std::uint64_t target, const WaitPolicy& policy, Deadline& deadline,
                     const Liveness& liveness, int owner);
 
+// Whether waits of this thread sleep soon, whatever their policy says: for threads that work beside those that compute.
+void wait_gently(bool gently);
+
 std::int64_t now_ns();
 
 }  // namespace parallel_state

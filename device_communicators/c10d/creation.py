@@ -1,0 +1,287 @@
+"""Makes a backend of torch.distributed for one group: who shares memory, the compiled class, and the errors it raises.
+
+The ranks find out over the group's store who shares memory with whom, so a group on one host needs no connection of its
+own. What shared memory can't carry goes to a gloo backend, made at the first such call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sysconfig
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device_communicators.build_cache import CacheError
+from device_communicators.cpu import native, native_build
+from device_communicators.cpu.channels import KINDS, SHAPE
+from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
+from device_communicators.cpu.native_build import BuildError, Recipe
+from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ForkedError, UnsupportedError
+from device_communicators.member import LOST
+
+_SOURCES = Path(__file__).parent / "csrc"
+_MODULE = "parallel_state_c10d"
+_TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 1, 2, 3, 4, 5
+"""`QueueStatus` in csrc/queue.h."""
+_COLLECTIVE_INTERRUPTED = 5
+"""`kInterrupted` in csrc/group.h."""
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
+_BACKENDS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """Returns the backend of one group, a `c10d::Backend`. Every rank of the group calls it, as torch does.
+
+    `options` are torch's DistributedBackendOptions; `backend_options` are not used. Raises UnsupportedError where the
+    compiled part can't be had, and CommunicationError where ranks don't come.
+    """
+    module = _load()
+    size, rank = options.group_size, options.group_rank
+    timeout = options.timeout
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+    members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
+    memory = None
+    if size > 1:
+        memory = HostMemory(members)
+        memory.attach(_StoreExchange(options.store, rank, size))
+        if memory.collectives is None or not memory.on_one_host:
+            memory.close()
+            memory = None
+    group = _Group(options.store, members, memory, timeout)
+    made = module.make(
+        rank=rank,
+        size=size,
+        library="" if memory is None else str(native.load().path),
+        group=0 if memory is None else memory.collectives.number,
+        places=group.places(),
+        timeout=timeout,
+        python=group,
+    )
+    _BACKENDS.add(made)
+    return made
+
+
+@atexit.register
+def _shut_down() -> None:
+    """Ends threads before the interpreter, whose lock an error of theirs would need."""
+    for backend in list(_BACKENDS):
+        backend.shutdown()
+
+
+def as_torch_error(error: BaseException) -> BaseException:
+    """Returns a communication error as one of torch's, too, which programs written for torch catch; others as they are."""
+    if not isinstance(error, CommunicationError):
+        return error
+    kind = _torch_kind(type(error))
+    made = kind.__new__(kind)
+    made.args = error.args
+    made.__dict__.update(error.__dict__)
+    return made
+
+
+@cache
+def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the queues between ranks lie: `QueuePlaces` in csrc/pairs.h."""
+
+    control_address: int
+    windows: int
+    descriptor: int
+    data_offset: int
+    chunk_bytes: int
+    chunks: int
+    kinds: int
+    spin_ns: int
+    yields: int
+
+
+class _Group:
+    """What the compiled backend asks of Python: errors, gloo, and backends of parts of the group."""
+
+    def __init__(self, store: Any, members: Members, memory: HostMemory | None, timeout: timedelta) -> None:
+        self._store = store
+        self._members = members
+        self._memory = memory
+        self._timeout = timeout
+        self._pid = os.getpid()
+
+    def places(self) -> _Places | None:
+        memory = self._memory
+        if memory is None or memory.channels is None:
+            return None
+        queues: Any = memory.channels.memory
+        return _Places(
+            queues.control_address, queues.windows, queues.descriptor, queues.data_offset,
+            SHAPE.chunk_bytes, SHAPE.chunks, KINDS, *message_wait_policy(*memory.waiting),
+        )  # fmt: skip
+
+    def collective_error(self, status: int, method: str, elapsed_s: float) -> BaseException:
+        """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
+        collectives = None if self._memory is None else self._memory.collectives
+        if collectives is None:
+            return self._members.destroyed()
+        if status == _COLLECTIVE_INTERRUPTED:
+            collectives.library.raise_interruption()
+        return as_torch_error(collectives.failure(status, method, elapsed_s))
+
+    def transfer_error(
+        self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
+        elapsed_s: float, sent_bytes: int, expected_bytes: int,
+    ) -> BaseException:  # fmt: skip
+        """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1."""
+        members = self._members
+        if status == _INTERRUPTED:
+            native.load().raise_interruption()
+        who = members.ranks[suspect] if 0 <= suspect < len(members.ranks) else -1
+        if sent_bytes >= 0:
+            sizes = f"this rank receives {expected_bytes} bytes, and global rank {who} sent {sent_bytes}"
+            return as_torch_error(members.mismatch(operation, sizes, (who,), elapsed_s=elapsed_s))
+        if status == _TIMED_OUT and peer < 0:
+            text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
+            return as_torch_error(members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s))
+        if status == _TIMED_OUT:
+            return as_torch_error(timed_out(members, operation, who, elapsed_s))
+        if suspect == OUTSIDE:
+            return as_torch_error(outsider_died(members, operation, elapsed_s))
+        if status == _GIVEN_UP:
+            return as_torch_error(given_up(members, operation, who, elapsed_s, reason, members.ranks[reporter]))
+        if status == _PEER_DIED:
+            how = "has ended, or has destroyed its group"
+            return as_torch_error(peer_died(members, operation, who, elapsed_s, how))
+        text = (
+            f"{operation} of {members}: what global rank {who} wrote is not the next part of a message. {LOST}; every "
+            "rank must run the same version of parallel_state"
+        )
+        return as_torch_error(members.failure(CommunicationError, text, operation, suspect_ranks=(who,)))
+
+    def usage_error(self, text: str) -> BaseException:
+        return ForkedError(f"{self._members}: {text}")
+
+    def make_gloo(self) -> Any:
+        """Returns a gloo backend of the same ranks; all of them come here with the same call."""
+        store = dist.PrefixStore("gloo", self._store)
+        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), timeout=self._timeout)
+        gloo._set_sequence_number_for_group()
+        return gloo
+
+    def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
+        """Returns the backend of some of the ranks, this one among them; each of those calls it."""
+        options = dist.distributed_c10d._DistributedBackendOptions()
+        options.store = dist.PrefixStore("split/" + "_".join(map(str, ranks)), store)
+        options.group_rank = ranks.index(self._members.rank)
+        options.group_size = len(ranks)
+        options.timeout = timeout
+        options.group_id = name or f"{self._members.name}/{'_'.join(map(str, ranks))}"
+        options.global_ranks_in_group = [self._members.ranks[rank] for rank in ranks]
+        return create(options)
+
+    def __del__(self) -> None:
+        memory = self._memory
+        if memory is not None and os.getpid() == self._pid:
+            memory.close()
+
+
+class _StoreExchange:
+    """All-gathers of a few hundred bytes over a store: as much of a process group as `HostMemory.attach` asks for."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._rounds = 0
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> _Exchange:
+        self._rounds += 1
+        keys = [f"host_memory/{self._rounds}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], bytes(x.tolist()))
+        return _Exchange(self._store, keys, out)
+
+
+class _Exchange:
+    """One all-gather: a work."""
+
+    def __init__(self, store: Any, keys: list[str], out: Tensor) -> None:
+        self._store = store
+        self._keys = keys
+        self._out: Tensor | None = out
+
+    def is_completed(self) -> bool:
+        return self._out is None
+
+    def wait(self, timeout: timedelta) -> None:
+        """Returns once all is there. Raises RuntimeError when the time is over; it can be waited for again."""
+        out = self._out
+        if out is None:
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        nap_s = _SHORTEST_NAP_S
+        # A wait of the store's own that ends by its timeout is logged by torch as a warning.
+        while not self._store.check(self._keys):
+            if time.monotonic() >= deadline:
+                raise RuntimeError("some ranks have not come")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        found = b"".join(bytes(self._store.get(key)) for key in self._keys)
+        out.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+        self._out = None
+
+
+def _recipe() -> Recipe:
+    sources = tuple(sorted(_SOURCES.glob("*.cpp")))
+    flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
+    version = sysconfig.get_config_var("SOABI")
+    include = sysconfig.get_path("include")
+    if not (Path(include) / "Python.h").is_file():
+        raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
+    pybind = tuple(
+        f'-DPYBIND11_{name}="{value}"'
+        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+        if (value := getattr(torch._C, f"_PYBIND11_{name}", None)) is not None
+    )
+    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_MODULE}", *pybind)
+    flags["for_torch"] += f" {version}"
+    flags["include_flags"] += ("-isystem", include)
+    return Recipe(
+        'the backend "parallel_state" of torch.distributed',
+        f"_c10d_torch{torch.__version__.replace('+', '_')}.{version}.so",
+        sources,
+        folders=(native_build.SOURCES, _SOURCES),
+        **flags,
+    )
+
+
+@cache
+def _load() -> Any:
+    """Returns the compiled module, compiled now if need be. Raises UnsupportedError."""
+    try:
+        path, problem = native.find_or_compile(_recipe())
+    except (OSError, BuildError, CacheError) as error:
+        path, problem = None, str(error)
+    if path is None:
+        raise UnsupportedError(
+            f'the backend "parallel_state" of torch.distributed can\'t be compiled here: {problem}. Use "gloo", or install '
+            "a C++ compiler and Python's headers"
+        )
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise UnsupportedError(f"{path} is no module of Python")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

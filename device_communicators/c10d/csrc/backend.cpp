@@ -1,0 +1,887 @@
+#include "backend.h"
+
+#include <ATen/ATen.h>
+
+#include <torch/csrc/distributed/c10d/exception.h>
+
+#include "../../cpu/csrc/call.h"
+#include "../../cpu/csrc/group.h"
+
+namespace parallel_state {
+namespace {
+
+using c10::DistBackendError;
+using c10d::OpType;
+using at::Tensor;
+using RedOp = c10d::ReduceOp::RedOpType;
+
+// Calls that move at least so much are handed to the lane's thread at once where nobody waits for them.
+constexpr std::size_t kPromptBytes = 64 << 10;
+constexpr auto kShutdownGrace = std::chrono::seconds(2);
+
+struct Native {
+  Dtype dtype;
+  ReduceOp op;
+};
+
+// How the kernels reduce `dtype` by `op`, where they can. Bytes that are 0 or 1: or is max, and is min.
+bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
+  const bool is_bool = dtype == at::kBool;
+  switch (op) {
+    case RedOp::SUM: found->op = is_bool ? ReduceOp::kMax : ReduceOp::kSum; break;
+    case RedOp::AVG:
+      if (!at::isFloatingType(dtype)) return false;
+      found->op = ReduceOp::kAverage;
+      break;
+    case RedOp::PRODUCT: found->op = is_bool ? ReduceOp::kMin : ReduceOp::kProduct; break;
+    case RedOp::MIN: found->op = ReduceOp::kMin; break;
+    case RedOp::MAX: found->op = ReduceOp::kMax; break;
+    case RedOp::BAND:
+      if (!is_bool) return false;
+      found->op = ReduceOp::kMin;
+      break;
+    case RedOp::BOR:
+      if (!is_bool) return false;
+      found->op = ReduceOp::kMax;
+      break;
+    default: return false;
+  }
+  switch (dtype) {
+    case at::kFloat: found->dtype = Dtype::kFloat32; return true;
+    case at::kDouble: found->dtype = Dtype::kFloat64; return true;
+    case at::kHalf: found->dtype = Dtype::kFloat16; return true;
+    case at::kBFloat16: found->dtype = Dtype::kBfloat16; return true;
+    case at::kChar: found->dtype = Dtype::kInt8; return true;
+    case at::kShort: found->dtype = Dtype::kInt16; return true;
+    case at::kInt: found->dtype = Dtype::kInt32; return true;
+    case at::kLong: found->dtype = Dtype::kInt64; return true;
+    case at::kByte:
+    case at::kBool: found->dtype = Dtype::kUint8; return true;
+    default: return false;
+  }
+}
+
+// As user_call.py numbers reductions, with those that only torch knows behind them.
+int number_of(RedOp op) {
+  switch (op) {
+    case RedOp::SUM: return 0;
+    case RedOp::MAX: return 1;
+    case RedOp::MIN: return 2;
+    case RedOp::PRODUCT: return 3;
+    case RedOp::AVG: return 4;
+    default: return 5 + static_cast<int>(op);
+  }
+}
+
+bool is_narrow_float(at::ScalarType dtype) { return at::isFloatingType(dtype) && c10::elementSize(dtype) == 1; }
+
+// The methods that errors name, by their numbers in METHODS of user_call.py.
+constexpr auto kReduceMethod = static_cast<Method>(152), kGatherMethod = static_cast<Method>(96),
+               kScatterMethod = static_cast<Method>(104), kAllGathervMethod = static_cast<Method>(40);
+
+Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t root = -1) {
+  return told_of(method, x.sizes(), static_cast<int>(x.scalar_type()), reduction, -1, static_cast<int>(root));
+}
+
+std::size_t bytes_of(const std::vector<Tensor>& tensors) {
+  std::size_t bytes = 0;
+  for (const Tensor& tensor : tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+std::exception_ptr error_of(const char* text) {
+  return std::make_exception_ptr(DistBackendError(text, nullptr, nullptr));
+}
+
+// The kernels write past autograd; what is copied around them does, too.
+struct Below {
+  at::AutoDispatchBelowADInplaceOrView guard;
+};
+
+bool all_contiguous(const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors) {
+    if (!tensor.is_contiguous()) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
+                 std::chrono::milliseconds timeout, Callbacks callbacks)
+    : c10d::Backend(rank, size),
+      library_(std::move(library)),
+      group_(group),
+      options_(c10::make_intrusive<Options>(timeout)),
+      callbacks_(std::move(callbacks)) {
+  is_forked_child();  // from now on it is noticed
+  lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently);
+  if (shares_memory()) {
+    pairs_ = std::make_shared<Pairs>(*library_, group_, rank, size, places, callbacks_.pair_error);
+  }
+  init();
+}
+
+Backend::~Backend() { shutdown(); }
+
+// What a caller may get wrong raises what torch's own backends raise for it.
+template <typename... Parts>
+void Backend::check(bool holds, const Parts&... parts) const {
+  TORCH_CHECK_VALUE(holds, parts...);
+}
+
+const Tensor& Backend::only(const Tensors& tensors, const char* method) const {
+  check(tensors.size() == 1, method, " takes one tensor a rank, but got ", tensors.size());
+  check_dense(tensors[0], method);
+  return tensors[0];
+}
+
+void Backend::check_dense(const Tensor& tensor, const char* method) const {
+  check(tensor.layout() == at::kStrided, method, " takes dense tensors only, but got one of layout ", tensor.layout());
+  check(tensor.is_cpu(), method, " of backend 'parallel_state' takes CPU tensors, but got one on ", tensor.device(),
+        ": for GPUs initialise with \"cpu:parallel_state,cuda:nccl\"");
+}
+
+void Backend::check_root(std::int64_t root, const char* method) const {
+  check(root >= 0 && root < size_, method, ": the root must be a rank of the group, 0 to ", size_ - 1, ", but is ", root);
+}
+
+void Backend::check_usable() {
+  if (is_forked_child()) {
+    std::rethrow_exception(callbacks_.usage_error(
+        "this process was forked from a rank of the group: it shares its memory, but is no rank. Start processes with "
+        "'spawn' or 'forkserver', or initialise torch.distributed in the child"));
+  }
+}
+
+const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
+  const std::lock_guard<std::mutex> lock(gloo_mutex_);
+  if (!gloo_) {
+    TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed");
+    gloo_ = callbacks_.make_gloo();
+  }
+  return gloo_;
+}
+
+void Backend::done(int status, const char* method, Clock::time_point started) {
+  if (status == static_cast<int>(Status::kDone)) return;
+  TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed or aborted while ", method, " was under way");
+  const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
+  std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s));
+}
+
+// Runs `body` in the lane. It reads its arguments' tensors until the work is done; `outputs` are what its future holds.
+template <typename Body>
+Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
+                                 std::chrono::milliseconds timeout, Body body) {
+  check_usable();
+  const double timeout_s = std::chrono::duration<double>(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout).count();
+  const std::size_t bytes = bytes_of(inputs);
+  auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
+                                              sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
+  auto run = [this, timeout_s, body = std::move(body)]() mutable {
+    const Below below;
+    if (shares_memory()) library_->group_timeout(group_, timeout_s);
+    body();
+  };
+  if (!is_async && !coalescing_ && lane_->begin_inline()) {
+    std::exception_ptr error;
+    try {
+      run();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    call->settle(error);
+    lane_->end_inline();
+    call->announce();
+    if (error != nullptr) std::rethrow_exception(error);
+    return call;
+  }
+  // The lane's thread may come to it when the backend is gone: `shutdown`, which the destructor calls, waits for it.
+  call->body = std::move(run);
+  lane_->post(call, bytes >= kPromptBytes || coalescing_);
+  if (!is_async && !coalescing_) call->wait(kNoTimeout);
+  return kept(std::move(call));
+}
+
+Backend::Started Backend::kept(Started work) {
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+// Collectives.
+
+void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op) {
+  if (size_ == 1) return;
+  Native how;
+  if (!native_of(x.scalar_type(), op, &how)) {
+    reduce_by_gathering(x, op);
+    return;
+  }
+  const auto started = Clock::now();
+  const Told told = tell(Method::kAllReduceInPlace, x, number_of(op));
+  void* const data = x.mutable_data_ptr();
+  done(library_->all_reduce(group_, told.word, told.shape, data, data, x.numel(), static_cast<int>(how.dtype),
+                            static_cast<int>(how.op)),
+       "all_reduce", started);
+}
+
+// What the kernels don't reduce: every rank gets every rank's numbers, and reduces them in the ranks' order.
+void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
+  const at::ScalarType dtype = x.scalar_type();
+  const bool is_linear = op == RedOp::SUM || op == RedOp::AVG;
+  if (at::isComplexType(dtype)) {
+    check(is_linear || op == RedOp::PRODUCT, "complex numbers can't be reduced by this reduction: use SUM, AVG or PRODUCT");
+    if (is_linear) return all_reduce_flat(at::view_as_real(x), op);
+  }
+  if (is_narrow_float(dtype)) {
+    const Tensor wide = x.to(at::kFloat);
+    all_reduce_flat(wide, op);
+    x.copy_(wide);
+    return;
+  }
+  check(op != RedOp::AVG, "AVG takes floating-point or complex numbers, but got ", dtype);
+  check(op != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  const bool is_bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
+  check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ", dtype);
+  Tensor all = at::empty({size_, x.numel()}, x.options());
+  all_gather_into(all, x.view({-1}));
+  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that have
+  // 64 themselves keep their order when their highest bit is flipped.
+  const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
+  const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
+  constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
+  if (is_unsigned) all = dtype == at::kUInt64 ? all.view(at::kLong) : all.to(at::kLong);
+  if (flips) all = all.bitwise_xor(kHighestBit);
+  Tensor total = all[0].clone();
+  for (int rank = 1; rank < size_; ++rank) {
+    const Tensor next = all[rank];
+    switch (static_cast<RedOp>(op)) {
+      case RedOp::SUM: total.add_(next); break;
+      case RedOp::PRODUCT: total.mul_(next); break;
+      case RedOp::MIN: at::minimum_out(total, total, next); break;
+      case RedOp::MAX: at::maximum_out(total, total, next); break;
+      case RedOp::BAND: total.bitwise_and_(next); break;
+      case RedOp::BOR: total.bitwise_or_(next); break;
+      default: total.bitwise_xor_(next); break;
+    }
+  }
+  if (flips) total = total.bitwise_xor(kHighestBit);
+  if (dtype == at::kUInt64) {
+    x.view({-1}).view(at::kLong).copy_(total);
+  } else {
+    x.view({-1}).copy_(total);
+  }
+}
+
+void Backend::all_reduce(const Tensor& x, const c10d::ReduceOp& op) {
+  if (x.is_contiguous()) return all_reduce_flat(x, op);
+  const Tensor flat = x.contiguous();
+  all_reduce_flat(flat, op);
+  x.copy_(flat);
+}
+
+Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (!tensors.empty() && tensors[0].layout() != at::kStrided) return allreduce_sparse(tensors, options);
+  const Tensor x = only(tensors, "all_reduce");
+  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  if (!shares_memory() && size_ > 1) return kept(gloo()->allreduce(tensors, options));
+  return submit({OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"}, {x}, {x}, options.asyncOp,
+                options.timeout, [this, x, op = options.reduceOp] { all_reduce(x, op); });
+}
+
+Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (!shares_memory()) return kept(gloo()->allreduce(tensors, options));
+  return submit({OpType::_ALLREDUCE_SPARSE, "all_reduce", "parallel_state:all_reduce_sparse"}, {}, tensors,
+                options.asyncOp, options.timeout,
+                [this, tensors, options]() mutable { gloo()->allreduce(tensors, options)->wait(); });
+}
+
+Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  check(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
+  for (const Tensor& tensor : tensors) check_dense(tensor, "all_reduce_coalesced");
+  if (!shares_memory() && size_ > 1) return kept(gloo()->allreduce_coalesced(tensors, options));
+  return submit({OpType::ALLREDUCE_COALESCED, "all_reduce", "parallel_state:all_reduce_coalesced"}, tensors, tensors,
+                options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
+                  for (const Tensor& tensor : tensors) all_reduce(tensor, op);
+                });
+}
+
+Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  const Tensor x = only(tensors, "reduce");
+  const int root = static_cast<int>(options.rootRank);
+  check_root(root, "reduce");
+  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce(tensors, options));
+  return submit({OpType::REDUCE, "reduce", "parallel_state:reduce"}, {x}, {x}, options.asyncOp, options.timeout,
+                [this, x, root, op = options.reduceOp] {
+                  if (size_ == 1) return;
+                  const Tensor total = x.clone(at::MemoryFormat::Contiguous);
+                  all_reduce_flat(total, op);  // the other ranks' tensors stay as they are
+                  if (rank_ == root) x.copy_(total);
+                });
+}
+
+Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  const Tensor x = only(tensors, "broadcast");
+  const int root = static_cast<int>(options.rootRank);
+  check_root(root, "broadcast");
+  if (!shares_memory() && size_ > 1) return kept(gloo()->broadcast(tensors, options));
+  return submit({OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp, options.timeout,
+                [this, x, root] {
+                  if (size_ == 1) return;
+                  const Tensor flat = x.contiguous();
+                  const auto started = Clock::now();
+                  const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
+                  done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
+                       "broadcast", started);
+                  if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
+                });
+}
+
+void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
+  const Tensor in = input.contiguous();
+  const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+  if (size_ == 1) {
+    out.view({-1}).copy_(in.view({-1}));
+  } else {
+    const auto started = Clock::now();
+    const Told told = tell(Method::kAllGather, in);
+    done(library_->all_gather(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1, in.nbytes()),
+         "all_gather", started);
+  }
+  if (!out.is_same(output)) output.copy_(out);
+}
+
+// Into a tensor a rank, which may be of different sizes.
+void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
+  const Tensor in = input.contiguous();
+  if (size_ == 1) {
+    outputs[0].copy_(in);
+    return;
+  }
+  const bool direct = all_contiguous(outputs);
+  std::vector<void*> to(size_);
+  std::vector<std::size_t> bytes(size_);
+  bool is_even = true;
+  Tensor staged;
+  for (int rank = 0; rank < size_; ++rank) {
+    bytes[rank] = outputs[rank].nbytes();
+    is_even = is_even && bytes[rank] == in.nbytes();
+  }
+  if (!direct) staged = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options().dtype(at::kByte));
+  std::size_t offset = 0;
+  static char nowhere;
+  for (int rank = 0; rank < size_; ++rank) {
+    to[rank] = direct ? outputs[rank].mutable_data_ptr() : static_cast<char*>(staged.mutable_data_ptr()) + offset;
+    if (to[rank] == nullptr) to[rank] = &nowhere;
+    offset += bytes[rank];
+  }
+  const auto started = Clock::now();
+  const Told told = is_even ? tell(Method::kAllGather, in)
+                            : told_of(kAllGathervMethod, at::IntArrayRef{}, static_cast<int>(in.scalar_type()));
+  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()), "all_gather",
+       started);
+  offset = 0;
+  for (int rank = 0; rank < size_; ++rank) {
+    const Tensor& output = outputs[rank];
+    if (rank == rank_) {
+      output.view_as(output).copy_(in.view(output.sizes()));
+    } else if (!direct) {
+      const auto begin = static_cast<std::int64_t>(offset), end = begin + static_cast<std::int64_t>(bytes[rank]);
+      output.copy_(staged.slice(0, begin, end).view(output.scalar_type()).view(output.sizes()));
+    }
+    offset += bytes[rank];
+  }
+}
+
+void Backend::check_lists(std::size_t outputs, std::size_t inputs, const char* method) const {
+  check(outputs == 1 && inputs == 1, method, " takes one tensor, and one list of tensors, a rank, but got ", inputs,
+        " and ", outputs);
+}
+
+Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const c10d::AllgatherOptions& options) {
+  check_lists(outputs.size(), inputs.size(), "all_gather");
+  const Tensor x = only(inputs, "all_gather");
+  const Tensors out = outputs[0];
+  check(static_cast<int>(out.size()) == size_, "all_gather needs an output for each of the ", size_, " ranks, but got ",
+        out.size());
+  for (const Tensor& output : out) {
+    check_dense(output, "all_gather");
+    check(output.scalar_type() == x.scalar_type(), "all_gather needs outputs of dtype ", x.scalar_type(), ", but got ",
+          output.scalar_type());
+  }
+  check(out[rank_].numel() == x.numel(), "this rank's output of all_gather must have the ", x.numel(),
+        " elements of its input, but has ", out[rank_].numel());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather(outputs, inputs, options));
+  return submit({OpType::ALLGATHER, "all_gather", "parallel_state:all_gather"}, {x}, out, options.asyncOp,
+                options.timeout, [this, x, out] { all_gather_list(out, x); });
+}
+
+Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) {
+  check(static_cast<int>(outputs.size()) == size_, "all_gather_coalesced needs a list of outputs for each of the ",
+        size_, " ranks, but got ", outputs.size());
+  for (const Tensors& list : outputs) {
+    check(list.size() == inputs.size(), "all_gather_coalesced needs ", inputs.size(), " outputs a rank, but got ",
+          list.size());
+  }
+  for (const Tensor& input : inputs) check_dense(input, "all_gather_coalesced");
+  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather_coalesced(outputs, inputs, options));
+  Tensors flat;
+  for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
+  return submit({OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced"}, inputs, flat,
+                options.asyncOp, options.timeout, [this, outputs, inputs] {
+                  for (std::size_t index = 0; index < inputs.size(); ++index) {
+                    Tensors of_ranks;
+                    for (const Tensors& list : outputs) of_ranks.push_back(list[index]);
+                    all_gather_list(of_ranks, inputs[index]);
+                  }
+                });
+}
+
+Backend::Started Backend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
+  check_dense(input, "all_gather_into_tensor");
+  check_dense(output, "all_gather_into_tensor");
+  check(output.numel() == input.numel() * size_, "all_gather_into_tensor needs an output of ", size_, " × ",
+        input.numel(), " elements, but got ", output.numel());
+  check(output.scalar_type() == input.scalar_type(), "all_gather_into_tensor needs an output of dtype ",
+        input.scalar_type(), ", but got ", output.scalar_type());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->_allgather_base(output, input, options));
+  return submit({OpType::_ALLGATHER_BASE, "all_gather", "parallel_state:_all_gather_base"}, {input}, {output},
+                options.asyncOp, options.timeout, [this, output, input] { all_gather_into(output, input); });
+}
+
+Backend::Started Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::AllgatherOptions& options) {
+  check(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced needs as many outputs as inputs, but got ",
+        outputs.size(), " and ", inputs.size());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather_into_tensor_coalesced(outputs, inputs, options));
+  return submit({OpType::COALESCED, "all_gather", "parallel_state:all_gather_into_tensor_coalesced"}, inputs, outputs,
+                options.asyncOp, options.timeout, [this, outputs, inputs] {
+                  for (std::size_t index = 0; index < inputs.size(); ++index) {
+                    all_gather_into(outputs[index], inputs[index]);
+                  }
+                });
+}
+
+Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  const Tensor x = only(inputs, "gather");
+  const int root = static_cast<int>(options.rootRank);
+  check_root(root, "gather");
+  const bool is_root = rank_ == root;
+  check(is_root ? outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_ : outputs.empty(),
+        is_root ? "gather needs an output for each rank on its destination" : "gather takes outputs on its destination only");
+  const Tensors out = is_root ? outputs[0] : Tensors{};
+  for (const Tensor& output : out) {
+    check_dense(output, "gather");
+    check(output.numel() == x.numel() && output.scalar_type() == x.scalar_type(), "gather needs outputs of the input's ",
+          x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(), " × ", output.scalar_type());
+  }
+  if (!shares_memory() && size_ > 1) return kept(gloo()->gather(outputs, inputs, options));
+  return submit({OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
+                [this, x, out, root] {
+                  const Tensor in = x.contiguous();
+                  Tensors staged;
+                  for (const Tensor& output : out) {
+                    staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
+                  }
+                  if (size_ > 1) {
+                    static char nowhere;
+                    std::vector<void*> to(size_, nullptr);
+                    const std::vector<std::size_t> bytes(size_, in.nbytes());
+                    for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+                      to[rank] = staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
+                    }
+                    const auto started = Clock::now();
+                    const Told told = tell(kGatherMethod, in, -1, root);
+                    done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr()),
+                         "gather", started);
+                  }
+                  for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+                    if (static_cast<int>(rank) == rank_) {
+                      out[rank].copy_(in.view(out[rank].sizes()));
+                    } else if (!staged[rank].is_same(out[rank])) {
+                      out[rank].copy_(staged[rank]);
+                    }
+                  }
+                });
+}
+
+Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
+  const Tensor x = only(outputs, "scatter");
+  const int root = static_cast<int>(options.rootRank);
+  check_root(root, "scatter");
+  const bool is_root = rank_ == root;
+  check(is_root ? inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_ : inputs.empty(),
+        is_root ? "scatter needs an input for each rank on its source" : "scatter takes inputs on its source only");
+  const Tensors in = is_root ? inputs[0] : Tensors{};
+  for (const Tensor& input : in) {
+    check_dense(input, "scatter");
+    check(input.numel() == x.numel() && input.scalar_type() == x.scalar_type(), "scatter needs inputs of the output's ",
+          x.numel(), " × ", x.scalar_type(), ", but got ", input.numel(), " × ", input.scalar_type());
+  }
+  if (!shares_memory() && size_ > 1) return kept(gloo()->scatter(outputs, inputs, options));
+  return submit({OpType::SCATTER, "scatter", "parallel_state:scatter"}, in, {x}, options.asyncOp, options.timeout,
+                [this, x, in, root] {
+                  if (size_ == 1) {
+                    x.copy_(in[0]);
+                    return;
+                  }
+                  Tensor flat;
+                  if (!in.empty()) {
+                    Tensors parts;
+                    for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
+                    flat = at::cat(parts);
+                  }
+                  const Tensor out = x.is_contiguous() ? x : at::empty(x.sizes(), x.options());
+                  const auto started = Clock::now();
+                  const Told told = tell(kScatterMethod, out, -1, root);
+                  done(library_->scatter(group_, told.word, told.shape, out.mutable_data_ptr(),
+                                         flat.defined() ? flat.const_data_ptr() : nullptr, out.nbytes(), root),
+                       "scatter", started);
+                  if (!out.is_same(x)) x.copy_(out);
+                });
+}
+
+void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, const c10d::ReduceOp& op) {
+  const Tensor in = input.contiguous();
+  Native how;
+  if (size_ == 1) {
+    output.view_as(output).copy_(in.view(output.sizes()));
+    return;
+  }
+  if (!native_of(in.scalar_type(), op, &how)) {
+    const Tensor total = in.is_same(input) ? in.clone() : in;
+    all_reduce_flat(total, op);
+    output.copy_(total.view({size_, -1})[rank_].view(output.sizes()));
+    return;
+  }
+  const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+  const auto started = Clock::now();
+  const Told told = tell(Method::kReduceScatter, in, number_of(op));
+  done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
+                                out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
+       "reduce_scatter", started);
+  if (!out.is_same(output)) output.copy_(out);
+}
+
+Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                         const c10d::ReduceScatterOptions& options) {
+  check_lists(inputs.size(), outputs.size(), "reduce_scatter");
+  const Tensor out = only(outputs, "reduce_scatter");
+  const Tensors in = inputs[0];
+  check(static_cast<int>(in.size()) == size_, "reduce_scatter needs an input for each of the ", size_,
+        " ranks, but got ", in.size());
+  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  bool is_even = true;
+  for (const Tensor& input : in) {
+    check_dense(input, "reduce_scatter");
+    is_even = is_even && input.numel() == out.numel();
+  }
+  check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
+        " elements of its output, but it has ", in[rank_].numel());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter(outputs, inputs, options));
+  return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out},
+                options.asyncOp, options.timeout, [this, out, in, is_even, op = options.reduceOp] {
+                  Tensors parts;
+                  for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
+                  const Tensor flat = at::cat(parts);
+                  if (is_even) return reduce_scatter_into(out, flat, op);
+                  all_reduce_flat(flat, op);  // parts of different sizes
+                  std::int64_t begin = 0;
+                  for (int rank = 0; rank < rank_; ++rank) begin += in[rank].numel();
+                  out.copy_(flat.slice(0, begin, begin + out.numel()).view(out.sizes()));
+                });
+}
+
+Backend::Started Backend::_reduce_scatter_base(Tensor& output, Tensor& input,
+                                               const c10d::ReduceScatterOptions& options) {
+  check_dense(input, "reduce_scatter_tensor");
+  check_dense(output, "reduce_scatter_tensor");
+  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  check(input.numel() == output.numel() * size_, "reduce_scatter_tensor needs an input of ", size_, " × ",
+        output.numel(), " elements, but got ", input.numel());
+  check(output.scalar_type() == input.scalar_type(), "reduce_scatter_tensor needs an output of dtype ",
+        input.scalar_type(), ", but got ", output.scalar_type());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->_reduce_scatter_base(output, input, options));
+  return submit({OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "parallel_state:_reduce_scatter_base"}, {input},
+                {output}, options.asyncOp, options.timeout,
+                [this, output, input, op = options.reduceOp] { reduce_scatter_into(output, input, op); });
+}
+
+Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::ReduceScatterOptions& options) {
+  check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
+        outputs.size(), " and ", inputs.size());
+  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options));
+  return submit({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter",
+                 "parallel_state:reduce_scatter_tensor_coalesced"},
+                inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
+                  for (std::size_t index = 0; index < inputs.size(); ++index) {
+                    reduce_scatter_into(outputs[index], inputs[index], op);
+                  }
+                });
+}
+
+Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
+                                        std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  constexpr const char* kMethod = "all_to_all_single";
+  check_dense(input, kMethod);
+  check_dense(output, kMethod);
+  check(output.scalar_type() == input.scalar_type(), kMethod, " needs an output of dtype ", input.scalar_type(),
+        ", but got ", output.scalar_type());
+  check(input.is_contiguous() && output.is_contiguous(), kMethod, " needs contiguous tensors");
+  const auto bytes_by_rank = [&](const Tensor& x, const std::vector<std::int64_t>& splits, const char* what) {
+    std::vector<std::size_t> bytes(size_);
+    if (splits.empty()) {
+      check(x.numel() == 0 || (x.dim() > 0 && x.size(0) % size_ == 0), kMethod, ": without splits the rows of its ", what,
+            " must divide by the ", size_, " ranks");
+      for (std::size_t& each : bytes) each = x.nbytes() / size_;
+      return bytes;
+    }
+    check(static_cast<int>(splits.size()) == size_, kMethod, " needs a split for each of the ", size_,
+          " ranks, but got ", splits.size());
+    const std::int64_t rows = x.dim() == 0 ? 0 : x.size(0);
+    const std::size_t row_bytes = rows == 0 ? 0 : x.nbytes() / rows;
+    std::int64_t total = 0;
+    for (int rank = 0; rank < size_; ++rank) {
+      check(splits[rank] >= 0, kMethod, ": splits must not be negative, but one is ", splits[rank]);
+      total += splits[rank];
+      bytes[rank] = splits[rank] * row_bytes;
+    }
+    check(total == rows, kMethod, ": the splits of its ", what, " must add up to its ", rows, " rows, but add up to ", total);
+    return bytes;
+  };
+  const auto in_bytes = bytes_by_rank(input, input_splits, "input"), out_bytes = bytes_by_rank(output, output_splits, "output");
+  if (!shares_memory() && size_ > 1) {
+    return kept(gloo()->alltoall_base(output, input, output_splits, input_splits, options));
+  }
+  return submit({OpType::ALLTOALL_BASE, "all_to_all", "parallel_state:all_to_all"}, {input}, {output}, options.asyncOp,
+                options.timeout, [this, output, input, in_bytes, out_bytes] {
+                  if (size_ == 1) {
+                    output.copy_(input.view(output.sizes()));
+                    return;
+                  }
+                  const auto started = Clock::now();
+                  const Told told = told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
+                                            static_cast<int>(input.scalar_type()));
+                  done(library_->all_to_all(group_, told.word, told.shape, output.mutable_data_ptr(),
+                                            input.const_data_ptr(), out_bytes.data(), in_bytes.data()),
+                       "all_to_all", started);
+                });
+}
+
+Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  constexpr const char* kMethod = "all_to_all";
+  check(static_cast<int>(inputs.size()) == size_ && static_cast<int>(outputs.size()) == size_, kMethod,
+        " needs an input and an output for each of the ", size_, " ranks, but got ", inputs.size(), " and ",
+        outputs.size());
+  for (const Tensor& each : inputs) check_dense(each, kMethod);
+  for (const Tensor& each : outputs) check_dense(each, kMethod);
+  if (!shares_memory() && size_ > 1) return kept(gloo()->alltoall(outputs, inputs, options));
+  return submit({OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"}, inputs, outputs, options.asyncOp,
+                options.timeout, [this, outputs, inputs] {
+                  if (size_ == 1) {
+                    outputs[0].copy_(inputs[0]);
+                    return;
+                  }
+                  const at::TensorOptions bytes = inputs[0].options().dtype(at::kByte);
+                  std::vector<std::size_t> in_bytes, out_bytes;
+                  Tensors parts;
+                  for (const Tensor& input : inputs) {
+                    in_bytes.push_back(input.nbytes());
+                    if (input.numel() != 0) parts.push_back(input.contiguous().view({-1}).view(at::kByte));
+                  }
+                  for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
+                  const Tensor in = parts.empty() ? at::empty({0}, bytes) : at::cat(parts);
+                  const Tensor out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, bytes);
+                  const auto started = Clock::now();
+                  const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
+                  done(library_->all_to_all(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(),
+                                            out_bytes.data(), in_bytes.data()),
+                       "all_to_all", started);
+                  std::int64_t begin = 0;
+                  for (const Tensor& output : outputs) {
+                    const std::int64_t end = begin + static_cast<std::int64_t>(output.nbytes());
+                    if (output.numel() != 0) {
+                      output.copy_(out.slice(0, begin, end).clone().view(output.scalar_type()).view(output.sizes()));
+                    }
+                    begin = end;
+                  }
+                });
+}
+
+Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
+  if (!shares_memory() && size_ > 1) return kept(gloo()->barrier(options));
+  return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout, [this] {
+    if (size_ == 1) return;
+    const auto started = Clock::now();
+    const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
+    done(library_->barrier(group_, told.word, told.shape), "barrier", started);
+  });
+}
+
+// A barrier names who hasn't come as it is.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  if (!shares_memory() && size_ > 1) return gloo()->monitoredBarrier(options, wait_all_ranks);
+  c10d::BarrierOptions sync = options;
+  sync.asyncOp = false;
+  barrier(sync)->wait();
+}
+
+// Transfers.
+
+Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag) {
+  check_usable();
+  const Tensor x = only(tensors, kind.method);
+  const bool sends = kind.type == OpType::SEND;
+  if (peer != Pairs::kAnySource) {
+    check(peer >= 0 && peer < size_ && peer != rank_, kind.method, ": the other rank must be one of the group's ", size_,
+          " and not this one, ", rank_, ", but is ", peer);
+  }
+  auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
+                                                   sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
+  work->owner = pairs_;
+  work->is_send = sends;
+  work->peer = peer;
+  work->tag = tag;
+  {
+    const Below below;
+    work->tensor = sends || x.is_contiguous() ? x.contiguous() : at::empty(x.sizes(), x.options());
+  }
+  if (!sends && !work->tensor.is_same(x)) work->target = x;
+  work->started = Clock::now();
+  work->deadline = work->started + options_->timeout;
+  pairs_->start(work);
+  return kept(std::move(work));
+}
+
+Backend::Started Backend::send(Tensors& tensors, int dst, int tag) {
+  if (!shares_memory()) return kept(gloo()->send(tensors, dst, tag));
+  return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag);
+}
+
+Backend::Started Backend::recv(Tensors& tensors, int src, int tag) {
+  if (!shares_memory()) return kept(gloo()->recv(tensors, src, tag));
+  return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag);
+}
+
+Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
+  if (!shares_memory()) return kept(gloo()->recvAnysource(tensors, tag));
+  return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag);
+}
+
+// Calls between the two return at once, and their works are one.
+
+namespace {
+
+class Together final : public Operation {
+ public:
+  Together(int rank, std::vector<Backend::Started> works, std::vector<Tensor> outputs, std::uint64_t sequence)
+      : Operation(rank, OpType::COALESCED, nullptr, {}, std::move(outputs), sequence), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    for (const auto& work : works_) {
+      if (!work->isCompleted()) return false;
+    }
+    return true;
+  }
+  bool isSuccess() const override {
+    for (const auto& work : works_) {
+      if (!work->isSuccess()) return false;
+    }
+    return true;
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_) {
+      if (const std::exception_ptr error = work->exception()) return error;
+    }
+    return nullptr;
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    for (const auto& work : works_) work->wait(timeout);
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+        c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+    for (const auto& work : works_) futures.push_back(work->getFuture());
+    const auto all = c10::collectAll(futures);
+    return all->then(
+        [outputs = outputs_of_all()](c10::ivalue::Future& done) {
+          for (const c10::IValue& each : done.value().toListRef()) each.toFuture()->wait();
+          return c10::IValue(outputs);
+        },
+        c10::ListType::create(c10::TensorType::get()));
+  }
+
+ protected:
+  bool await(std::optional<Clock::time_point>) override { return true; }
+
+ private:
+  std::vector<Tensor> outputs_of_all() { return result(); }
+
+  std::vector<Backend::Started> works_;
+};
+
+}  // namespace
+
+void Backend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+Backend::Started Backend::endCoalescing() {
+  coalescing_ = false;
+  std::vector<Started> works;
+  works.swap(coalesced_);
+  if (works.empty()) return nullptr;
+  if (works.size() == 1) return works[0];
+  Tensors outputs;
+  for (const Started& work : works) {
+    const Tensors of_work = work->result();
+    outputs.insert(outputs.end(), of_work.begin(), of_work.end());
+  }
+  return c10::make_intrusive<Together>(rank_, std::move(works), std::move(outputs),
+                                       sequence_.load(std::memory_order_relaxed));
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks,
+                                                 const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  if (std::find(ranks.begin(), ranks.end(), rank_) == ranks.end()) return nullptr;
+  return callbacks_.split(store, ranks, options ? options->timeout : options_->timeout,
+                          options ? options->group_name : "");
+}
+
+c10d::ErrorType Backend::getError() {
+  return c10d::ErrorType::SUCCESS;
+}
+
+// Ends.
+
+void Backend::abort() {
+  if (closed_.exchange(true)) return;
+  const auto error = error_of("the group was aborted");
+  if (shares_memory()) library_->group_doom(group_);
+  lane_->close(error);
+  if (pairs_) pairs_->close(error);
+  if (gloo_) gloo_->abort();
+}
+
+void Backend::shutdown() {
+  if (closed_.exchange(true)) return;
+  const auto error = error_of("the group was destroyed while the call was under way");
+  if (!is_forked_child()) {
+    const auto deadline = Clock::now() + kShutdownGrace;
+    const bool done = lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
+    if (!done && shares_memory()) library_->group_doom(group_);
+  }
+  lane_->close(error);
+  if (pairs_) pairs_->close(error);
+  const std::lock_guard<std::mutex> lock(gloo_mutex_);
+  if (gloo_) gloo_->shutdown();
+}
+
+}  // namespace parallel_state

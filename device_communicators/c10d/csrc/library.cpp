@@ -1,0 +1,47 @@
+#include "library.h"
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+
+namespace parallel_state {
+
+Library::Library(const std::string& path) {
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // for good: its functions are called until the end
+  if (handle == nullptr) throw std::runtime_error(std::string("the compiled collectives can't be opened: ") + dlerror());
+  const auto find = [handle](auto& function, const char* name) {
+    void* const found = dlsym(handle, name);
+    if (found == nullptr) throw std::runtime_error(std::string("the compiled collectives lack ") + name);
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
+  };
+#define FIND(name) find(name, "ps_" #name)
+  FIND(group_timeout);
+  FIND(group_loss);
+  FIND(group_doom);
+  FIND(wait_gently);
+  FIND(barrier);
+  FIND(all_reduce);
+  FIND(reduce_scatter);
+  FIND(all_gather);
+  FIND(gatherv);
+  FIND(broadcast);
+  FIND(scatter);
+  FIND(all_to_all);
+  FIND(liveness_of);
+  FIND(liveness_delete);
+  FIND(windows_at);
+  FIND(back);
+  FIND(queue_writer_new);
+  FIND(queue_reader_new);
+  FIND(queue_writer_leave);
+  FIND(queue_reader_leave);
+  FIND(queue_writer_delete);
+  FIND(queue_reader_delete);
+  FIND(queue_send);
+  FIND(queue_resume);
+  FIND(queue_next);
+  FIND(queue_read);
+#undef FIND
+}
+
+}  // namespace parallel_state

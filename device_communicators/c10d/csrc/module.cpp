@@ -1,0 +1,133 @@
+// The backend as Python sees it: a module with one class, and the library's errors on their way through C++.
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+
+#include "backend.h"
+
+namespace py = pybind11;
+
+namespace parallel_state {
+namespace {
+
+// An exception of Python's on its way through C++, where torch catches it as what it is derived from.
+class PythonError : public c10::DistBackendError {
+ public:
+  PythonError(const std::string& text, PyObject* error) : c10::DistBackendError(text, nullptr, nullptr), error_(error, release) {}
+  PyObject* get() const { return error_.get(); }
+
+ private:
+  static void release(PyObject* error) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(error);
+  }
+  std::shared_ptr<PyObject> error_;
+};
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// What `make` returns or raises in Python, as C++ carries it.
+template <typename Make>
+std::exception_ptr python_error(const char* otherwise, Make make) {
+  if (Py_IsInitialized() == 0 || is_finalizing()) {
+    return std::make_exception_ptr(c10::DistBackendError(otherwise, nullptr, nullptr));
+  }
+  const py::gil_scoped_acquire gil;
+  py::object error;
+  try {
+    error = make();
+  } catch (py::error_already_set& raised) {  // Ctrl-C, for one
+    error = raised.value();
+  }
+  const std::string text = py::str(error);
+  return std::make_exception_ptr(PythonError(text, error.release().ptr()));
+}
+
+// Kept until the process ends: an object of Python's must not go without the interpreter's lock.
+std::shared_ptr<py::object> held(py::object object) {
+  return std::shared_ptr<py::object>(new py::object(std::move(object)), [](py::object* last) {
+    if (Py_IsInitialized() == 0 || is_finalizing()) return;
+    const py::gil_scoped_acquire gil;
+    delete last;
+  });
+}
+
+Callbacks callbacks_of(const py::object& python) {
+  const std::shared_ptr<py::object> owner = held(python);
+  Callbacks made;
+  made.collective_error = [owner](int status, const char* method, double elapsed_s) {
+    return python_error("a collective failed", [&] { return owner->attr("collective_error")(status, method, elapsed_s); });
+  };
+  made.pair_error = [owner](const char* operation, const PairFailure& failure) {
+    return python_error("a transfer failed", [&] {
+      return owner->attr("transfer_error")(static_cast<int>(failure.status), operation, failure.peer, failure.suspect,
+                                           failure.reporter, failure.reason, failure.elapsed_s,
+                                           failure.sent_bytes, failure.expected_bytes);
+    });
+  };
+  made.usage_error = [owner](const std::string& text) {
+    return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text); });
+  };
+  made.make_gloo = [owner] {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+  made.split = [owner](const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                       std::chrono::milliseconds timeout, const std::string& name) {
+    const py::gil_scoped_acquire gil;
+    return owner->attr("split")(store, ranks, timeout, name).cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+  return made;
+}
+
+QueuePlaces places_of(const py::object& given) {
+  QueuePlaces places;
+  if (given.is_none()) return places;
+  const auto number = [&](const char* name) { return given.attr(name).cast<std::int64_t>(); };
+  places.control = reinterpret_cast<char*>(number("control_address"));
+  places.windows = reinterpret_cast<void*>(number("windows"));
+  places.descriptor = static_cast<int>(number("descriptor"));
+  places.data_offset = static_cast<std::size_t>(number("data_offset"));
+  places.chunk_bytes = static_cast<std::size_t>(number("chunk_bytes"));
+  places.chunks = static_cast<std::size_t>(number("chunks"));
+  places.kinds = static_cast<int>(number("kinds"));
+  places.spin_ns = number("spin_ns");
+  places.yields = static_cast<int>(number("yields"));
+  return places;
+}
+
+c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& library, std::uint64_t group,
+                                 const py::object& places, std::chrono::milliseconds timeout,
+                                 const py::object& python) {
+  const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
+  return c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), timeout, callbacks_of(python));
+}
+
+}  // namespace
+}  // namespace parallel_state
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using parallel_state::Backend;
+  py::module_::import("torch._C._distributed_c10d");  // the base class
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const parallel_state::PythonError& raised) {
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.get())), raised.get());
+    }
+  });
+  py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(module, "Backend")
+      .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
+  module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("library"), py::arg("group"),
+             py::arg("places"), py::arg("timeout"), py::arg("python"));
+}

@@ -1,0 +1,247 @@
+#include "work.h"
+
+#include <pthread.h>
+
+#include <torch/csrc/distributed/c10d/exception.h>
+
+namespace parallel_state {
+namespace {
+
+// For how long a small call is left to its caller: waking a thread for it costs more than most of them take.
+constexpr auto kLeft = std::chrono::microseconds(100);
+// For how many such times the thread looks again before it sleeps until it is woken.
+constexpr int kLooks = 20;
+
+std::atomic<bool> forked{false};
+
+}  // namespace
+
+bool is_forked_child() {
+  static const int watched = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+  static_cast<void>(watched);
+  return forked.load(std::memory_order_relaxed);
+}
+
+Operation::Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
+                     std::vector<at::Tensor> outputs, std::uint64_t sequence)
+    : Work(rank, type, title, title == nullptr ? std::nullopt : std::optional(std::move(inputs))),
+      outputs_(std::move(outputs)),
+      sequence_(sequence) {}
+
+bool Operation::isSuccess() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return done_.load(std::memory_order_acquire) && exception_ == nullptr;
+}
+
+std::exception_ptr Operation::exception() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return exception_;
+}
+
+void Operation::synchronize() {
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+}
+
+void Operation::settle(std::exception_ptr error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  exception_ = std::move(error);
+  done_.store(true, std::memory_order_release);
+}
+
+void Operation::announce() {
+  if (recordFunctionEndCallback_) {
+    recordFunctionEndCallback_();
+    recordFunctionEndCallback_ = nullptr;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    future.swap(future_to_complete_);
+  }
+  if (future) complete_future(*future);
+}
+
+void Operation::complete_future(c10::ivalue::Future& future) const {
+  if (exception_ != nullptr) {
+    future.setError(exception_);
+  } else {
+    future.markCompleted(c10::IValue(outputs_));
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Operation::getFuture() {
+  bool complete = false;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!future_) {
+      future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      complete = done_.load(std::memory_order_relaxed);
+      if (!complete) future_to_complete_ = future_;
+    }
+    future = future_;
+  }
+  if (complete) complete_future(*future);
+  return future;
+}
+
+bool Operation::wait(std::chrono::milliseconds timeout) {
+  if (!isCompleted()) {
+    std::optional<Clock::time_point> deadline;
+    if (timeout > kNoTimeout) deadline = Clock::now() + timeout;
+    if (!await(deadline)) {
+      C10_THROW_ERROR(DistBackendError, c10::str("the call isn't done after the ", timeout.count(),
+                                                 " ms that this wait was given; it goes on until its own timeout"));
+    }
+  }
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  return true;
+}
+
+bool Lane::begin_inline() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (running_ || closed_ || !queue_.empty()) return false;
+  running_ = true;
+  return true;
+}
+
+void Lane::end_inline() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  running_ = false;
+  if (waiters_ != 0) finished_.notify_all();
+  if (!queue_.empty()) posted_.notify_one();
+}
+
+void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
+  call->lane = shared_from_this();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed or aborted: it takes no more calls");
+  queue_.push_back(std::move(call));
+  prompt_ = prompt_ || prompt || queue_.size() > 1;
+  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  if (resting_ || prompt_) posted_.notify_one();
+}
+
+// Runs the first call that is queued; nothing else runs.
+void Lane::run_front(std::unique_lock<std::mutex>& lock) {
+  const c10::intrusive_ptr<Call> call = std::move(queue_.front());
+  queue_.pop_front();
+  running_ = true;
+  prompt_ = !queue_.empty();
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    call->body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  call->body = nullptr;
+  call->settle(std::move(error));
+  lock.lock();
+  running_ = false;
+  if (waiters_ != 0) finished_.notify_all();
+  if (!queue_.empty()) posted_.notify_one();
+  lock.unlock();
+  call->announce();
+  lock.lock();
+}
+
+bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!call.isCompleted()) {
+    // With a deadline of its own a waiter must not be caught in a call whose deadline is another.
+    if (!running_ && !queue_.empty() && !deadline) {
+      run_front(lock);
+      continue;
+    }
+    if (deadline && !queue_.empty() && !running_) {
+      prompt_ = true;
+      posted_.notify_one();
+    }
+    ++waiters_;
+    const bool in_time =
+        !deadline ? (finished_.wait(lock), true) : finished_.wait_until(lock, *deadline) == std::cv_status::no_timeout;
+    --waiters_;
+    if (!in_time && !call.isCompleted()) return false;
+  }
+  return true;
+}
+
+void Lane::serve() {
+  wait_gently_(1);
+  std::unique_lock<std::mutex> lock(mutex_);
+  int looks = 0;
+  while (!closed_) {
+    if (running_ || queue_.empty()) {
+      if (looks < kLooks && !running_) {
+        ++looks;
+        posted_.wait_for(lock, kLeft);
+      } else {
+        resting_ = true;
+        posted_.wait(lock);
+        resting_ = false;
+        looks = 0;
+      }
+      continue;
+    }
+    if (!prompt_) {
+      const auto* const first = queue_.front().get();
+      const auto until = Clock::now() + kLeft;
+      while (!closed_ && !prompt_ && !running_ && !queue_.empty() && queue_.front().get() == first) {
+        if (posted_.wait_until(lock, until) == std::cv_status::timeout) break;
+      }
+      looks = 0;
+      if (closed_ || running_ || queue_.empty() || (queue_.front().get() != first && !prompt_)) continue;
+    }
+    looks = 0;
+    run_front(lock);
+  }
+}
+
+bool Lane::drain(Clock::time_point deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (running_ || !queue_.empty()) {
+    if (!running_) {
+      prompt_ = true;
+      posted_.notify_one();
+    }
+    ++waiters_;
+    const bool in_time = finished_.wait_until(lock, deadline) == std::cv_status::no_timeout;
+    --waiters_;
+    if (!in_time && (running_ || !queue_.empty())) return false;
+  }
+  return true;
+}
+
+void Lane::close(const std::exception_ptr& error) {
+  std::deque<c10::intrusive_ptr<Call>> left;
+  std::thread thread;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    left.swap(queue_);
+    thread.swap(thread_);
+    posted_.notify_all();
+  }
+  for (const auto& call : left) {
+    call->body = nullptr;
+    call->finish(error);
+  }
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.notify_all();
+    if (!is_forked_child()) {  // a call that runs uses what its group has
+      ++waiters_;
+      finished_.wait(lock, [this] { return !running_; });
+      --waiters_;
+    }
+  }
+  if (!thread.joinable()) return;
+  if (is_forked_child() || thread.get_id() == std::this_thread::get_id()) {
+    thread.detach();
+  } else {
+    thread.join();
+  }
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,114 @@
+// What a call of the backend returns, and the queue in which calls wait for their turn.
+//
+// A group has one *lane*: its collectives run one after the other, in the order of the calls, on every rank alike. Who
+// runs one is whoever has the time: the caller itself where it waits and nothing is queued, a thread in `wait`, which
+// takes over what is queued before its own call, or the lane's thread, which takes what nobody has come for.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace parallel_state {
+
+using Clock = std::chrono::steady_clock;
+
+// A started call. Whoever ran it calls `settle` once, and then `announce`, outside of every lock: callbacks of the future
+// may begin calls of their own.
+class Operation : public c10d::Work {
+ public:
+  Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
+            std::vector<at::Tensor> outputs, std::uint64_t sequence);
+
+  bool isCompleted() override { return done_.load(std::memory_order_acquire); }
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  int sourceRank() const override { return source_rank_; }
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  void synchronize() override;
+
+  // Raises what the call failed with; DistBackendError where the time is over, which ends the wait and not the call.
+  bool wait(std::chrono::milliseconds timeout) override;
+
+  void settle(std::exception_ptr error);
+  void announce();
+  void finish(std::exception_ptr error) {
+    settle(std::move(error));
+    announce();
+  }
+  void set_source_rank(int rank) { source_rank_ = rank; }
+
+ protected:
+  // Returns once the call is done, or false at the deadline; by default what `wait` does without one.
+  virtual bool await(std::optional<Clock::time_point> deadline) = 0;
+
+ private:
+  void complete_future(c10::ivalue::Future& future) const;
+
+  std::atomic<bool> done_{false};
+  std::vector<at::Tensor> outputs_;
+  std::uint64_t sequence_;
+  int source_rank_ = -1;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // this, the next and the error: by mutex_
+  c10::intrusive_ptr<c10::ivalue::Future> future_to_complete_;
+};
+
+class Lane : public std::enable_shared_from_this<Lane> {
+ public:
+  // A call in the lane.
+  class Call final : public Operation {
+   public:
+    using Operation::Operation;
+    std::function<void()> body;  // raises what goes wrong; dropped, with the tensors it holds, once it has run
+    std::shared_ptr<Lane> lane;
+
+   protected:
+    bool await(std::optional<Clock::time_point> deadline) override { return lane->await(*this, deadline); }
+  };
+
+  explicit Lane(void (*wait_gently)(int)) : wait_gently_(wait_gently) {}
+
+  // Whether nothing is queued and nothing runs: then the caller runs its call now, and calls `end_inline`.
+  bool begin_inline();
+  void end_inline();
+
+  // Queues a call. One that is `prompt` is taken by the thread at once, another after a moment in which its caller may
+  // come to wait for it.
+  void post(c10::intrusive_ptr<Call> call, bool prompt);
+
+  bool await(Call& call, std::optional<Clock::time_point> deadline);
+
+  // Fails what is queued with `error` and ends the thread, after the call that it is in. Nothing is posted afterwards.
+  void close(const std::exception_ptr& error);
+
+  // Returns once nothing is queued and nothing runs, or at the deadline, with false.
+  bool drain(Clock::time_point deadline);
+
+ private:
+  void run_front(std::unique_lock<std::mutex>& lock);
+  void serve();
+
+  void (*const wait_gently_)(int);
+  std::mutex mutex_;
+  std::condition_variable posted_;    // for the thread
+  std::condition_variable finished_;  // for those who wait for a call
+  std::deque<c10::intrusive_ptr<Call>> queue_;
+  bool running_ = false;
+  bool closed_ = false;
+  bool prompt_ = false;  // what is queued is not to be left to its caller
+  bool resting_ = true;  // the thread sleeps until it is woken
+  int waiters_ = 0;
+  std::thread thread_;
+};
+
+// Whether this process was forked from the one that loaded this library: it has the memory, but is no rank.
+bool is_forked_child();
+
+}  // namespace parallel_state
