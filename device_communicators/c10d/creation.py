@@ -276,8 +276,8 @@ def _load() -> Any:
         path, problem = None, str(error)
     if path is None:
         raise UnsupportedError(
-            f'the backend "parallel_state" of torch.distributed can\'t be compiled here: {problem}. Use "gloo", or install '
-            "a C++ compiler and Python's headers"
+            f'the backend "parallel_state" of torch.distributed can\'t be compiled here: {problem}. Use "gloo", or '
+            "install a C++ compiler and Python's headers"
         )
     spec = importlib.util.spec_from_file_location(_MODULE, path)
     if spec is None or spec.loader is None:

@@ -1,0 +1,402 @@
+"""torch.distributed over `backend="parallel_state"`, against the same calls over gloo in the same ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import parallel_state as ps
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+DEADLINE_S = 120.0
+REDUCED = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
+)  # fmt: skip
+MOVED = (*REDUCED, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.uint64)
+_WORLDS = iter(range(1_000_000))
+
+
+@contextlib.contextmanager
+def torch_world(backend: str = "parallel_state", timeout_s: float = 60.0) -> Iterator[tuple[int, int]]:
+    """This rank and the number of ranks; the pool's store has a part for each world."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    client = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    store = dist.PrefixStore(f"c10d/{next(_WORLDS)}", client)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield rank, size
+    finally:
+        dist.destroy_process_group()
+
+
+def _numbers(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers, whose sums and products every dtype has exactly."""
+    return torch.randint(0, 3, shape).to(dtype)
+
+
+def _collectives(group: Any, rank: int, size: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Every collective that gloo has, with what it wrote on this rank."""
+    ops = {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "product": dist.ReduceOp.PRODUCT,
+    }
+    for dtype in REDUCED:
+        for name, op in ops.items():
+            x = _numbers(dtype, 3, 5)
+            dist.all_reduce(x, op, group=group)
+            yield f"all_reduce {name} {dtype}", [x]
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        x = _numbers(torch.int32, 7)
+        dist.all_reduce(x, op, group=group)
+        yield f"all_reduce {op}", [x]
+    strided = torch.rand(4, 6).t()
+    dist.all_reduce(strided, group=group)
+    yield "all_reduce of a transposed tensor", [strided]
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,), check_invariants=True)
+    dist.all_reduce(sparse, group=group)
+    yield "all_reduce of a sparse tensor", [sparse.to_dense()]
+    for length in (0, 1, 4099):
+        x = torch.rand(length)
+        outs = [torch.empty(length) for _ in range(size)]
+        dist.all_gather(outs, x, group=group)
+        yield f"all_gather of {length}", outs
+    for dtype in (torch.float32, torch.int64):
+        x, out = _numbers(dtype, 2, 3), torch.empty(2 * size, 3, dtype=dtype)
+        dist.all_gather_into_tensor(out, x, group=group)
+        yield f"all_gather_into_tensor {dtype}", [out]
+        x, out = _numbers(dtype, 2 * size, 3), torch.empty(2, 3, dtype=dtype)
+        dist.reduce_scatter_tensor(out, x, group=group)
+        yield f"reduce_scatter_tensor {dtype}", [out]
+    out = torch.empty(3)
+    dist.reduce_scatter(out, [torch.rand(3) for _ in range(size)], group=group)
+    yield "reduce_scatter", [out]
+    for root in range(size):
+        x = torch.rand(3, 2).t()
+        dist.broadcast(x, root, group=group)
+        yield f"broadcast from {root}", [x]
+        x = torch.rand(5)
+        dist.reduce(x, root, group=group)
+        yield f"reduce to {root}", [x] if rank == root else []
+        outs = [torch.empty(4) for _ in range(size)] if rank == root else []
+        dist.gather(torch.rand(4), outs or None, root, group=group)
+        yield f"gather to {root}", outs
+        out = torch.empty(4)
+        dist.scatter(out, [torch.rand(4) for _ in range(size)] if rank == root else None, root, group=group)
+        yield f"scatter from {root}", [out]
+    out = torch.empty(2 * size, 3)
+    dist.all_to_all_single(out, torch.rand(2 * size, 3), group=group)
+    yield "all_to_all_single", [out]
+    sent, received = [rank + other for other in range(size)], [other + rank for other in range(size)]
+    out = torch.empty(sum(received), 2)
+    dist.all_to_all_single(out, torch.rand(sum(sent), 2), received, sent, group=group)
+    yield "all_to_all_single with splits", [out]
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "long": "x" * 100 * rank}, group=group)
+    yield "all_gather_object", [torch.tensor([len(each["long"]) for each in objects])]
+    dist.barrier(group=group)
+    pending = [torch.rand(1000) for _ in range(8)]
+    for work in [dist.all_reduce(x, group=group, async_op=True) for x in pending]:
+        work.wait()
+    yield "started all_reduces", pending
+    work = dist.all_reduce(x := torch.rand(10), group=group, async_op=True)
+    yield "a future", [work.get_future().then(lambda future: future.value()[0] * 2).wait(), x]
+    of_world = dist.group.WORLD if group is None else group
+    yield "functional", [functional.all_reduce(torch.rand(9), "sum", of_world) + 1]
+    gathered = functional.all_gather_tensor(torch.rand(2, 2), 1, of_world)
+    yield "functional all_gather", [functional.wait_tensor(gathered)]
+
+
+def compare_with_gloo() -> int:
+    with torch_world() as (rank, size):
+        gloo = dist.new_group(backend="gloo")
+        found = []
+        for group in (None, gloo):
+            torch.manual_seed(rank)
+            found.append(list(_collectives(group, rank, size)))
+        for (name, ours), (other, theirs) in zip(*found, strict=True):
+            assert name == other
+            for mine, reference in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+        return len(found[0])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_collectives_give_what_gloo_gives(pools: Pools, size: int) -> None:
+    assert min(pools(size).run(compare_with_gloo, timeout_s=DEADLINE_S)) >= 60
+
+
+def move_what_gloo_does_not() -> None:
+    with torch_world() as (rank, size):
+        for dtype in MOVED:
+            x = torch.full((3,), rank + 1).to(dtype)
+            outs = [torch.empty(3, dtype=dtype) for _ in range(size)]
+            dist.all_gather(outs, x)
+            assert [out.to(torch.float64)[0].item() for out in outs] == [
+                float(torch.tensor(r + 1).to(dtype)) for r in range(size)
+            ]
+        z = torch.tensor([1 + 2j])
+        dist.all_reduce(z)
+        assert z.item() == size * (1 + 2j)
+        eighth = torch.ones(3).to(torch.float8_e4m3fn)
+        dist.all_reduce(eighth)
+        assert eighth.float().tolist() == [float(size)] * 3
+        large = torch.tensor([2**63 + rank], dtype=torch.uint64)
+        dist.all_reduce(large, dist.ReduceOp.MAX)
+        assert large.item() == 2**63 + size - 1
+        mean = torch.tensor([float(rank)])
+        dist.all_reduce(mean, dist.ReduceOp.AVG)
+        assert mean.item() == (size - 1) / 2
+        untouched = torch.ones(2) * rank
+        dist.reduce(untouched, 0)
+        assert rank == 0 or untouched.tolist() == [rank, rank]
+        uneven = [torch.empty(r + 1) for r in range(size)]
+        dist.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+        assert [out.tolist() for out in uneven] == [[float(r)] * (r + 1) for r in range(size)]
+        with pytest.raises(ValueError, match="PREMUL_SUM"):
+            dist.all_reduce(torch.ones(2), dist._make_nccl_premul_sum(2.0))
+
+
+def test_dtypes_and_sizes_beyond_gloo(pools: Pools) -> None:
+    pools(3).run(move_what_gloo_does_not, timeout_s=DEADLINE_S)
+
+
+def transfer() -> None:
+    with torch_world() as (rank, size):
+        following, preceding = (rank + 1) % size, (rank - 1) % size
+        large = torch.full((1 << 20,), float(rank))
+        out = torch.empty_like(large)
+        works = [dist.isend(large, following), dist.irecv(out, preceding)]
+        for work in works:
+            work.wait()
+        assert out.eq(preceding).all()
+        batch = torch.empty(2, 3).t()
+        operations = [
+            dist.P2POp(dist.isend, torch.full((3, 2), float(rank)), following),
+            dist.P2POp(dist.irecv, batch, preceding),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        assert batch.eq(preceding).all()
+        # Tags match whatever the order is, messages of one tag in theirs.
+        if rank == 0:
+            for tag in (5, 6, 5):
+                dist.send(torch.tensor([tag, len(str(tag))]), 1, tag=tag)
+            dist.send(torch.empty(0), 1, tag=7)
+        elif rank == 1:
+            for tag in (7, 6, 5, 5):
+                received = torch.empty(0) if tag == 7 else torch.empty(2, dtype=torch.int64)
+                dist.recv(received, 0, tag=tag)
+                assert tag == 7 or received[0] == tag
+        # From any source.
+        if rank == size - 1:
+            sources = []
+            for _ in range(size - 1):
+                value = torch.empty(1)
+                sources.append(dist.recv(value))
+                assert value.item() == sources[-1]
+            assert sorted(sources) == list(range(size - 1))
+        else:
+            dist.send(torch.tensor([float(rank)]), size - 1)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_transfers(pools: Pools, size: int) -> None:
+    pools(size).run(transfer, timeout_s=DEADLINE_S)
+
+
+def start_in_opposite_orders() -> None:
+    with torch_world() as (rank, size):
+        groups = [dist.new_group(), dist.new_group()]
+        for length in (16, 100_000):
+            xs = [torch.ones(length), torch.ones(length)]
+            order = (0, 1) if rank == 0 else (1, 0)
+            works = {which: dist.all_reduce(xs[which], group=groups[which], async_op=True) for which in order}
+            for which in order:
+                works[which].wait()
+            assert all(x.eq(size).all() for x in xs)
+        # Without a wait, and with the handle dropped.
+        x = torch.ones(10)
+        dist.all_reduce(x, async_op=True)
+        dist.barrier()
+        assert x.eq(size).all()
+        work = dist.all_reduce(x, async_op=True)
+        deadline = time.monotonic() + 30
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        # A callback may call the group.
+        y = torch.ones(3)
+        future = dist.all_reduce(y, async_op=True).get_future()
+
+        def again(done: Any) -> Tensor:
+            dist.all_reduce(z := done.value()[0].clone())
+            return z
+
+        assert future.then(again).wait().eq(size * size).all()
+
+
+def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Pools) -> None:
+    pools(2).run(start_in_opposite_orders, timeout_s=DEADLINE_S)
+
+
+def leave_work_behind() -> float:
+    """Rank 0 starts what nobody else comes to; how long the group's end takes it."""
+    with contextlib.ExitStack() as stack:
+        rank, _ = stack.enter_context(torch_world())
+        left = [] if rank else [dist.all_reduce(torch.ones(4), async_op=True), dist.irecv(torch.ones(4), 1)]
+        started = time.monotonic()
+        stack.close()
+        took = time.monotonic() - started
+        for work in left:
+            with pytest.raises(dist.DistBackendError):
+                work.wait()
+        return took
+
+
+def test_the_end_of_a_group_with_work_left_takes_bounded_time(pools: Pools) -> None:
+    assert max(pools(2).run(leave_work_behind, timeout_s=DEADLINE_S)) < 10
+
+
+def fork_a_child() -> None:
+    with torch_world() as (rank, _):
+        dist.all_reduce(torch.ones(1))
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                try:
+                    dist.all_reduce(torch.ones(1))
+                except ps.UsageError as error:
+                    os._exit(0 if "forked" in str(error) else 2)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dist.barrier()
+
+
+def test_a_forked_child_is_no_rank(pools: Pools) -> None:
+    pools(2).run(fork_a_child, timeout_s=DEADLINE_S)
+
+
+def differ() -> tuple[str, ...]:
+    with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.all_reduce(torch.ones(2 + rank))
+        return type(caught.value).__name__, str(caught.value)
+    raise AssertionError("unreachable")
+
+
+def test_a_mismatch_is_named_and_a_torch_error(pools: Pools) -> None:
+    for kind, text in pools(2).run(differ, timeout_s=DEADLINE_S):
+        assert kind == "CollectiveMismatchError"
+        assert "2 × float32" in text
+        assert "3 × float32" in text
+
+
+def time_out() -> tuple[str, str] | None:
+    with contextlib.suppress(RuntimeError), torch_world(timeout_s=1.0) as (rank, _):
+        if rank == 1:
+            time.sleep(2.5)
+            return None
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.recv(torch.ones(2), 1)
+        return type(caught.value).__name__, str(caught.value)
+    raise AssertionError("unreachable")
+
+
+def test_a_receive_ends_at_its_deadline_and_names_the_rank(pools: Pools) -> None:
+    told = pools(2).run(time_out, timeout_s=DEADLINE_S)[0]
+    assert told[0] == "CollectiveTimeoutError"
+    assert "global rank 1" in told[1]
+
+
+# What torch builds on it.
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def _train(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x, y = torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_with(backend: str) -> dict[str, list[float]]:
+    losses = {}
+    with torch_world(backend) as (rank, size):
+        losses["ddp"] = _train(DistributedDataParallel(Model(), bucket_cap_mb=1), rank)
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        losses["fsdp2"] = _train(fully_shard(Model(), mesh=mesh), rank)
+        if size == 4:
+            grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            losses["hsdp"] = _train(fully_shard(Model(), mesh=grid), rank)
+        table = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
+        product = table @ table.t()
+        assert isinstance(product, DTensor)
+        losses["dtensor"] = product.full_tensor().sum(0).tolist()
+    return losses
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_training_gives_the_same_losses_as_over_gloo(pools: Pools, size: int) -> None:
+    over_gloo = pools(size).run(train_with, "gloo", timeout_s=DEADLINE_S)
+    ours = pools(size).run(train_with, "parallel_state", timeout_s=DEADLINE_S)
+    for mine, reference in zip(ours, over_gloo, strict=True):
+        for name, losses in reference.items():
+            assert mine[name] == pytest.approx(losses, rel=1e-5), name
+
+
+def join_a_world_of_torch() -> None:
+    with torch_world() as (rank, size):
+        ps.init_distributed_environment()
+        ps.initialize_model_parallel(tensor_model_parallel_size=size)
+        try:
+            total = ps.get_tp_group().all_reduce(torch.tensor([rank + 1.0]))
+            x = torch.tensor([rank + 1.0])
+            dist.all_reduce(x)
+            assert total.item() == x.item() == size * (size + 1) / 2
+        finally:
+            ps.destroy_model_parallel()
+            ps.destroy_distributed_environment()
+
+
+def test_model_parallel_groups_join_a_world_of_this_backend(pools: Pools) -> None:
+    pools(2).run(join_a_world_of_torch, timeout_s=DEADLINE_S)
+
+
+def test_importing_registers_it_and_leaves_the_defaults() -> None:
+    assert dist.Backend.backend_capability["parallel_state"] == ["cpu"]
+    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
