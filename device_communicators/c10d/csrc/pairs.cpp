@@ -53,8 +53,8 @@ void* Pairs::open(int src, int dst, QueueReport* report) {
   const std::size_t bytes = places_.chunk_bytes * places_.chunks, offset = index * bytes;
   constexpr std::size_t kControlBytes = 3 * sizeof(Counter);  // who has left, and both ends' counters
   void* const data = places_.control == nullptr ? nullptr : library_.windows_at(places_.windows, offset, bytes);
-  const bool backed = data != nullptr &&
-                      (!writes || library_.back(data, bytes, places_.descriptor, places_.data_offset + offset) != 0);
+  const bool backed =
+      data != nullptr && (!writes || library_.back(data, bytes, places_.descriptor, places_.data_offset + offset) != 0);
   TORCH_CHECK(backed, "there are no ", bytes >> 10, " KiB of shared memory for messages between ranks ", src, " and ",
               dst, ": make /dev/shm larger, or allow more address space (ulimit -v)");
   char* const control = places_.control + index * kControlBytes;

@@ -1,8 +1,9 @@
-// send and recv between the ranks of one host: a ring of chunks from each rank to each other, and the tags in its messages.
+// send and recv between the ranks of one host: a ring of chunks from each rank to each other, and the tags in its
+// messages.
 //
-// A send is done when the ring has taken it, at once where there is room. Receives of a source match its messages by tag, in
-// the order in which both were started; a message that nobody waits for yet is copied out of the ring as soon as one behind
-// it is wanted. Who waits reads the ring itself; for what nobody waits a thread looks now and then.
+// A send is done when the ring has taken it, at once where there is room. Receives of a source match its messages by
+// tag, in the order in which both were started; a message that nobody waits for yet is copied out of the ring as soon
+// as one behind it is wanted. Who waits reads the ring itself; for what nobody waits a thread looks now and then.
 #pragma once
 
 #include <list>
@@ -35,7 +36,7 @@ struct PairFailure {
   std::int64_t reporter;
   std::int64_t reason;
   double elapsed_s;
-  std::int64_t sent_bytes;      // of a message that doesn't fit its receiver
+  std::int64_t sent_bytes;  // of a message that doesn't fit its receiver
   std::int64_t expected_bytes;
 };
 
@@ -96,15 +97,15 @@ class Pairs {
     QueueReport report;
     Message head;  // of the message that is being read
     bool in_message = false;
-    Held current;      // for which it is; null: nobody wanted it, and it goes into `spare`
+    Held current;  // for which it is; null: nobody wanted it, and it goes into `spare`
     Unexpected spare;
     std::int64_t done_bytes = 0;
     std::list<Unexpected> unexpected;  // this and the next: by mutex_
     std::list<Held> posted;
   };
 
-  // Each moves what can be moved to or from `peer`, waiting at most `timeout_s`, until `goal` is done or nothing more comes.
-  // False where another thread is at it.
+  // Each moves what can be moved to or from `peer`, waiting at most `timeout_s`, until `goal` is done or nothing more
+  // comes. False where another thread is at it.
   bool push(int peer, double timeout_s, Transfer* goal = nullptr);
   bool pull(int peer, double timeout_s, Transfer* goal = nullptr);
   void push_all();

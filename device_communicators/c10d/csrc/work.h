@@ -18,8 +18,8 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// A started call. Whoever ran it calls `settle` once, and then `announce`, outside of every lock: callbacks of the future
-// may begin calls of their own.
+// A started call. Whoever ran it calls `settle` once, and then `announce`, outside of every lock: callbacks of the
+// future may begin calls of their own.
 class Operation : public c10d::Work {
  public:
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
