@@ -347,8 +347,9 @@ def initialize_model_parallel(
     `failure_domain="replica"` it fails those that touch the data-parallel replica of the dead rank (its tp, pp and cp
     groups, and the dp groups that join it to others) and the world; the tp, pp and cp groups of other replicas go on.
 
-    Raises GroupNotInitializedError before init_distributed_environment, AlreadyInitializedError, LayoutError for sizes
-    that don't fit, ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
+    After torch.distributed's own init_process_group it joins that world. Raises GroupNotInitializedError before both,
+    AlreadyInitializedError, LayoutError for sizes that don't fit,
+    ConfigMismatchError on every rank where ranks differ, CommunicationError when a rank never comes.
     """
     from parallel_state import world as startup
 
@@ -357,6 +358,8 @@ def initialize_model_parallel(
         raise AlreadyInitializedError(
             f"the model-parallel groups exist already ({_GROUPS.layout}); call destroy_model_parallel() first"
         )
+    if _WORLD is None and dist.is_initialized():
+        init_distributed_environment()  # joins the world that the program made by torch
     if _WORLD is None:
         raise GroupNotInitializedError("call init_distributed_environment() before initialize_model_parallel()")
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)

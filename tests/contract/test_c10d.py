@@ -381,7 +381,6 @@ def test_training_gives_the_same_losses_as_over_gloo(pools: Pools, size: int) ->
 
 def join_a_world_of_torch() -> None:
     with torch_world() as (rank, size):
-        ps.init_distributed_environment()
         ps.initialize_model_parallel(tensor_model_parallel_size=size)
         try:
             total = ps.get_tp_group().all_reduce(torch.tensor([rank + 1.0]))
