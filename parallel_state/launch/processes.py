@@ -34,6 +34,7 @@ _POLL_S = 0.5  # children of a spawned worker can hold its sentinel open, so exi
 _SETTLE_S = 0.3  # after the first failure, for the others to report theirs
 _INTERRUPT_S = 0.8  # after Ctrl-C, for what the function does about a KeyboardInterrupt
 _START_DESCRIPTORS = 8  # for the fork server, the resource tracker and what starts them
+_SERVER_END_S = 2.0  # after which a killed fork server has surely ended
 _CUT_S = 1.0  # for processes to die by the leash
 _AT_INIT = (
     "parallel_state.launch.worker",
@@ -150,7 +151,7 @@ class Ranks:
                 files = (Inherited(file.fileno()) for file in (self._leash_end, rank.records, rank.stacks_file))
                 start = Start(self._content, rank.name, environ, self._secret, *files)
                 process = context.Process(target=work, args=(start,), name=rank.name)  # type: ignore[attr-defined]
-                process.start()
+                _start(process)
                 rank.process = process
             self._all_started = True
         except (OSError, EOFError, ValueError) as error:
@@ -267,6 +268,29 @@ def signals_raise() -> Iterator[None]:
 
 def _raise_signal(number: int, frame: FrameType | None) -> None:
     raise _SignalReceived(signal.Signals(number))
+
+
+def _start(process: Any) -> None:
+    """Starts a process; by a new fork server where the last one was killed and its end came to be known only now."""
+    while True:
+        server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        try:
+            process.start()
+            return
+        except (ConnectionRefusedError, BrokenPipeError, EOFError):
+            if server is None or not _ends(server):
+                raise
+        start_fork_server()
+
+
+def _ends(pid: int) -> bool:
+    """Returns whether a child ends within a moment: the system closes its sockets before it tells its end."""
+    deadline = time.monotonic() + _SERVER_END_S
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def start_fork_server() -> None:
