@@ -7,19 +7,24 @@ the contract tests of `launch`.
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import parallel_state as ps
 from tests.failure.leftovers import descendants
+from tests.failure.trials import median_of
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -89,6 +94,22 @@ def _fail_amid(how: str, noted: Path) -> None:
         group.all_reduce(torch.ones(1000))
 
 
+def _timed_launch(function: Callable[..., None], *args: Any) -> tuple[ps.LaunchError, float]:
+    """Returns the error of a launch whose ranks fail, and how long after the failure it came.
+
+    The last of `args` is the file in which the failing rank notes when.
+    """
+    with pytest.raises(ps.LaunchError) as caught:
+        ps.launch(function, 4, args=args, tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S)
+    return caught.value, time.monotonic() - float(args[-1].read_text())
+
+
+def assert_median(run: Callable[[], float], first_s: float, within_s: float) -> None:
+    """A launch of a busy machine may be late; half of five are not."""
+    took_s = median_of(run, first_s, within_s)
+    assert statistics.median(took_s) < within_s, took_s
+
+
 @pytest.mark.parametrize(
     ("how", "exit_code", "words"),
     [
@@ -100,16 +121,13 @@ def _fail_amid(how: str, noted: Path) -> None:
 def test_row_26_a_worker_exits_or_segfaults(how: str, exit_code: int, words: str, tmp_path: Path) -> None:
     """It is the one that is reported, although the others have noticed, and raise, before the launcher does."""
     before = descendants()
-    with pytest.raises(ps.LaunchError) as caught:
-        ps.launch(
-            _fail_amid, 4, args=(how, tmp_path / "at"), tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S
-        )
-    assert time.monotonic() - float((tmp_path / "at").read_text()) < GONE_S
-    assert (caught.value.rank, caught.value.exit_code) == (2, exit_code), caught.value
-    assert str(caught.value).startswith("rank 2 (")
-    assert words in str(caught.value)
-    assert "PeerDiedError" in str(caught.value), "the others' errors follow"
-    assert "global rank 2 has ended" in str(caught.value)
+    error, took_s = _timed_launch(_fail_amid, how, tmp_path / "at")
+    assert_median(lambda: _timed_launch(_fail_amid, how, tmp_path / "at")[1], took_s, GONE_S)
+    assert (error.rank, error.exit_code) == (2, exit_code), error
+    assert str(error).startswith("rank 2 (")
+    assert words in str(error)
+    assert "PeerDiedError" in str(error), "the others' errors follow"
+    assert "global rank 2 has ended" in str(error)
     assert len(descendants() - before) <= 2, "beside the fork server and its tracker"
 
 
@@ -128,10 +146,8 @@ def _refuse_to_end(noted: Path) -> None:
 
 
 def test_row_27_a_worker_ignores_sigterm(tmp_path: Path) -> None:
-    with pytest.raises(ps.LaunchError, match=r"^rank 3 .* raised ValueError: the reason") as caught:
-        ps.launch(
-            _refuse_to_end, 4, args=(tmp_path / "at",), tensor_model_parallel_size=4, timeout=DEADLINE_S, grace=GRACE_S
-        )
-    took_s = time.monotonic() - float((tmp_path / "at").read_text())
-    assert caught.value.rank == 3
-    assert GRACE_S < took_s < GRACE_S + GONE_S
+    error, took_s = _timed_launch(_refuse_to_end, tmp_path / "at")
+    assert re.match(r"rank 3 .* raised ValueError: the reason", str(error))
+    assert error.rank == 3
+    assert took_s > GRACE_S
+    assert_median(lambda: _timed_launch(_refuse_to_end, tmp_path / "at")[1], took_s, GRACE_S + GONE_S)
