@@ -13,7 +13,6 @@ rank of any layout in one process. Importing starts nothing and changes no envir
 
 from typing import TYPE_CHECKING
 
-from device_communicators.c10d import register as _register_backend
 from device_communicators.errors import (
     AlreadyInitializedError,
     CollectiveMismatchError,
@@ -189,8 +188,6 @@ from parallel_state.utilities import (
     split_tensor_along_last_dim,
     unwrap_dist,
 )
-
-_register_backend()
 
 if not TYPE_CHECKING:  # a type checker shall know no names but these
     from parallel_state.getters import raise_missing as __getattr__  # noqa: F401

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import forks, limits, settings
+from device_communicators import c10d, forks, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("parallel_state")
 
+c10d.register()
 
 _WORLD: GroupCoordinator | None = None
 _TP: GroupCoordinator | None = None

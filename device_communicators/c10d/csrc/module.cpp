@@ -128,6 +128,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
   });
   py::class_<Backend, c10d::Backend, c10::intrusive_ptr<Backend>>(module, "Backend")
+      .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("library"), py::arg("group"),
