@@ -85,9 +85,7 @@ def as_torch_error(error: BaseException) -> BaseException:
     """Returns a communication error as one of torch's, too, for programs that catch those; others as they are."""
     if not isinstance(error, CommunicationError):
         return error
-    kind = _torch_kind(type(error))
-    made = kind.__new__(kind)
-    made.args = error.args
+    made = _torch_kind(type(error))(*error.args)
     made.__dict__.update(error.__dict__)
     return made
 

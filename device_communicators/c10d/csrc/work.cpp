@@ -7,8 +7,9 @@
 namespace parallel_state {
 namespace {
 
-// For how long a small call is left to its caller: waking a thread for it costs more than most of them take.
-constexpr auto kLeft = std::chrono::microseconds(100);
+// For how long a small call is left to its caller: waking a thread for it costs more than most of them take, and Python
+// takes some hundred microseconds from the start of a functional collective to its wait.
+constexpr auto kLeft = std::chrono::microseconds(1000);
 // For how many such times the thread looks again before it sleeps until it is woken.
 constexpr int kLooks = 20;
 
