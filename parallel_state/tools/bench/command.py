@@ -1,9 +1,10 @@
 """`python -m parallel_state bench`: this library beside the peers that are there, as a page to show to a colleague.
 
-    python -m parallel_state bench --report DIR              some five minutes on two cores
+    python -m parallel_state bench --report DIR              some six minutes on two cores
     python -m parallel_state bench --quick --report DIR      few sizes, half a minute
 
-Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, and start-up.
+Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, the same calls of
+torch.distributed over its backend "parallel_state" and over gloo, and start-up.
 Peers are gloo through torch.distributed, NCCL by itself and through torch where there are GPUs, an MPI of this Python's
 mpi4py, and what `python -m parallel_state peers setup` has fetched: Intel MPI, MPICH, Open MPI, vLLM's CPU
 ops and queue, zmq. One that can't run here is left out, and the page says why. DIR gets index.html, report.svg,
@@ -37,9 +38,10 @@ from parallel_state.tools.bench.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peer
 from parallel_state.tools.bench.report import circumstances
 from parallel_state.tools.bench.rounds import Plan, Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.through_torch import BACKENDS, CALLS, LAYERS, STEPS
 
 PROGRAM = "python -m parallel_state bench"
-PARTS = ("collectives", "messages", "start-up")
+PARTS = ("collectives", "messages", "torch", "start-up")
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))
 QUICK_SIZES = tuple(1 << power for power in (10, 13, 16, 20))
 QUICK_OPERATIONS = ("all_reduce", "all_gather")
@@ -154,6 +156,8 @@ class Bench:
                     self.collectives()
             if "messages" in self.options.parts:
                 self.messages()
+            if "torch" in self.options.parts:
+                self.through_torch()
             if "start-up" in self.options.parts:
                 self.start_up()
         finally:
@@ -214,6 +218,18 @@ class Bench:
         names = [OWN, GLOO, *self._vllm(), *([ZMQ] if self._wants_peers and self.peers.site is not None else [])]
         self._measure([self._team(name, "messages") for name in names], cases)
 
+    def through_torch(self) -> None:
+        common = {"part": "torch", "ranks": self.options.ranks, "dtype": self.options.dtype}
+        sizes = (1 << 13,) if self.options.quick else (1 << 13, 1 << 20, 1 << 24)
+        cases = [
+            {**common, "kind": kind, "operation": operation, "bytes": size}
+            for operation in (("all_reduce",) if self.options.quick else ("all_reduce", "all_gather", "reduce_scatter"))
+            for kind in CALLS
+            for size in sizes
+        ]
+        cases += [{**common, "kind": kind, "what": "21 M parameters"} for kind in STEPS if not self.options.quick]
+        self._measure([self._team(name, "through_torch") for name in BACKENDS], cases)
+
     def start_up(self) -> None:
         """Starts everybody again, as often as samples are missing; each start is checked by its first collective."""
         while self.starts and min(map(len, self.starts.values())) < (1 if self.options.quick else STARTS):
@@ -256,6 +272,8 @@ class Bench:
                     self.starts.setdefault(team.name, []).append(team.start_s * 1e6)
                 if cases and cases[0]["part"] == "collectives":
                     self.findings.used[team.name] = str(team.ask("about")[0])
+                if team.name == LAYERS:
+                    self.findings.used[LAYERS] = str(team.ask("about")[0])
                 self.findings.used.setdefault(team.name, "messages only")
             share = replace(self.plan, repeat_s=self.plan.repeat_s / 2) if len(self.options.parts) > 1 else self.plan
             keep(measure_all(ready, cases, share, keep))

@@ -72,6 +72,8 @@ class Measured(NamedTuple):
 
 
 def describe(case: Mapping[str, Any]) -> str:
+    if case["part"] == "torch" and "bytes" in case:
+        return f"{case['kind']}, {case['operation']}, {size_name(case['bytes'])}"
     if case["part"] == "collectives":
         return f"{case['operation']}, {size_name(case['bytes'])}"
     return str((case.get("what") and f"{case['kind']}, {case['what']}") or case["part"])
@@ -230,6 +232,12 @@ def page(findings: Findings) -> str:
     if messages:
         body += ["<h2>Messages</h2>", "<p>Microseconds from the sender's call to the last reader's return.</p>"]
         body += [_figures(row, describe(row.case) + (", idle" if row.case["idle_ms"] else "")) for row in messages]
+    if through_torch := findings.part("torch"):
+        body += [
+            "<h2>Through torch.distributed</h2>",
+            f"<p>Microseconds of a call, or of a step of training. {THROUGH}</p>",
+        ]
+        body += [_figures(row, describe(row.case)) for row in through_torch]
     barriers = [row for row in collectives if row.case["operation"] == "barrier"]
     body += [_figures(row, "barrier, µs") for row in barriers]
     if start:
@@ -315,6 +323,10 @@ def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
+THROUGH = (
+    'The same calls over the backend "parallel_state" and over gloo. Torch\'s own layers are measured on its backend '
+    '"fake", which moves nothing; the op in place is a coordinator\'s, without those layers.'
+)
 METHOD = """<h2>How this was measured</h2>
 <p>Each library runs in processes of its own, one rank a core where there are enough. In each case every candidate's
 answer is checked, then candidates take turns, round by round, in changing order, then they are checked again. All ranks

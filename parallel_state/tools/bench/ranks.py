@@ -108,7 +108,7 @@ class Ways:
             yield Way(name, op, op, partial(prepared, route, None, device))
 
     def _torchs(self, operation: str) -> Iterator[Way]:
-        eager, compilable = _of_torch(operation, self._group.device_group, self._group.world_size)
+        eager, compilable = torch_calls(operation, self._group.device_group, self._group.world_size)
         yield Way(TORCH, eager, compilable, lambda: side_stream(self._group.device))
 
 
@@ -129,7 +129,7 @@ def _op(operation: str, token: Tensor, key: str, size: int) -> Call:
     }[operation]
 
 
-def _of_torch(operation: str, group: Any, size: int) -> tuple[Call, Call]:
+def torch_calls(operation: str, group: Any, size: int) -> tuple[Call, Call]:
     """Returns calls as users make them: c10d's own eagerly, functional collectives under the compiler."""
 
     def all_reduce(x: Tensor) -> Tensor:

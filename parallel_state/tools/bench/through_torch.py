@@ -1,0 +1,134 @@
+"""Calls of torch.distributed as candidates: the backend "parallel_state" beside gloo, and beside torch's layers alone.
+
+The same call goes through the same layers of torch over each backend. What those cost by themselves is what they take
+on torch's backend `fake`, which moves nothing: no answer of it is checked. The processes of the backend
+"parallel_state" have a coordinator, too, whose op has no layer of torch.distributed above it.
+
+`dist` calls work in place; `functional` are torch's functional collectives, waited for at once; `compiled` the same in
+a function under inductor. A step is one of training, of 21 million parameters: forward, backward and optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import wait_tensor
+
+import parallel_state as ps
+from parallel_state.tools.bench.collectives import GLOO, OWN, ours_by_op
+from parallel_state.tools.bench.ranks import answer, count_of, given, torch_calls
+from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
+
+LAYERS = "torch's layers alone"
+OP = "op, in place"
+BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake"}
+CALLS = ("dist", "functional", "compiled")
+STEPS = ("DDP step", "FSDP2 step")
+_WIDTH, _DEPTH, _ROWS = 1024, 20, 16
+
+
+def load(name: str, settings: dict[str, Any]) -> None:
+    """Imports what the team needs, so that its start-up time has none of it."""
+    import torch._inductor.compile_fx
+    import torch.distributed.fsdp
+    import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
+
+    torch.set_num_threads(1)
+
+
+def make(name: str, settings: dict[str, Any]) -> ThroughTorch:
+    return ThroughTorch(name)
+
+
+class ThroughTorch:
+    """A rank of a program that knows torch.distributed only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        dist.init_process_group(BACKENDS[name])
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._op: Callable[[Tensor], Tensor] | None = None
+        if name == OWN:
+            ps.initialize_model_parallel(self.size)
+            self._op = ours_by_op(ps.get_tp_group(), "all_reduce_", {})
+        dist.all_reduce(torch.ones(1))
+        self._steps: dict[str, Callable[[], float]] = {}
+        self._calls: dict[str, Callable[[], Tensor | float]] = {}
+
+    def about(self) -> str:
+        return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}"
+
+    def prepare(self, values: dict[str, Any]) -> list[str]:
+        """`values`: kind; of calls operation, bytes as nccl-tests count them, and dtype, too."""
+        kind = values["kind"]
+        if kind in STEPS:
+            self._x = None
+            if kind not in self._steps:
+                self._steps[kind] = step_of(kind)
+            self._calls = {self.name: self._steps[kind]}
+            return [self.name]
+        operation, dtype, device = values["operation"], getattr(torch, values["dtype"]), torch.device("cpu")
+        count = count_of(operation, values["bytes"], dtype, self.size)
+        self._source = given(count, self.rank, dtype, device)
+        self._expected = answer(operation, count, self.rank, self.size, dtype, device)
+        self._x = self._source.clone()
+        eager, functional = torch_calls(operation, dist.group.WORLD, self.size)
+        if kind == "compiled":
+            torch._dynamo.reset()
+            functional = torch.compile(functional, fullgraph=True)  # waits by itself
+        calls: dict[str, Callable[[Tensor], Tensor]] = {
+            self.name: eager if kind == "dist" else lambda x: wait_tensor(functional(x))
+        }
+        if self._op is not None and kind == "dist" and operation == "all_reduce":
+            calls[OP] = self._op
+        self._calls = {name: partial(call, self._x) for name, call in calls.items()}
+        return list(self._calls)
+
+    def check(self, name: str) -> str | None:
+        if self._x is not None:
+            self._x.copy_(self._source)
+        found = torch.as_tensor(self._calls[name]())
+        if self._x is None:
+            return None if torch.isfinite(found) else f"the loss is {found}"
+        if self.name == LAYERS or torch.equal(found, self._expected):
+            return None
+        return WrongAnswer.of(int((found != self._expected).sum()), f"the answer of rank {self.rank} is wrong")
+
+    def run(self, name: str, calls: int) -> Timing:
+        if self._x is not None:
+            self._x.zero_()
+        return timed(self._calls[name], calls)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def step_of(kind: str) -> Callable[[], float]:
+    """Returns a step of training, which gives the loss; all ranks make it and call it together."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
+    if kind == "DDP step":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(_ROWS, _WIDTH)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    return step
