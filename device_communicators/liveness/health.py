@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,9 @@ _TOGETHER_S = 0.1
 _HOST_TOGETHER_S = 0.25
 """The same for ranks of another host, all of which may be ending."""
 
+
+_PF_EXITING = 4
+"""Of the flags in /proc/PID/stat."""
 
 HAS_PIDFDS = hasattr(os, "pidfd_open")
 """False outside of Linux: there ranks of one host hear of each other's ends as those of several hosts do."""
@@ -91,6 +95,25 @@ class FailureDomain:
         self.is_root = is_root
 
 
+def is_ending(pid: int) -> bool:
+    """Returns True for a process whose threads all have a SIGKILL to come or are in their exit, which takes a while."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # it has ended, or there is no /proc
+        return False
+    return all(_thread_is_ending(f"/proc/{pid}/task/{thread}/stat") for thread in threads)
+
+
+def _thread_is_ending(stat: str) -> bool:
+    try:
+        with open(stat, encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(") ")[2].split()  # those of proc(5) from the third on
+    except OSError:
+        return True  # it has ended
+    flags, pending = int(fields[6]), int(fields[28])
+    return bool(flags & _PF_EXITING) or bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
     """Returns what `question()` does, asked by a thread; None if it takes longer, or its store or network fails."""
     answers: list[Any] = []
@@ -126,6 +149,7 @@ class Watcher:
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
         self._processes: dict[int, int] = {}  # pidfd -> global rank
+        self._pids: dict[int, int] = {}  # global rank -> PID
         self._linked: set[int] = set()
         self.bound_s = NEWS_S
         """How long after a connection broke a death may come to be known: over hosts, the heartbeats' limit."""
@@ -161,6 +185,7 @@ class Watcher:
     def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
         self._has_left = has_left
+        self._pids = dict(pids)
         for rank, pid in pids.items():
             try:
                 self._processes[os.pidfd_open(pid)] = rank
@@ -227,7 +252,14 @@ class Watcher:
         if found:
             together_s = _TOGETHER_S if all(self.is_neighbour(death.rank) for death in found) else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
+            self._report_ending(set(ranks))
         return self.deaths_of(ranks)
+
+    def _report_ending(self, ranks: set[int]) -> None:
+        """Reports what the kernel is ending already: until a large process has ended, seconds may go by."""
+        for rank, pid in self._pids.items():
+            if rank in ranks and rank not in self._deaths and is_ending(pid) and not self._has_left(rank):
+                self.report(rank, "has ended")
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""
@@ -247,6 +279,7 @@ class Watcher:
             with contextlib.suppress(OSError):
                 os.close(pidfd)
         self._processes = {}
+        self._pids = {}
         self._has_left = lambda rank: False
         wake, self._wake = self._wake, None
         if wake is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -255,6 +256,44 @@ def start_in_opposite_orders() -> None:
 
 def test_started_calls_go_on_by_themselves_and_in_any_order_of_groups(pools: Pools) -> None:
     pools(2).run(start_in_opposite_orders, timeout_s=DEADLINE_S)
+
+
+def come_late() -> float:
+    """Rank 1 joins in each call once rank 0 says so; returns the CPU seconds of an idle second afterwards."""
+    with torch_world() as (rank, size):
+        store = dist.distributed_c10d._get_default_store()
+        for length in (
+            16,
+            100_000,
+        ):  # the first is left to its caller for a moment, the other goes to the thread at once
+            if rank == 1:
+                store.wait([f"started {length}"])
+            x = torch.ones(length)
+            work = dist.all_reduce(x, async_op=True)
+            if rank == 0:
+                with pytest.raises(dist.DistBackendError, match="the call isn't done after the 50 ms"):
+                    work.wait(timedelta(milliseconds=50))
+                assert not work.is_completed()
+                store.set(f"started {length}", "")
+            work.wait()
+            assert work.is_success()
+            assert x.eq(size).all()
+            # What only the call holds: its tensor, and the handle.
+            held = torch.ones(length)
+            alive = weakref.ref(held.untyped_storage())
+            dist.all_reduce(held, async_op=True)
+            del held
+            after = torch.ones(1)
+            dist.all_reduce(after)
+            assert after == size
+            assert alive() is None
+        before = time.process_time()
+        time.sleep(1)
+        return time.process_time() - before
+
+
+def test_a_started_call_waits_for_no_peer_and_idle_ranks_burn_no_cpu(pools: Pools) -> None:
+    assert max(pools(2).run(come_late, timeout_s=DEADLINE_S)) < 0.05
 
 
 def leave_work_behind() -> float:

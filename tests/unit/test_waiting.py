@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +69,34 @@ def test_a_death_ends_a_wait_once_its_last_chance_is_over(kind: type[Watched]) -
         waits.append(_seconds(work.wait, PeerDiedError))
     assert min(waits) >= NOTICE_S
     assert statistics.median(waits) < NOTICE_S + 0.15
+
+
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print(flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> None:
+    """A process that is killed counts from then on; one of which only the first thread has gone doesn't."""
+    commands = (["sleep", "60"], [sys.executable, "-c", WITHOUT_ITS_FIRST_THREAD])
+    killed, other = (subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands)
+    watcher = Watcher()
+    try:
+        assert other.stdout is not None and other.stdout.read(1)
+        while Path(f"/proc/{other.pid}/stat").read_text().rpartition(") ")[2][0] != "Z":
+            time.sleep(0.01)
+        watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would tell of the end
+        watcher.report(1, "has ended")
+        assert [death.rank for death in watcher.await_death_of(range(4), 0)] == [1]
+        killed.kill()
+        assert [death.rank for death in watcher.await_death_of(range(4), 0)] == [1, 2]
+    finally:
+        for process in (killed, other):
+            process.kill()
+            process.communicate()
 
 
 def test_a_death_in_another_domain_ends_no_wait() -> None:
