@@ -10,6 +10,7 @@ a function under inductor. A step is one of training, of 21 million parameters: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -51,8 +52,8 @@ class ThroughTorch:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        dist.init_process_group(BACKENDS[name])
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(BACKENDS[name], rank=self.rank, world_size=self.size)
         self._op: Callable[[Tensor], Tensor] | None = None
         if name == OWN:
             ps.initialize_model_parallel(self.size)
