@@ -59,12 +59,12 @@ PROGRAMS = _files(
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
     Lane("failures", ("tests/failure",)),
-    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=5),
-    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=10),
-    Lane("compiles", ("tests/compile", *COMPILERS), niceness=10),
+    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=10),
+    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=19),
+    Lane("compiles", ("tests/compile", *COMPILERS), niceness=19),
 )
-"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, which are
-as nice as they are busy; the last two, of one process each, are left at the end, for two cores."""
+"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, each of
+whose many processes counts by itself; the last two, of one process each, are left at the end, for two cores."""
 
 CHECK = (
     Lane("units", ("tests/unit",)),
