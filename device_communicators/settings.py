@@ -107,6 +107,10 @@ TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_TIMEOUT_S", 600.0, _positive_seconds, "a positive number of seconds",
     "Deadline of one operation of a group where the caller gave no timeout.",
 )  # fmt: skip
+SOFT_TIMEOUT_S: Setting[float] = Setting(
+    "PARALLEL_STATE_SOFT_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",
+    "How long an operation may wait before the log says for whom, and what those ranks do.",
+)  # fmt: skip
 START_TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_START_TIMEOUT_S", 300.0, _positive_seconds, "a positive number of seconds",
     "How long the ranks look for each other at start, connect, agree on their groups and make them.",
@@ -206,8 +210,8 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, GROUP_CREATION,
-    SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
+    TIMEOUT_S, SOFT_TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND,
+    GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
     PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
     DEBUG_DIR, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip

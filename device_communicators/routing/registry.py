@@ -10,7 +10,7 @@ from pathlib import Path
 from device_communicators import forks, settings
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.routing import recorder, reports
+from device_communicators.routing import recorder, stalls
 from device_communicators.routing.route import Route, on_failure
 
 logger = logging.getLogger("parallel_state")
@@ -72,7 +72,7 @@ def register_route(route: Route) -> None:
     if former is not None:
         former.serve_ops(False)
     route.serve_ops(True)
-    reports.watch(route)
+    stalls.watch(route)
     _ROUTES[route.context.name] = _ROUTES[route.context.key] = route
     _KNOWN_NAMES.add(route.context.name)
 

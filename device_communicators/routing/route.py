@@ -43,7 +43,8 @@ from device_communicators.routing.failures import (
     kind_of_failure,
 )
 from device_communicators.routing.recorder import PAIRS, Operation, Recorder, call_site
-from device_communicators.routing.reports import WAITS, add_calls, end_wait, explained, publish
+from device_communicators.routing.reports import explained, publish
+from device_communicators.routing.stalls import WAITS, add_calls, end_wait
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
     METHODS,

@@ -13,7 +13,7 @@ from torch import Tensor
 from device_communicators.host_calls import host_call
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reports import WAITS, Waiting, end_wait
+from device_communicators.routing.stalls import WAITS, Waiting, end_wait
 
 WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
 

@@ -18,8 +18,8 @@ from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import Message, pieces_of
 from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.reports import WAITS, end_wait, waiting_for
 from device_communicators.routing.route import Route
+from device_communicators.routing.stalls import WAITS, end_wait, waiting_for
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import UserCall
 from parallel_state.messages import wire

@@ -1,0 +1,141 @@
+"""Row 42: ranks wait in different groups for each other, or one has left the loop: the log and the error say who."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import parallel_state as ps
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.ranks import Ranks
+from tests.failure.trials import late, median_of
+from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of
+
+T_S, SOFT_S = 4.0, 2.0
+WITHIN_S = T_S + 1.0
+
+
+class Told(NamedTuple):
+    outcome: Outcome
+    log: list[str]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+
+def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
+    """Runs `body` in a world of TP2 x PP2; this rank stays until all have told."""
+    lines = _Lines()
+    logging.getLogger("parallel_state").addHandler(lines)
+    with environment(PARALLEL_STATE_SOFT_TIMEOUT_S=str(SOFT_S), **settings_of(route)):
+        ps.init_distributed_environment(timeout=T_S)
+        ps.initialize_model_parallel(2, 2)
+        try:
+            ps.get_world_group().barrier()
+            outcome = body()
+            Path(folder, str(ps.get_rank())).touch()
+            until = time.monotonic() + DEADLINE_S / 2
+            while len(list(Path(folder).iterdir())) < 4 and time.monotonic() < until:
+                time.sleep(0.01)
+        finally:
+            ps.destroy_distributed_environment()
+            logging.getLogger("parallel_state").removeHandler(lines)
+    return Told(outcome, lines.found)
+
+
+def _across_groups(route: str, folder: str, call: str) -> Told:
+    """Rank 0 waits for 1, which waits for 3, which waits for 2, which waits for 0."""
+
+    def body() -> Outcome:
+        group = ps.get_tp_group() if ps.get_rank() in (0, 3) else ps.get_pp_group()
+        other = 1 - group.rank_in_group
+        return attempt({
+            "all_reduce": lambda: group.all_reduce(torch.ones(6)),
+            "recv": lambda: group.recv((6,), torch.float32, other),
+            "recv_tensor_dict": lambda: group.recv_tensor_dict(other),
+        }[call])  # fmt: skip
+
+    return _in_a_loop(route, folder, body)
+
+
+def _evaluate(seconds: float) -> Outcome:
+    """Rank 3 believes that the epoch is over."""
+    time.sleep(seconds)
+    return Outcome("ok", "", 0.0)
+
+
+def _one_leaves_the_loop(route: str, folder: str) -> Told:
+    def body() -> Outcome:
+        world = ps.get_world_group()
+        for _ in range(3):
+            world.all_reduce(torch.ones(6))
+        return _evaluate(T_S + 1.0) if world.rank == 3 else attempt(world.all_reduce, torch.ones(6))
+
+    return _in_a_loop(route, folder, body)
+
+
+def _in_time(ranks: Ranks, folder: Path, trial: Callable[[Path], float]) -> None:
+    """Asserts the bound; of a trial that took longer the median of five counts."""
+    numbers = itertools.count()
+
+    def run() -> float:
+        ranks.kill()
+        own = folder / str(next(numbers))
+        own.mkdir()
+        return trial(own)
+
+    assert not late([(0, median_of(run, run(), WITHIN_S))], WITHIN_S)
+
+
+WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
+"""By rank: the group in which it waits, for whom, and the group in which that one waits."""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_tensor_dict"])
+def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
+    def trial(folder: Path) -> float:
+        told = ranks.run(_across_groups, route, str(folder), call, timeout_s=DEADLINE_S)
+        for rank, (outcome, log) in enumerate(told):
+            group, awaited, other = WAITS_FOR[rank]
+            does = rf"global rank {awaited} is in {call}\b.* of group '{other}:"
+            assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)
+            assert awaited in outcome.suspect_ranks, (rank, outcome)
+            assert re.search(does, outcome.text), (rank, outcome)
+            (line,) = [line for line in log if "has waited for" in line]
+            assert re.search(rf"^{call}.* of group '{group}:\d+'.* has waited for [2-3]\.\d s \(timeout 4 s\)", line)
+            assert re.search(does, line), (rank, line)
+        return max(outcome.seconds for outcome, _ in told)
+
+    _in_time(ranks, tmp_path, trial)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    def trial(folder: Path) -> float:
+        *told, _ = ranks.run(_one_leaves_the_loop, route, str(folder), timeout_s=DEADLINE_S)
+        does = r"global rank 3 is in no call of a group, at test_deadlock\.py:\d+ in _evaluate, called by test_deadlock"
+        for rank, (outcome, log) in enumerate(told):
+            assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)
+            assert outcome.suspect_ranks == (3,), (rank, outcome)
+            assert re.search(does, outcome.text), (rank, outcome)
+            (line,) = [line for line in log if "has waited for" in line]
+            assert re.search(does, line), (rank, line)
+            assert "global rank 0 is" not in line and "global rank 1 is" not in line, (rank, line)
+        return max(outcome.seconds for outcome, _ in told)
+
+    _in_time(ranks, tmp_path, trial)
