@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.ranks import KILLED, Ranks
-from tests.failure.worlds import DEADLINE_S, SLACK_S
+from tests.failure.worlds import DEADLINE_S
 
-WITHIN_S = 1.0
 STAY_S = 15.0
 LATEST_S = 0.25
 """After all ranks have begun: some hundred calls."""
@@ -61,12 +60,10 @@ def kill_one(ranks: Ranks, seed: int, folder: Path) -> tuple[int, float]:
 
 
 def check_ends(ranks: Ranks, results: dict[int, tuple[End, float]], victim: int, killed_s: float) -> float:
-    """Every other rank was right until it was told, soon, and could leave; how long after the kill the last was."""
+    """Every other rank was right until it was told; how long after the kill the last was, or took to leave."""
     assert ranks.exit_code(victim) == KILLED
     assert sorted(results) == [rank for rank in range(4) if rank != victim]
-    for rank, (end, leaving_s) in results.items():
+    for rank, (end, _) in results.items():
         assert end.outcome.kind == "PeerDiedError", f"rank {rank}, call {end.calls}: {end}"
         assert set(end.outcome.suspect_ranks) == {victim}, f"rank {rank}, call {end.calls}: {end}"
-        assert end.at_s - killed_s < WITHIN_S + SLACK_S, f"rank {rank}, call {end.calls}: {end}"
-        assert leaving_s < WITHIN_S + SLACK_S, f"rank {rank} took {leaving_s} s to leave"
-    return max(end.at_s for end, _ in results.values()) - killed_s
+    return max(max(end.at_s - killed_s, leaving_s) for end, leaving_s in results.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import time
@@ -16,7 +15,7 @@ import torch
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.ranks import Ranks
-from tests.failure.trials import late, median_of
+from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of
 
 T_S, SOFT_S = 4.0, 2.0
@@ -88,19 +87,6 @@ def _one_leaves_the_loop(route: str, folder: str) -> Told:
     return _in_a_loop(route, folder, body)
 
 
-def _in_time(ranks: Ranks, folder: Path, trial: Callable[[Path], float]) -> None:
-    """Asserts the bound; of a trial that took longer the median of five counts."""
-    numbers = itertools.count()
-
-    def run() -> float:
-        ranks.kill()
-        own = folder / str(next(numbers))
-        own.mkdir()
-        return trial(own)
-
-    assert not late([(0, median_of(run, run(), WITHIN_S))], WITHIN_S)
-
-
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
 """By rank: the group in which it waits, for whom, and the group in which that one waits."""
 
@@ -121,7 +107,7 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
             assert re.search(does, line), (rank, line)
         return max(outcome.seconds for outcome, _ in told)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, WITHIN_S, before=ranks.kill)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -138,4 +124,4 @@ def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) 
             assert "global rank 0 is" not in line and "global rank 1 is" not in line, (rank, line)
         return max(outcome.seconds for outcome, _ in told)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, WITHIN_S, before=ranks.kill)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from tests.contract.attempts import attempt
 from tests.contract.test_rendezvous import held_port
 from tests.failure.calls import calls_on
 from tests.failure.ranks import KILLED, Ranks
-from tests.failure.trials import late, median_of
+from tests.failure.trials import assert_in_time
 from tests.failure.worlds import (
     DEADLINE_S,
     LONG_TIMEOUT_S,
@@ -51,22 +49,6 @@ def _killed_in(
     return told, time.monotonic() - left
 
 
-def _in_time(ranks: Ranks, folder: Path, trial: Callable[[Path], float]) -> None:
-    """Asserts the bound of the rows here, 1 s; of a trial that took longer the median of five counts.
-
-    `trial` has a folder of its own, and returns when the last survivor knew, and had let go of everything.
-    """
-    numbers = itertools.count()
-
-    def run() -> float:
-        ranks.kill()
-        own = folder / str(next(numbers))
-        own.mkdir()
-        return trial(own)
-
-    assert not late([(0, median_of(run, run()))])
-
-
 def _latest(ranks: Ranks, results: dict[int, tuple[Told, float]], victims: list[int], folder: Path) -> float:
     """Checks what the survivors tell; returns the longest time that one of them took."""
     latest_s = 0.0
@@ -94,7 +76,7 @@ def test_row_01_rank_3_is_killed(ranks: Ranks, tmp_path: Path, route: str) -> No
         results = ranks.survivors(_killed_in, "all_reduce", route, [3], str(folder), timeout_s=DEADLINE_S)
         return _latest(ranks, results, [3], folder)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -104,7 +86,7 @@ def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: 
             results = ranks.survivors(_killed_in, "all_reduce", route, [0], str(folder), port, timeout_s=DEADLINE_S)
         return _latest(ranks, results, [0], folder)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
 @pytest.mark.parametrize(("operation", "route"), on_routes(OPERATIONS))
@@ -115,7 +97,7 @@ def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str,
         results = ranks.survivors(_killed_in, operation, route, [victim], str(folder), timeout_s=DEADLINE_S)
         return _latest(ranks, results, [victim], folder)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
 WAITS = ("recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full")
@@ -158,7 +140,7 @@ def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, wait
         assert told.again.kind == "GroupFailedError", told
         return max(told.at_s - float((folder / "3").read_text()), leaving_s)
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
 def _until_two_are_gone(operation: str, route: str, folder: str) -> Told:
@@ -193,7 +175,7 @@ def test_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, operation: 
             assert "rank 1 has ended" in text and "rank 3 has ended" in text
         return max(told.at_s - killed_s for told in results.values())
 
-    _in_time(ranks, tmp_path, trial)
+    assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import torch
 import parallel_state as ps
 from device_communicators import errors
 from tests.contract.attempts import Outcome, attempt
-from tests.failure.worlds import DEADLINE_S, SLACK_S, some
+from tests.failure.trials import assert_in_time
+from tests.failure.worlds import DEADLINE_S, some
 from tests.hosts import INTERFACE, HostRanks, Hosts, problem
 
 BEAT_S, LIMIT_S = 0.2, 2.0
@@ -22,13 +24,17 @@ TWO_EACH, ONE_EACH = (0, 0, 1, 1), (0, 1)
 TIMEOUT_S = "30"
 
 
-@pytest.fixture
-def two() -> Iterator[Hosts]:
-    """Two hosts of this test alone."""
+def _two_hosts() -> Hosts:
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
-    with Hosts(2) as hosts:
+    return Hosts(2)
+
+
+@pytest.fixture
+def two() -> Iterator[Hosts]:
+    """Two hosts of this test alone."""
+    with _two_hosts() as hosts:
         yield hosts
 
 
@@ -69,17 +75,17 @@ def _cut(command: str, who: int, kind: str) -> tuple[list[Outcome], float]:
     return outcomes, time.monotonic() - left
 
 
-def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int, ...]) -> None:
+def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int, ...]) -> float:
+    """Returns how long the last rank took to be told."""
     assert sorted(results) == list(range(len(placement)))
-    for rank, (outcomes, leaving_s) in results.items():
+    for rank, (outcomes, _) in results.items():
         *good, bad, again = outcomes
         others = {each for each, host in enumerate(placement) if host != placement[rank]}
         assert [outcome.kind for outcome in good] == ["ok"] * 3
         assert issubclass(getattr(errors, bad.kind), (ps.CollectiveTimeoutError, ps.PeerDiedError)), f"{rank}: {bad}"
         assert bad.suspect_ranks and set(bad.suspect_ranks) <= others, f"rank {rank}: {bad}"
-        assert bad.seconds < LIMIT_S + 1.0 + SLACK_S, f"rank {rank}: {bad}"
-        assert again.kind == "GroupFailedError" and again.seconds < SLACK_S, f"rank {rank}: {again}"
-        assert leaving_s < SLACK_S, f"rank {rank} took {leaving_s} s to leave"
+        assert again.kind == "GroupFailedError", f"rank {rank}: {again}"
+    return max(max(outcomes[3].seconds, leaving_s) for outcomes, leaving_s in results.values())
 
 
 @pytest.mark.parametrize(
@@ -93,27 +99,34 @@ def _check(results: dict[int, tuple[list[Outcome], float]], placement: tuple[int
     ),
     ids=str,
 )  # fmt: skip
-def test_row_18_the_link_goes_down(two: Hosts, placement: tuple[int, ...], kind: str) -> None:
-    with _ranks(two, placement) as ranks:
-        command = f"ip link set {INTERFACE} down"
-        results = ranks.survivors(_cut, command, placement.index(1), kind, timeout_s=DEADLINE_S)
-    _check(results, placement)
-    for rank, (outcomes, _) in results.items():
-        bad = outcomes[3]
-        assert issubclass(getattr(errors, bad.kind), ps.CollectiveTimeoutError), f"rank {rank}: {bad}"
-        if rank == placement.index(placement[rank]):  # who leads its host knows by whose silence
-            assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
+def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], kind: str) -> None:
+    def trial(_: Path) -> float:
+        with _two_hosts() as two, _ranks(two, placement) as ranks:
+            command = f"ip link set {INTERFACE} down"
+            results = ranks.survivors(_cut, command, placement.index(1), kind, timeout_s=DEADLINE_S)
+        for rank, (outcomes, _) in results.items():
+            bad = outcomes[3]
+            assert issubclass(getattr(errors, bad.kind), ps.CollectiveTimeoutError), f"rank {rank}: {bad}"
+            if rank == placement.index(placement[rank]):  # who leads its host knows by whose silence
+                assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
+        return _check(results, placement)
+
+    assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
 
 
 @pytest.mark.parametrize(
     ("placement", "deaf"), some([(TWO_EACH, 0), (ONE_EACH, 1), (TWO_EACH, 1), (ONE_EACH, 0)], 2), ids=str
 )
-def test_row_21_one_direction_is_dead(two: Hosts, placement: tuple[int, ...], deaf: int) -> None:
+def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...], deaf: int) -> None:
     # Of the host that the other one can't hear any more: the smallest bucket takes no packet in.
     command = f"tc qdisc add dev {INTERFACE} root tbf rate 8bit burst 1 latency 1ms"
-    with _ranks(two, placement) as ranks:
-        results = ranks.survivors(_cut, command, placement.index(1 - deaf), "all_reduce", timeout_s=DEADLINE_S)
-    _check(results, placement)
+
+    def trial(_: Path) -> float:
+        with _two_hosts() as two, _ranks(two, placement) as ranks:
+            results = ranks.survivors(_cut, command, placement.index(1 - deaf), "all_reduce", timeout_s=DEADLINE_S)
+        return _check(results, placement)
+
+    assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
 
 
 def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:

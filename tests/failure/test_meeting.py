@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -22,12 +23,11 @@ from tests import hosts
 from tests.contract.attempts import LAUNCHER, Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.ranks import Ranks
+from tests.failure.trials import assert_in_time
 
 ROOT = Path(__file__).parents[2]
 START_S = 3.0
-SLACK_S = 5.0
 DEADLINE_S = 60.0
-AT_ONCE_S = 1.0
 
 
 # Row 22.
@@ -49,21 +49,25 @@ def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
 
 
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1]])
-def test_row_22_the_hosts_name_resolves_to_loopback(placement: list[int]) -> None:
+def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: list[int]) -> None:
     """Other hosts can't reach what gloo would tell them. All ranks are told whose address it is, and what to set."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")
     with hosts.Hosts(2) as made, made.ranks(placement) as ranks:
-        results = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", None, timeout_s=DEADLINE_S)
-        for told, _ in results:
-            assert told.kind == "RendezvousError", told
-            assert "parallel-state-host-0" in told.text
-            assert "127.0.1.1" in told.text
-            assert "loopback interface" in told.text
-            assert "GLOO_SOCKET_IFNAME" in told.text
-            assert told.seconds < AT_ONCE_S + SLACK_S
-            assert told.suspect_ranks[0] == 0
+
+        def trial(_: Path) -> float:
+            results = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", None, timeout_s=DEADLINE_S)
+            for told, _ in results:
+                assert told.kind == "RendezvousError", told
+                assert "parallel-state-host-0" in told.text
+                assert "127.0.1.1" in told.text
+                assert "loopback interface" in told.text
+                assert "GLOO_SOCKET_IFNAME" in told.text
+                assert told.suspect_ranks[0] == 0
+            return max(told.seconds for told, _ in results)
+
+        assert_in_time(trial, tmp_path)
         named = ranks.run(_name_is_loopback, "127.0.1.1 parallel-state-host-0", hosts.INTERFACE, timeout_s=DEADLINE_S)
         assert [met.kind for met, _ in named] == ["ok"] * len(placement), named
 
@@ -85,20 +89,32 @@ def _meet_at(address: str) -> Outcome:
     ],
     ids=["dead", "unroutable", "unresolvable"],
 )
-def test_row_23_a_master_address_that_leads_nowhere(ranks: Ranks, address: str, resolved: str, why: str) -> None:
-    with held_port() as port:
-        for told in ranks.run(_meet_at, address.format(port=port), timeout_s=DEADLINE_S):
+def test_row_23_a_master_address_that_leads_nowhere(
+    ranks: Ranks, tmp_path: Path, address: str, resolved: str, why: str
+) -> None:
+    def trial(_: Path) -> float:
+        with held_port() as port:
+            results = ranks.run(_meet_at, address.format(port=port), timeout_s=DEADLINE_S)
+        for told in results:
             assert told.kind == "RendezvousError", told
             assert address.format(port=port) in told.text
             assert resolved in told.text
             assert why in told.text
             assert "MASTER_ADDR" in told.text
-            assert told.seconds < START_S + SLACK_S
+        return max(told.seconds for told in results)
+
+    assert_in_time(trial, tmp_path, START_S + 1.0)
 
 
 RANK_ZERO = """
-import json, os, sys
+import atexit, json, os, sys, time
+import torch
 import parallel_state as ps
+from parallel_state import world
+
+def note(began_s):
+    with open(f"{sys.argv[2]}/{number}.s", "w") as file:
+        file.write(str(time.monotonic() - began_s))
 
 places, outputs = json.loads(sys.argv[1]), []
 for number, (address, port) in enumerate(places):  # forks: torch is imported once
@@ -107,6 +123,7 @@ for number, (address, port) in enumerate(places):  # forks: torch is imported on
     if pid == 0:
         os.dup2(output, 2)
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+        atexit.register(note, time.monotonic())
         ps.init_distributed_environment(backend="gloo")
         sys.exit()
     outputs.append(pid)
@@ -149,6 +166,7 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
         command = [*enter, sys.executable, "-c", RANK_ZERO, json.dumps(places), str(tmp_path)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=2 * DEADLINE_S)
     codes = json.loads(done.stdout) if done.returncode == 0 else [done.stderr]
+    took_s = [float(path.read_text()) for path in tmp_path.glob("*.s")]
     for number, ((address, at), code) in enumerate(zip(places, codes, strict=True)):
         output = (tmp_path / str(number)).read_text()
         told = f"{address}:{at}: {code}\n{output}"
@@ -160,6 +178,7 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
         assert "that address doesn't lead to its own host, parallel-state-host-1" in last, told
         assert "Set MASTER_ADDR" in last, told
         assert "MASTER_PORT" not in last, told
+    assert len(took_s) == len(places) and statistics.median(took_s) < START_S + 1.0, took_s
 
 
 # Row 24.
@@ -168,13 +187,16 @@ def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
 def _nothing() -> None: ...
 
 
-def test_row_24_the_launchers_port_is_in_use() -> None:
-    with held_port(listen=True) as port:
-        began = time.monotonic()
-        with pytest.raises(ps.RendezvousError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use") as caught:
-            ps.launch(_nothing, 4, master_port=port, timeout=DEADLINE_S)
-        assert time.monotonic() - began < AT_ONCE_S
+def test_row_24_the_launchers_port_is_in_use(tmp_path: Path) -> None:
+    def trial(_: Path) -> float:
+        with held_port(listen=True) as port:
+            began = time.monotonic()
+            with pytest.raises(ps.RendezvousError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use") as caught:
+                ps.launch(_nothing, 4, master_port=port, timeout=DEADLINE_S)
         assert "give another one, 0 for any, or preferred_port" in str(caught.value)
+        return time.monotonic() - began
+
+    assert_in_time(trial, tmp_path)
 
 
 def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
@@ -186,14 +208,19 @@ def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
     return met, works
 
 
-def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks) -> None:
+def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
     """It is tried again, as it may be just given back, until the start's deadline at most; then all are told."""
     with held_port(listen=True) as port:
-        for rank, (told, _) in enumerate(ranks.run(_serve_at, port, START_S, timeout_s=DEADLINE_S)):
-            assert told.kind == "RendezvousError", told
-            assert f"127.0.0.1:{port}" in told.text
-            assert rank > 0 or "that address is in use by another process; choose another MASTER_PORT" in told.text
-            assert told.seconds < START_S + SLACK_S
+
+        def trial(_: Path) -> float:
+            results = ranks.run(_serve_at, port, START_S, timeout_s=DEADLINE_S)
+            for rank, (told, _) in enumerate(results):
+                assert told.kind == "RendezvousError", told
+                assert f"127.0.0.1:{port}" in told.text
+                assert rank > 0 or "that address is in use by another process; choose another MASTER_PORT" in told.text
+            return max(told.seconds for told, _ in results)
+
+        assert_in_time(trial, tmp_path, START_S + 1.0)
     for met, works in ranks.run(_serve_at, port, DEADLINE_S, timeout_s=DEADLINE_S):
         assert met.kind == "ok", met
         assert works.text == "[0, 1, 2, 3]"

@@ -7,6 +7,7 @@ of its repetitions counts, since another load on the machine isn't there each ti
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -27,6 +28,29 @@ def median_of(run: Callable[[], float], first_s: float, within_s: float = WITHIN
 def late(found: Iterable[tuple[int, list[float]]], within_s: float = WITHIN_S) -> list[tuple[int, list[float]]]:
     """Returns the trials, by seed, whose median isn't within the bound."""
     return [(seed, latest_s) for seed, latest_s in found if statistics.median(latest_s) >= within_s]
+
+
+def assert_in_time(
+    trial: Callable[[Path], float],
+    folder: Path,
+    within_s: float = WITHIN_S,
+    before: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Asserts the bound of a trial, which returns how late the last rank was; of one that was late the median counts.
+
+    Each repetition has an empty folder of its own, and calls `before`, which may end the ranks of the one before it.
+    """
+    numbers = itertools.count()
+
+    def run() -> float:
+        before()
+        own = folder / str(next(numbers))
+        own.mkdir()
+        return trial(own)
+
+    found = median_of(run, run(), within_s)
+    assert not late([(0, found)], within_s)
+    return found
 
 
 def folder_of_results(otherwise: Path) -> Path:
