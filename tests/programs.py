@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from tests.workers import fork_context
 
 
@@ -59,6 +61,26 @@ def _run(code: str, environment: dict[str, str], umask: int | None, folder: str)
     if umask is not None:
         os.umask(umask)
     exec(compile(code, "program", "exec"), {"__name__": "__main__"})
+
+
+def run_in_ranks(
+    code: str, environment: Mapping[str, str], size: int, timeout_s: float
+) -> list[tuple[int | None, str]]:
+    """Returns the exit code and the output of `code` in each rank, with the variables that torchrun sets."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    programs = []
+    for rank in range(size):
+        place = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        programs.append(Program(code, {**environment, **place}))
+    try:
+        outputs = ["".join(program.communicate(timeout_s)) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    return [(program.returncode, output) for program, output in zip(programs, outputs, strict=True)]
 
 
 def script(path: Path, arguments: Sequence[str]) -> str:

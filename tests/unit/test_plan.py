@@ -461,27 +461,37 @@ def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: py
         assert all(change.values != {"etp": 1} or "etp" in sizes for change in changes), sizes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["topology"], ["plan", "--world-size", "64", "--json"], ["--help"]])
-def test_a_reader_that_stops_reading_ends_the_command_without_a_traceback(command: list[str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "parallel_state", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    process.stdout.close()
-    _, errors = process.communicate(timeout=DEADLINE_S)
-    assert b"Traceback" not in errors
-    assert b"BrokenPipe" not in errors
+FORKS = """
+import json, os, sys
+from parallel_state.__main__ import main
+
+reader, writer = os.pipe()
+os.close(reader)  # it has stopped reading
+children = []
+for number, (place, command) in enumerate(json.loads(sys.argv[1])):  # torch is imported once
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(writer if place == "pipe" else os.open(place, os.O_WRONLY), 1)
+        os.dup2(os.open(f"{sys.argv[2]}/{number}", os.O_CREAT | os.O_WRONLY), 2)
+        sys.exit(main(command))  # as an interpreter does that was started for it
+    children.append(pid)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]))
+"""
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_in_a_line() -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "parallel_state", "plan", "--world-size", "8"],
-            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
-        )  # fmt: skip
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1) and "can't be written: No space left" in done.stderr
+def test_an_output_that_takes_nothing(tmp_path: Path) -> None:
+    """A reader that stops reading ends a command without a traceback; a full disk is told in a line."""
+    plan = ["plan", "--world-size", "64", "--json"]
+    commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan)]
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, json.dumps(commands), str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    *_, code = json.loads(done.stdout)
+    *stopped, full = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
+    assert not [errors for errors in stopped if "Traceback" in errors or "BrokenPipe" in errors]
+    assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
 
 
 def test_a_stage_of_one_is_its_own_first_and_last() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native_build
+from tests.compiled import kept
 
 pytestmark = pytest.mark.slow
 
@@ -20,12 +21,15 @@ DEADLINE_S = 300
 COMBINATIONS = 9 * 5 * 4  # dtypes, reductions, numbers of sources
 
 
-def _fingerprints(compiler: Sequence[str], folder: Path, *runner: str) -> dict[str, set[str]]:
+def _fingerprints(compiler: Sequence[str], *runner: str) -> dict[str, set[str]]:
     """By dtype, reduction and number of sources: the fingerprints of all instruction sets."""
-    program = folder / "reduce_bits"
     files = [ROOT / "tests" / "native" / "reduce_bits.cpp", SOURCES / "reduce.cpp"]
     flags = ["-O3", "-std=c++17", "-fno-math-errno", "-static", f"-I{SOURCES}"]
-    subprocess.run([*compiler, *flags, *map(str, files), "-o", str(program)], check=True, timeout=DEADLINE_S)
+
+    def build(path: Path) -> None:
+        subprocess.run([*compiler, *flags, *map(str, files), "-o", str(path)], check=True, timeout=DEADLINE_S)
+
+    program = kept("reduce_bits", (*compiler, *flags), [*files, *SOURCES.glob("*.h"), *SOURCES.glob("*.inc")], build)
     output = subprocess.run([*runner, str(program)], check=True, capture_output=True, text=True, timeout=DEADLINE_S)
     found: dict[str, set[str]] = defaultdict(set)
     for line in output.stdout.splitlines():
@@ -42,18 +46,15 @@ def _own_compiler() -> Sequence[str]:
     return compiler
 
 
-def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
-    found = _fingerprints(_own_compiler(), tmp_path)
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    found = _fingerprints(_own_compiler())
     assert len(found) == COMBINATIONS
     assert {key: prints for key, prints in found.items() if len(prints) > 1} == {}
 
 
-def test_another_processor_gives_the_same_bits(tmp_path: Path) -> None:
+def test_another_processor_gives_the_same_bits() -> None:
     """An ARM in emulation, where the tools for it are installed."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or emulator is None:
         pytest.skip("needs aarch64-linux-gnu-g++ and qemu-aarch64-static")
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    theirs.mkdir()
-    ours.mkdir()
-    assert _fingerprints([compiler], theirs, emulator) == _fingerprints(_own_compiler(), ours)
+    assert _fingerprints([compiler], emulator) == _fingerprints(_own_compiler())
