@@ -59,12 +59,12 @@ PROGRAMS = _files(
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
     Lane("failures", ("tests/failure",)),
-    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=10),
-    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=19),
-    Lane("compiles", ("tests/compile", *COMPILERS), niceness=19),
+    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=5),
+    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=10),
+    Lane("compiles", ("tests/compile", *COMPILERS), niceness=10),
 )
-"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, each of
-whose many processes counts by itself; the last two, of one process each, are left at the end, for two cores."""
+"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, which are
+as nice as they are busy; the last two, of one process each, are left at the end, for two cores."""
 
 CHECK = (
     Lane("units", ("tests/unit",)),
@@ -74,6 +74,13 @@ CHECK = (
         + _files("tests/failure", "test_mismatches"),
     ),
 )
+
+
+def _be_nice(niceness: int) -> None:
+    """Lowers what this process gets of the cores; where each session gets the same share, that of its session."""
+    os.nice(niceness)
+    with suppress(OSError):  # no autogroups
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 class Run:
@@ -88,7 +95,7 @@ class Run:
             self._process = subprocess.Popen(
                 [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
-                preexec_fn=lambda: os.nice(lane.niceness),
+                preexec_fn=lambda: _be_nice(lane.niceness),
                 env={**ONE_THREAD, **os.environ},
             )  # fmt: skip
 
