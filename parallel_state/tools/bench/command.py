@@ -220,10 +220,12 @@ class Bench:
 
     def through_torch(self) -> None:
         common = {"part": "torch", "ranks": self.options.ranks, "dtype": self.options.dtype}
-        sizes = (1 << 13,) if self.options.quick else (1 << 13, 1 << 20, 1 << 24)
-        cases = [
+        sizes = self.options.sizes or ((1 << 13,) if self.options.quick else (1 << 13, 1 << 20, 1 << 24))
+        known = ("all_reduce",) if self.options.quick else ("all_reduce", "all_gather", "reduce_scatter")
+        cases: list[dict[str, object]] = [
             {**common, "kind": kind, "operation": operation, "bytes": size}
-            for operation in (("all_reduce",) if self.options.quick else ("all_reduce", "all_gather", "reduce_scatter"))
+            for operation in known
+            if operation in (self.options.operations or known)
             for kind in CALLS
             for size in sizes
         ]
