@@ -54,7 +54,7 @@ COMPILERS = _files(
 )
 PROGRAMS = _files(
     "tests/contract", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_docs_code",
-    "test_extending", "test_gpu_suite", "test_inference", "test_package",
+    "test_extending", "test_gpu_suite", "test_inference", "test_package", "test_torch_suite",
 )  # fmt: skip
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (

@@ -123,6 +123,7 @@ class _Group:
         self._members = members
         self._memory = memory
         self._timeout = timeout
+        self._barriers = 0
         self._pid = os.getpid()
 
     def places(self) -> _Places | None:
@@ -184,6 +185,44 @@ class _Group:
         gloo._set_sequence_number_for_group()
         return gloo
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
+
+        The ranks meet in the store, so that the group can be used further. Raises CollectiveTimeoutError.
+        """
+        members, store, method = self._members, self._store, "monitored_barrier"
+        self._barriers += 1
+        keys = [f"{method}/{self._barriers}/{rank}" for rank in range(len(members.ranks))]
+        if members.rank == 0:
+            late = (
+                []
+                if _wait_for(store, keys[1:], timeout)
+                else [i for i, k in enumerate(keys) if i and not store.check([k])]
+            )
+            suspects = late if wait_all_ranks else late[:1]
+            store.set(keys[0], ",".join(map(str, suspects)))
+            if not late:
+                # All have read what the last one came to.
+                for key in (*keys[1:], f"{method}/{self._barriers - 1}/0"):
+                    store.delete_key(key)
+                return
+            text = f"Rank 0 timed out in monitoredBarrier after {timeout.total_seconds()} s"
+        else:
+            store.set(keys[members.rank], "")
+            suspects = [0]
+            if _wait_for(store, keys[:1], self._timeout):
+                suspects = [int(rank) for rank in store.get(keys[0]).decode().split(",") if rank]
+            if not suspects:
+                return
+            text = (
+                f"Rank {members.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0"
+            )
+        who = f"Rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
+        global_ranks = [members.ranks[rank] for rank in suspects]
+        text = f"{method} of {members}: {text}: {who}. The group can be used further"
+        raise as_torch_error(members.failure(CollectiveTimeoutError, text, method, suspect_ranks=global_ranks))
+
     def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
         """Returns the backend of some of the ranks, this one among them; each of those calls it."""
         options = dist.distributed_c10d._DistributedBackendOptions()
@@ -233,17 +272,23 @@ class _Exchange:
         out = self._out
         if out is None:
             return
-        deadline = time.monotonic() + timeout.total_seconds()
-        nap_s = _SHORTEST_NAP_S
-        # A wait of the store's own that ends by its timeout is logged by torch as a warning.
-        while not self._store.check(self._keys):
-            if time.monotonic() >= deadline:
-                raise RuntimeError("some ranks have not come")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        if not _wait_for(self._store, self._keys, timeout):
+            raise RuntimeError("some ranks have not come")
         found = b"".join(bytes(self._store.get(key)) for key in self._keys)
         out.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
         self._out = None
+
+
+def _wait_for(store: Any, keys: list[str], timeout: timedelta) -> bool:
+    """Returns True once all keys are set, False when the time is over: torch logs that of the store's own wait."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    nap_s = _SHORTEST_NAP_S
+    while keys and not store.check(keys):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    return True
 
 
 def _recipe() -> Recipe:

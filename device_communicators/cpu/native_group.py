@@ -272,8 +272,8 @@ def _failure(
 def timed_out(members: Members, operation: str, suspect: int, elapsed_s: float) -> CollectiveTimeoutError:
     return _failure(
         members, CollectiveTimeoutError, operation, suspect, elapsed_s,
-        f"{operation} of {members} timed out after {elapsed_s:.3f} s (timeout {members.timeout_s:g} s): global rank "
-        f"{suspect} has not come. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
+        f"{operation} of {members} timed out after {elapsed_s:.3f} s (the timeout is {members.timeout_s:g} s): global "
+        f"rank {suspect} has not come. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
     )  # fmt: skip
 
 

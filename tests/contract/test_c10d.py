@@ -366,6 +366,24 @@ def test_a_receive_ends_at_its_deadline_and_names_the_rank(pools: Pools) -> None
     assert "global rank 1" in told[1]
 
 
+def miss_a_barrier() -> str:
+    """Rank 0 comes alone to the second one."""
+    with torch_world() as (rank, size):
+        dist.monitored_barrier()
+        text = ""
+        if rank == 0:
+            with pytest.raises(dist.DistBackendError, match="can be used further") as caught:
+                dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=True)
+            text = str(caught.value)
+        dist.all_reduce(x := torch.ones(1))
+        assert x.item() == size
+        return text
+
+
+def test_a_monitored_barrier_names_all_who_are_missing(pools: Pools) -> None:
+    assert "Ranks 1, 2 failed to pass" in pools(3).run(miss_a_barrier, timeout_s=DEADLINE_S)[0]
+
+
 # What torch builds on it.
 
 

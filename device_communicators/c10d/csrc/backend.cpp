@@ -735,12 +735,10 @@ Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
                 });
 }
 
-// A barrier names who hasn't come as it is.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  if (!shares_memory() && size_ > 1) return gloo()->monitoredBarrier(options, wait_all_ranks);
-  c10d::BarrierOptions sync = options;
-  sync.asyncOp = false;
-  barrier(sync)->wait();
+  check_usable();
+  callbacks_.monitored_barrier(options.timeout == c10d::kUnsetTimeout ? options_->timeout : options.timeout,
+                               wait_all_ranks);
 }
 
 // Transfers.

@@ -17,6 +17,7 @@ struct Callbacks {
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s)> collective_error;
   Pairs::Raise pair_error;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
+  std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                                   std::chrono::milliseconds timeout, const std::string& name)>

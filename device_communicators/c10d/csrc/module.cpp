@@ -79,6 +79,10 @@ Callbacks callbacks_of(const py::object& python) {
   made.usage_error = [owner](const std::string& text) {
     return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text); });
   };
+  made.monitored_barrier = [owner](std::chrono::milliseconds timeout, bool wait_all_ranks) {
+    const py::gil_scoped_acquire gil;
+    owner->attr("monitored_barrier")(timeout, wait_all_ranks);
+  };
   made.make_gloo = [owner] {
     const py::gil_scoped_acquire gil;
     return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();

@@ -1,0 +1,58 @@
+"""torch's own tests of torch.distributed: all that pass over gloo pass over `backend="parallel_state"`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.torch_suite import ROOT, Outcome, run
+
+PAGE = ROOT / "docs" / "torch_distributed.md"
+SAMPLE = (
+    "test_DistributedDataParallelCPU", "test_all_gather_coalesced_simple", "test_all_reduce_sum_async",
+    "test_get_future", "test_monitored_barrier_gloo", "test_scatter_object_list",
+    "test_send_recv_any_source_torch_profiler", "test_sparse_all_reduce_sum",
+)  # fmt: skip
+"""Of each kind a few."""
+
+
+def _known() -> set[str]:
+    """Returns the tests that the page lists with the reason why they fail."""
+    return set(re.findall(r"^\| `(test_\w+)` \|", PAGE.read_text(), re.MULTILINE))
+
+
+def _report(failed: Mapping[str, Outcome], log: Path) -> str:
+    texts = (f"--- {name}: {outcome.outcome} ---\n{outcome.reason}" for name, outcome in failed.items())
+    return "\n".join([f"{len(failed)} tests pass over gloo only; what they printed: {log}", *texts])
+
+
+def _compare(size: int, log: Path, *, rpc: bool = False, debug: str = "OFF") -> None:
+    over_gloo = run("gloo", size, rpc=rpc, debug=debug, log=log)
+    wanted = [name for name, found in over_gloo.items() if found.outcome == "passed"]
+    assert len(wanted) > (30 if rpc else 90)
+    ours = run("parallel_state", size, wanted, rpc=rpc, debug=debug, log=log)
+    failed = {name: found for name, found in ours.items() if found.outcome != "passed"}
+    listed = {name for name in wanted if name.rpartition(".")[2] in _known()}
+    assert failed.keys() <= listed, _report({name: failed[name] for name in failed.keys() - listed}, log)
+    assert listed <= failed.keys(), f"the page lists tests that pass: {sorted(listed - failed.keys())}"
+
+
+def test_a_sample_of_torchs_tests(tmp_path: Path) -> None:
+    names = [f"DistributedTests.{name}" for name in SAMPLE]
+    found = run("parallel_state", 3, names, log=tmp_path / "log")
+    failed = {name: outcome for name, outcome in found.items() if outcome.outcome != "passed"}
+    assert not failed, _report(failed, tmp_path / "log")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "debug"), [(2, "OFF"), (3, "OFF"), (4, "OFF"), (2, "DETAIL")])
+def test_what_passes_over_gloo(tmp_path: Path, size: int, debug: str) -> None:
+    _compare(size, tmp_path / "log", debug=debug)
+
+
+@pytest.mark.long
+def test_what_passes_over_gloo_beside_rpc(tmp_path: Path) -> None:
+    _compare(4, tmp_path / "log", rpc=True)

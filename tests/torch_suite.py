@@ -1,0 +1,192 @@
+"""Runs torch's own tests of torch.distributed, those that its wheel brings, over one backend on the CPU.
+
+    python -m tests.torch_suite BACKEND WORLD_SIZE [--rpc] [NAME…]     # a line of JSON a test; the log goes to stderr
+
+What the tests decide by a backend's name is decided as for gloo, or as for MPI where only that is let in. Each rank of
+a test is forked from this process, which has imported all that it needs and has made no group. With --rpc it runs those
+tests of torch's RPC, with 4 ranks each, that make a process group as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGE = "torch.testing._internal.distributed"
+_SECONDS_A_TEST = 150
+
+
+class Outcome(NamedTuple):
+    name: str
+    outcome: str
+    """passed, failed or skipped."""
+    reason: str
+    seconds: float
+
+
+class _Opening(str):
+    """A backend's name that passes for gloo's and for MPI's, too, where it is compared, and for gloo's in sets."""
+
+    def __eq__(self, other: object) -> bool:
+        return other in ("gloo", "mpi") or str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("gloo")
+
+
+def run(
+    backend: str, size: int, names: Sequence[str] = (), *, rpc: bool = False, debug: str = "OFF", log: Path
+) -> dict[str, Outcome]:
+    """Returns what became of the tests, all of them or `names`; what they print is added to `log`."""
+    found = {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
+    with tempfile.TemporaryFile("w+") as chosen, open(log, "a") as errors:
+        chosen.write("\n".join(names))
+        chosen.seek(0)
+        command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--rpc"] if rpc else [])]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                outcome = Outcome(**json.loads(line))
+                found[outcome.name] = outcome
+        finally:
+            process.kill()
+            process.wait()
+    missing = set(names) - set(found)
+    if missing or not found:
+        raise AssertionError(f"no outcome of {sorted(missing) or 'any test'} over {backend}: see {log}")
+    return found
+
+
+def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
+    """Returns the classes of distributed_test.py, whose gates read the backend's name while they are defined."""
+    from torch.testing._internal import common_distributed
+
+    common_distributed.DistTestCases.backend_feature["plugin"].add(backend)
+    with mock.patch.object(os, "environ", {**os.environ, "BACKEND": _Opening(backend)}):
+        module = importlib.import_module(f"{_PACKAGE}.distributed_test")
+    os.environ["BACKEND"] = "mpi"  # from now on it is asked for what needs 8 ranks, but for MPI
+    for names in ("PROFILING", "CUDA_PROFILING", "SEND_RECV_PROFILING"):
+        getattr(module, f"{names}_SUPPORTED_BACKENDS").append(backend)
+
+    class DistributedTests(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc,name-defined]
+        def setUp(self) -> None:
+            super().setUp()
+            self._spawn_processes()
+
+    return [DistributedTests]
+
+
+def _rpc_tests() -> list[type[unittest.TestCase]]:
+    """Returns the classes of the other files that have tests: of RPC, and of DDP below a distributed autograd."""
+    suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
+    agents = {
+        "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),
+        "Faulty": ("faulty_rpc_agent_test_fixture", suites.FAULTY_AGENT_TESTS),
+    }
+    found: list[type[unittest.TestCase]] = []
+    for agent, (file, tests) in agents.items():
+        fixture = importlib.import_module(f"{_PACKAGE}.rpc.{file}")
+        mixin = getattr(fixture, f"{agent}RpcAgentTestFixture")
+        found += suites.generate_tests(agent, mixin, tests, __name__).values()
+    return found
+
+
+def _fork_ranks() -> None:
+    from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+    fork = multiprocessing.get_context("fork").Process
+    MultiProcessTestCase._spawn_processes = lambda test: test._start_processes(fork)
+
+
+def _make_groups_of(backend: str) -> None:
+    """Makes groups of what is asked for as gloo's world from here on."""
+    import torch.distributed as dist
+
+    made = dist.init_process_group
+
+    @functools.wraps(made)
+    def make(*args: Any, **options: Any) -> None:
+        if options.get("backend") == "gloo":
+            options["backend"] = backend
+        made(*args, **options)
+
+    dist.init_process_group = make
+
+
+def _makes_group(kind: type[unittest.TestCase], method: str) -> bool:
+    """Returns True where a test of RPC, or a method that it calls, makes a process group."""
+    source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
+    if re.search("initialize_pg|init_process_group", source):
+        return True
+    called = set(re.findall(r"self\.(_\w+)\(", source)) - {method}
+    return any(_makes_group(kind, name) for name in called if inspect.isfunction(getattr(kind, name, None)))
+
+
+def _outcomes(tests: Iterable[tuple[str, unittest.TestCase]]) -> Iterator[Outcome]:
+    for name, test in tests:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        result = unittest.TestResult()
+        started = time.monotonic()
+        unittest.TestSuite([test]).run(result)
+        seconds = round(time.monotonic() - started, 2)
+        bad = [text for _, text in (*result.failures, *result.errors)]
+        skipped = [reason for _, reason in result.skipped]
+        outcome = "failed" if bad else "skipped" if skipped else "passed"
+        yield Outcome(name, outcome, "\n".join(bad or skipped), seconds)
+
+
+def _main(backend: str, size: int, rpc: bool, names: Sequence[str], results: TextIO) -> None:
+    import parallel_state  # noqa: F401  (registers the backend)
+
+    with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
+        os.environ.update(
+            BACKEND=backend, WORLD_SIZE=str(size), INIT_METHOD=f"file://{folder}/init", MASTER_ADDR="127.0.0.1",
+            DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(_SECONDS_A_TEST),
+        )  # fmt: skip
+        classes = _rpc_tests() if rpc else _distributed_tests(backend)
+        _fork_ranks()
+        _make_groups_of(backend)
+        tests = {
+            f"{kind.__name__}.{method}": kind(method)
+            for kind in classes
+            for method in unittest.TestLoader().getTestCaseNames(kind)
+            if not rpc or _makes_group(kind, method)
+        }
+        for outcome in _outcomes((name, test) for name, test in tests.items() if not names or name in names):
+            print(json.dumps(outcome._asdict()), file=results, flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("backend")
+    parser.add_argument("size", type=int)
+    parser.add_argument("--rpc", action="store_true")
+    parser.add_argument("names", nargs="*", help="of tests; read from stdin where that is no terminal")
+    given = parser.parse_args()
+    wanted = given.names or ([] if sys.stdin.isatty() else sys.stdin.read().split())
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the tests print
+    _main(given.backend, given.size, given.rpc, wanted, lines)
