@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import command_line
+
 from parallel_state.startup import environment
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench import ranks as in_each_rank
 from parallel_state.tools.bench.collectives import COPIES, GLOO, OPERATIONS, OURS, OWN, VLLM
 from parallel_state.tools.bench.peers import MPIS, SIZES_OF_VLLM
@@ -53,7 +54,7 @@ PAIRS = (
 
 
 def make_teams(options: argparse.Namespace, ranks: int) -> list[Team]:
-    peers = shared.peers(options)
+    peers = command_line.peers(options)
     settings = {"pin": not options.no_pin, "vllm": str(peers.root)}
     names = [OWN, GLOO] + [VLLM] * (peers.vllm is not None and ranks in SIZES_OF_VLLM)
     teams = [Team(name, TORCH, ranks, settings) for name in names]
@@ -125,7 +126,7 @@ def in_ranks(options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; on GPUs one for each")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
@@ -148,10 +149,10 @@ def main() -> int:
         with started(make_teams(options, ranks)) as teams:
             for team in teams:
                 print(f"{team.name}: {team.ask('about')[0]}")
-            rows += measure_all(teams, cases(options, ranks), shared.plan(options))
+            rows += measure_all(teams, cases(options, ranks), command_line.plan(options))
     report(rows)
     if options.json:
-        write_json(options.json, rows, shared.recorded(options))
+        write_json(options.json, rows, command_line.recorded(options))
     if options.svg:
         options.svg.write_text(picture(rows))
     return 0

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import parallel_state as ps
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.collectives import start_ours, start_torch, use_once
 from parallel_state.tools.bench.report import p50, print_rows, print_table, write_json
@@ -51,22 +51,22 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="2: TP 2; 4: TP 2 × PP 2")
     parser.add_argument("--only", nargs="+", choices=(OURS, SPINNING, GLOO, VLLM), default=(OURS, SPINNING, GLOO, VLLM))
     parser.set_defaults(round_ms=100.0, case_s=30.0)
     options: argparse.Namespace = parser.parse_args()
-    found = shared.peers(options)
+    found = command_line.peers(options)
     settings = {"pin": not options.no_pin, "tp": 2, "vllm": str(found.root)}
     names = [name for name in options.only if name != VLLM or found.vllm is not None]
     rows = []
     for ranks in options.ranks:
         chosen = [Team(name, __file__, ranks, settings, environment=VARIABLES.get(name)) for name in names]
         with started(chosen) as teams:
-            rows += measure_all(teams, [{"ranks": ranks, "most_calls": 50}], shared.plan(options))
+            rows += measure_all(teams, [{"ranks": ranks, "most_calls": 50}], command_line.plan(options))
     report(rows)
     if options.json:
-        write_json(options.json, rows, shared.recorded(options))
+        write_json(options.json, rows, command_line.recorded(options))
 
 
 def make(name: str, settings: dict[str, Any]) -> DecodeTeam:

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.collectives import OWN, VLLM, load, ours_by_op, start_ours, start_torch
 from parallel_state.tools.bench.report import print_rows, size_name, write_json
@@ -55,21 +55,21 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--sizes", type=int, nargs="+", default=[4 << 10, 8 << 10])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     options = parser.parse_args()
-    found = shared.peers(options)
+    found = command_line.peers(options)
     settings = {"pin": not options.no_pin, "vllm": str(found.root)}
     names = [OWN, VLLM] if found.vllm is not None else [OWN]
     rows = []
     for ranks in options.ranks:
         with started([Team(name, __file__, ranks, settings) for name in names]) as teams:
-            rows += measure_all(teams, cases(options, ranks), shared.plan(options))
+            rows += measure_all(teams, cases(options, ranks), command_line.plan(options))
     report(rows)
     if options.json:
-        write_json(options.json, rows, shared.recorded(options))
+        write_json(options.json, rows, command_line.recorded(options))
 
 
 _LIBRARIES: list[torch.library.Library] = []  # an op is there as long as its library

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.cpu import native_build
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench.collectives import ours_by_op, start_ours
 from parallel_state.tools.bench.report import p50, print_rows, print_table, size_name, write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
@@ -82,7 +82,7 @@ def of_loops(options: argparse.Namespace) -> list[Row]:
         settings = {"pin": not options.no_pin, "library": library, "memory": memory}
         cases = [{"part": "C++", "ranks": ranks, "bytes": BYTES, "most_calls": MOST_CALLS} for ranks in (1, 2)]
         with started([Team(LOOPS, __file__, 2, settings)]) as teams:
-            return measure_all(teams, cases, shared.plan(options))
+            return measure_all(teams, cases, command_line.plan(options))
 
 
 def of_modes(options: argparse.Namespace) -> list[Row]:
@@ -92,7 +92,7 @@ def of_modes(options: argparse.Namespace) -> list[Row]:
         environment = {"PARALLEL_STATE_DEBUG": value, "PARALLEL_STATE_SHARED_MEMORY": "on"}
         teams.append(Team(f"shared memory{after}", __file__, 2, settings, environment=environment))
     with started(teams) as there:
-        return measure_all(there, [{"part": "mode", "ranks": 2, "bytes": BYTES}], shared.plan(options))
+        return measure_all(there, [{"part": "mode", "ranks": 2, "bytes": BYTES}], command_line.plan(options))
 
 
 def over_gloo(options: argparse.Namespace) -> list[Row]:
@@ -102,7 +102,7 @@ def over_gloo(options: argparse.Namespace) -> list[Row]:
         environment = {"PARALLEL_STATE_DEBUG": "0", "PARALLEL_STATE_SHARED_MEMORY": "off"}
         cases = [{"part": "gloo", "ranks": ranks, "bytes": size} for size in options.sizes]
         with started([Team("gloo", __file__, ranks, settings, environment=environment)]) as teams:
-            rows += measure_all(teams, cases, shared.plan(options))
+            rows += measure_all(teams, cases, command_line.plan(options))
     return rows
 
 
@@ -157,7 +157,7 @@ def differences(row: Row, more: str, less: str) -> list[float]:
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="over gloo")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 1 << 10, 64 << 10, 1 << 20], help="over gloo")
@@ -166,7 +166,7 @@ def main() -> None:
     rows = [row for part in options.parts for row in measures[part](options)]
     report(rows)
     if options.json:
-        write_json(options.json, rows, shared.recorded(options))
+        write_json(options.json, rows, command_line.recorded(options))
 
 
 CANDIDATES = (

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from parallel_state.tools.bench import options as shared
+import command_line
+
 from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM
 from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, TOKENS, WITH_SPEC, ZMQ
 from parallel_state.tools.bench.peers import SIZES_OF_VLLM
@@ -55,12 +56,12 @@ def report(rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--objects", nargs="+", choices=OBJECTS, default=OBJECTS)
     options = parser.parse_args()
-    peers = shared.peers(options)
+    peers = command_line.peers(options)
     settings = {
         "pin": not options.no_pin,
         "vllm": str(peers.root),
@@ -71,10 +72,10 @@ def main() -> None:
     for readers in options.readers:
         chosen = [name for name in names if name != VLLM or readers + 1 in SIZES_OF_VLLM]
         with started([Team(name, MODULE, readers + 1, settings) for name in chosen]) as teams:
-            rows += measure_all(teams, cases(options, readers), shared.plan(options))
+            rows += measure_all(teams, cases(options, readers), command_line.plan(options))
     report(rows)
     if options.json:
-        write_json(options.json, rows, shared.recorded(options))
+        write_json(options.json, rows, command_line.recorded(options))
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import command_line
 import torch
 from peer_kernels_ranks import APART, FUSED, TOGETHER, EmulatedMachine, GpuMachine, KernelTeam, Machine, Others
 
 from device_communicators.peer.group import DTYPES
 from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.thresholds import ALGORITHMS
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench.devices import Clock, describe
 from parallel_state.tools.bench.picture import draw
 from parallel_state.tools.bench.report import figure, p50, print_rows, print_table, size_name, write_json
@@ -191,7 +191,7 @@ def measured(
             print(f"{case}: {wrong or 'right'} ({'; '.join(names)})", flush=True)
             continue
         teams = [team]
-        row = KernelRow(**vars(measure_all(teams, [case], shared.plan(options))[0]))  # type: ignore[arg-type]
+        row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
         row.refused = dict(team.refused)
         if not teams:  # a kernel that has trapped has ended this process's CUDA
             keep(row)
@@ -250,7 +250,7 @@ def picture(rows: Sequence[KernelRow]) -> str:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = shared.parser(__doc__)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=range(2, 9), default=None)
     parser.add_argument("--sizes", type=int, nargs="+", default=None, help="bytes that a rank all-reduces")
     parser.add_argument("--norm-sizes", type=int, nargs="+", default=None, help="bytes of the rows that are normed")
@@ -332,7 +332,7 @@ def _write(machine: Machine, options: argparse.Namespace, rows: Sequence[KernelR
             "copy_1e9_bytes_per_s": copied,
             "targets": [asdict(each) for each in found],
         }
-        write_json(options.json, rows, {**shared.recorded(options), **about})
+        write_json(options.json, rows, {**command_line.recorded(options), **about})
     if options.svg:
         options.svg.write_text(picture(rows))
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -26,9 +25,8 @@ from device_communicators.machine.peer_probe import Pair, Probe, probe_peers
 from device_communicators.machine.topology import PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import Visible, visible_devices
+from parallel_state.tools.plan.command import STDOUT, write
 from parallel_state.tools.plan.picture import NEUTRAL, PAGE, SOFT, STYLE, colored, themed
-
-STDOUT = "-"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         visible = visible_devices(topology.gpus, {} if options.replay else os.environ)
         probes = _probe(topology) if options.probe else None
         if options.json is not None:
-            _write(options.json, json.dumps(_as_json(topology, visible, probes), indent=1, ensure_ascii=False) + "\n")
+            write(options.json, json.dumps(_as_json(topology, visible, probes), indent=1, ensure_ascii=False) + "\n")
         if options.svg is not None:
-            _write(options.svg, topology_picture(topology, probes))
+            write(options.svg, topology_picture(topology, probes))
     except OSError as error:
         parser.error(f"cannot use {error.filename}: {error.strerror}")
     except RecordError as error:
@@ -88,7 +86,7 @@ def _recorded(reader: Reader, record: str | None) -> Topology:
     recorder = Recorder(reader)
     topology = read_topology(recorder)
     if record is not None:
-        _write(record, recorder.text())
+        write(record, recorder.text())
     return topology
 
 
@@ -113,13 +111,6 @@ def _as_json(topology: Topology, visible: Visible, probes: dict[Pair, Probe] | N
     if probes is not None:
         content["probes"] = [{"from": one, "to": two, **asdict(probe)} for (one, two), probe in probes.items()]
     return content
-
-
-def _write(path: str, text: str) -> None:
-    if path == STDOUT:
-        sys.stdout.write(text)
-    else:
-        pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 _WIDTH, _HEIGHT, _MARGIN, _LINE = 104.0, 50.0, 16.0, 18.0

@@ -362,13 +362,7 @@ def _unbounded(name: str, context: GroupContext, device: PeerDevice) -> Any:
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     """Runs one rank's part from its init to its destroy. Returns the row on the first rank."""
-    from parallel_state import (
-        destroy_distributed_environment,
-        get_tp_group,
-        get_world_group,
-        init_distributed_environment,
-        initialize_model_parallel,
-    )
+    import parallel_state as ps
 
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
@@ -377,11 +371,11 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         group_topology.share_gpus(place.local_rank, ranks, gpus, nccl_library.load().version)
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     torch.set_num_threads(1)
-    init_distributed_environment(backend="nccl")
+    ps.init_distributed_environment(backend="nccl")
     made: list[Communicator] = []
     try:
-        initialize_model_parallel(get_world_group().world_size)
-        group = get_tp_group()
+        ps.initialize_model_parallel(ps.get_world_group().world_size)
+        group = ps.get_tp_group()
         device = PeerDevice(group.device)
         peers = _unbounded("peer_memory", group.context, device)
         problem = peers.admit()
@@ -390,11 +384,9 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         made.append(peers)
         symmetric: Communicator | None = None
         if settings.SYMMETRIC_MEMORY_BYTES.get():
-            symmetric = _unbounded("symmetric_memory", group.context, device)
-            if symmetric.admit() is None:
-                made.append(symmetric)
-            else:
-                symmetric = None
+            found = _unbounded("symmetric_memory", group.context, device)
+            if found.admit() is None:
+                made.append(symmetric := found)
         conditions = peer_thresholds.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
         name = torch.cuda.get_device_name(group.device)
         tuning = Tuning(group, peers, symmetric, options.plan)
@@ -403,7 +395,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     finally:
         for each in made:
             each.close()
-        destroy_distributed_environment()
+        ps.destroy_distributed_environment()
 
 
 def _report(row: Thresholds, path: Path) -> None:

@@ -9,7 +9,7 @@
 | `rounds.py` | a case: prepare, check, calibrate, rounds in turns, check again; how busy the machine was |
 | `collectives.py`, `mpi.py`, `messages.py` | the candidates: how each library is called |
 | `ranks.py`, `devices.py` | for ranks that run a benchmark themselves: communicators one by one, GPUs, CUDA graphs |
-| `report.py`, `options.py` | medians, ratios, tables, JSON; the command line of the scripts in `benchmarks/` |
+| `report.py` | medians, ratios, tables, JSON |
 
 A candidate that fails is left out alone, with its reason; figures of a wrong answer are never printed or drawn.
 """

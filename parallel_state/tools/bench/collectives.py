@@ -43,7 +43,7 @@ class _Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """A `worker.Team` of one runtime: subclasses give its `Exchange`s by operation."""
+    """A team, as `worker` asks it, of one runtime: subclasses give its `Exchange`s by operation."""
 
     rank: int
     size: int

@@ -35,7 +35,7 @@ from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, ROWS, 
 from parallel_state.tools.bench.messages import ZMQ, case_bytes
 from parallel_state.tools.bench.page import Findings
 from parallel_state.tools.bench.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
-from parallel_state.tools.bench.report import circumstances
+from parallel_state.tools.bench.report import circumstances, recorded
 from parallel_state.tools.bench.rounds import Plan, Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 from parallel_state.tools.bench.through_torch import BACKENDS, CALLS, LAYERS, STEPS
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     findings = Findings(
         {
             **circumstances(),
-            "settings": {name: value for name, value in vars(options).items() if not isinstance(value, Path)},
+            "settings": recorded(options),
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
             "command": " ".join([PROGRAM, *_without_paths(words)]),
         }

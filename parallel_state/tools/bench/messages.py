@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,22 +133,13 @@ class OwnTeam(MessageTeam):
         if kind == "object":
             return {OWN: Exchange(lambda: group.broadcast_object(value, 0), lambda: group.broadcast_object(None, 0))}
         spec = ps.TensorDictSpec.of(value)
+        calls: list[Callable[..., Any]] = [
+            partial(group.send_tensor_dict, value, 1),
+            partial(group.recv_tensor_dict, 0),
+        ]
         if kind == "broadcast":
-            return {
-                OWN: Exchange(
-                    lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict(None, 0)
-                ),
-                WITH_SPEC: Exchange(
-                    lambda: group.broadcast_tensor_dict(value, 0, spec=spec),
-                    lambda: group.broadcast_tensor_dict(None, 0, spec=spec),
-                ),
-            }
-        return {
-            OWN: Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0)),
-            WITH_SPEC: Exchange(
-                lambda: group.send_tensor_dict(value, 1, spec=spec), lambda: group.recv_tensor_dict(0, spec=spec)
-            ),
-        }
+            calls = [partial(group.broadcast_tensor_dict, given, 0) for given in (value, None)]
+        return {OWN: Exchange(*calls), WITH_SPEC: Exchange(*(partial(call, spec=spec) for call in calls))}
 
 
 class TorchTeam(MessageTeam):
@@ -157,15 +149,10 @@ class TorchTeam(MessageTeam):
         self.rank, self.size, _ = start_torch()
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
-        return {
-            "object": {
-                GLOO: Exchange(lambda: _broadcast_object_of_torch(value), lambda: _broadcast_object_of_torch(None))
-            },
-            "broadcast": {
-                GLOO: Exchange(lambda: _broadcast_dict_of_torch(value), lambda: _broadcast_dict_of_torch(None))
-            },
-            "pipeline": {GLOO: Exchange(lambda: _send_dict_of_torch(value), _receive_dict_of_torch)},
-        }[kind]
+        if kind == "pipeline":
+            return {GLOO: Exchange(lambda: _send_dict_of_torch(value), _receive_dict_of_torch)}
+        broadcast = _broadcast_object_of_torch if kind == "object" else _broadcast_dict_of_torch
+        return {GLOO: Exchange(lambda: broadcast(value), lambda: broadcast(None))}
 
 
 class VllmTeam(MessageTeam):
@@ -180,13 +167,12 @@ class VllmTeam(MessageTeam):
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
         group, queue = self.group, self.group.mq_broadcaster
-        return {
-            "object": {VLLM: Exchange(lambda: queue.enqueue(value), lambda: queue.dequeue(timeout=DEADLINE_S))},
-            "broadcast": {
-                VLLM: Exchange(lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict())
-            },
-            "pipeline": {VLLM: Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0))},
+        exchange = {
+            "object": Exchange(lambda: queue.enqueue(value), lambda: queue.dequeue(timeout=DEADLINE_S)),
+            "broadcast": Exchange(lambda: group.broadcast_tensor_dict(value, 0), lambda: group.broadcast_tensor_dict()),
+            "pipeline": Exchange(lambda: group.send_tensor_dict(value, 1), lambda: group.recv_tensor_dict(0)),
         }[kind]
+        return {VLLM: exchange}
 
 
 class ZmqTeam(MessageTeam):
@@ -194,10 +180,32 @@ class ZmqTeam(MessageTeam):
 
     def start(self, settings: dict[str, Any]) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.sockets = _Sockets(settings, self.rank, self.size)
+        sys.path.append(settings["site"])
+        import msgpack  # type: ignore[import-not-found]
+        import zmq  # type: ignore[import-not-found]
+
+        self.pack, self.unpack = msgpack.packb, msgpack.unpackb
+        context = zmq.Context()
+        addresses = [f"ipc://{settings['folder']}/{reader}" for reader in range(1, self.size)]
+        self.sockets = [context.socket(zmq.PAIR) for _ in (addresses if self.rank == 0 else addresses[:1])]
+        for socket in self.sockets:
+            socket.RCVTIMEO = socket.SNDTIMEO = int(DEADLINE_S * 1000)
+        if self.rank:
+            self.sockets[0].connect(addresses[self.rank - 1])
+        else:
+            for socket, address in zip(self.sockets, addresses, strict=True):
+                socket.bind(address)
 
     def exchanges(self, kind: str, value: Any) -> dict[str, Exchange]:
-        return {ZMQ: Exchange(lambda: self.sockets.send(value), self.sockets.receive)} if kind == "object" else {}
+        if kind != "object":
+            return {}
+        receive = self.sockets[0].recv
+        return {ZMQ: Exchange(lambda: self._post(value), lambda: self.unpack(receive(copy=False).buffer))}
+
+    def _post(self, value: Any) -> None:
+        packed = self.pack(value)
+        for socket in self.sockets:
+            socket.send(packed, copy=False)
 
 
 TEAMS: dict[str, Callable[[dict[str, Any]], MessageTeam]] = {
@@ -230,35 +238,6 @@ class _Entered:
             if time.monotonic() > deadline:
                 raise TimeoutError("a reader did not come to its next message")
             time.sleep(20e-6)
-
-
-class _Sockets:
-    """Sends and receives by zmq."""
-
-    def __init__(self, settings: dict[str, Any], rank: int, size: int) -> None:
-        sys.path.append(settings["site"])
-        import msgpack  # type: ignore[import-not-found]
-        import zmq  # type: ignore[import-not-found]
-
-        self.pack, self.unpack = msgpack.packb, msgpack.unpackb
-        context = zmq.Context()
-        addresses = [f"ipc://{settings['folder']}/{reader}" for reader in range(1, size)]
-        self.sockets = [context.socket(zmq.PAIR) for _ in (addresses if rank == 0 else addresses[:1])]
-        for socket in self.sockets:
-            socket.RCVTIMEO = socket.SNDTIMEO = int(DEADLINE_S * 1000)
-        if rank:
-            self.sockets[0].connect(addresses[rank - 1])
-        else:
-            for socket, address in zip(self.sockets, addresses, strict=True):
-                socket.bind(address)
-
-    def send(self, value: Any) -> None:
-        packed = self.pack(value)
-        for socket in self.sockets:
-            socket.send(packed, copy=False)
-
-    def receive(self) -> Any:
-        return self.unpack(self.sockets[0].recv(copy=False).buffer)
 
 
 # The values.

@@ -96,14 +96,11 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
             told = f"{name}, {panel.x_text(int(x))}: {y:.4g} {panel.unit}"
             parts.append(f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6" fill="{colour}">')
             parts.append(f"<title>{escape(told)}</title></circle>")
+        weight = "" if dashes else ' font-weight="bold"'
         parts.append(
-            f'<text x="{WIDTH - RIGHT + 10}" y="{heights[name]:.1f}" fill="{colour}"'
-            f"{'' if dashes else FONT_OF_OURS}>{escape(name)}</text>"
+            f'<text x="{WIDTH - RIGHT + 10}" y="{heights[name]:.1f}" fill="{colour}"{weight}>{escape(name)}</text>'
         )
     return "".join(parts)
-
-
-FONT_OF_OURS = ' font-weight="bold"'
 
 
 def _apart(places: Sequence[tuple[float, str]], bottom: float) -> dict[str, float]:

@@ -30,11 +30,19 @@ from device_communicators import Route, register_route, settings, unique_name
 from device_communicators.errors import UnsupportedError
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench import options as shared
 from parallel_state.tools.bench.devices import Clock, captured, describe, share_gpus
 from parallel_state.tools.bench.picture import draw
-from parallel_state.tools.bench.report import bandwidths, p50, p99, print_rows, print_table, size_name, write_json
-from parallel_state.tools.bench.rounds import Row
+from parallel_state.tools.bench.report import (
+    bandwidths,
+    p50,
+    p99,
+    print_rows,
+    print_table,
+    recorded,
+    size_name,
+    write_json,
+)
+from parallel_state.tools.bench.rounds import Plan, Row
 
 Call = Callable[[Tensor], Tensor]
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -232,7 +240,7 @@ class Ranks:
     def __init__(self, group: ps.GroupCoordinator, options: argparse.Namespace) -> None:
         self.group = group
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
-        self.plan = shared.plan(options)
+        self.plan = Plan(options.rounds, options.round_ms / 1e3, case_s=options.case_s)
         self.modes, self.left_out = usable_modes(options.modes, self.device)
         self.ways = Ways(group)
         self.clock = Clock(self.device)
@@ -470,7 +478,7 @@ def run_rank(options: argparse.Namespace) -> bool:
 def _write(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, sharing: str) -> None:
     about = {**describe(ranks.device), "sharing": sharing, "route": ranks.group.explain(), "left_out": ranks.left_out}
     if options.json:
-        write_json(options.json, rows, {**shared.recorded(options), **about})
+        write_json(options.json, rows, {**recorded(options), **about})
     if options.svg:
         options.svg.write_text(picture(rows))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -142,6 +143,11 @@ def commit() -> str:
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(dumps({"benchmark": Path(sys.argv[0]).name, **circumstances(), "settings": settings}, rows))
+
+
+def recorded(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options as they go into the JSON, without places on this machine."""
+    return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
 
 
 def circumstances() -> dict[str, Any]:

@@ -12,23 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from parallel_state.tools.bench.teams import TeamError
+from parallel_state.tools.bench.teams import Team, TeamError
 from parallel_state.tools.bench.worker import Timing
 
 NOTICED = 0.1
 """Cores; where others used more meanwhile, a case counts as disturbed."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-class Asked(Protocol):
-    """What measuring needs of a `teams.Team`."""
-
-    name: str
-    pids: list[int]
-
-    def ask(self, method: str, *arguments: Any) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ class Row:
 
 
 class _Candidate(NamedTuple):
-    team: Asked
+    team: Team
     name: str
 
 
@@ -123,7 +114,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
     return [] if timings is None else samples_us(timings, calls)
 
 
-def _ask(teams: list[Any], row: Row, team: Asked, name: str, method: str, *arguments: Any) -> list[Any] | None:
+def _ask(teams: list[Any], row: Row, team: Team, name: str, method: str, *arguments: Any) -> list[Any] | None:
     """Returns the ranks' answers; for `prepare` the first rank's, which all have. None of a team that is out."""
     if team not in teams:
         return None
@@ -186,7 +177,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 class Strangers:
     """Counts the cores that processes other than this one and the teams' ranks keep busy, from its making on."""
 
-    def __init__(self, teams: Sequence[Asked]) -> None:
+    def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
         self.started_s = time.monotonic()
         self.before_s = self._others_s()

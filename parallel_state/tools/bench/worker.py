@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 CLOSE_S = 3
 ROOT = Path(__file__).resolve().parents[3]
@@ -59,15 +59,6 @@ class WrongAnswer(str):
         problem = cls(text)
         problem.elements = elements
         return problem
-
-
-class Team(Protocol):
-    rank: int
-    size: int
-
-    def prepare(self, values: dict[str, Any]) -> list[str]: ...
-    def check(self, name: str) -> str | None: ...
-    def run(self, name: str, calls: int) -> Timing: ...
 
 
 def timed(call: Callable[[], object], calls: int) -> Timing:

@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = options.color_by or default_kind(plan)
     try:
         if options.json is not None:
-            _write(options.json, _dump(plan_json(plan, remarks, communicators, options.rank)))
+            write(options.json, _dump(plan_json(plan, remarks, communicators, options.rank)))
         if options.svg is not None:
-            _write(options.svg, picture(plan, kind))
+            write(options.svg, picture(plan, kind))
         if options.html is not None:
-            _write(options.html, page(plan, kind, remarks))
+            write(options.html, page(plan, kind, remarks))
     except OSError as error:
         parser.error(f"cannot write {error.filename}: {error.strerror}")
     if STDOUT not in (options.json, options.svg, options.html):
@@ -106,7 +106,8 @@ def _dump(found: dict[str, Any]) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """Writes to a file, or to stdout."""
     if path == STDOUT:
         sys.stdout.write(text)
     else:
@@ -116,7 +117,7 @@ def _write(path: str, text: str) -> None:
 def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
     changes = changes_that_fit(request)
     if json_path is not None:
-        _write(json_path, _dump(refusal_json(error, changes)))
+        write(json_path, _dump(refusal_json(error, changes)))
     print(f"error: {error}", file=sys.stderr)
     for index, change in enumerate(changes):
         print(f"{'or' if index else 'smallest change'}: {change}", file=sys.stderr)

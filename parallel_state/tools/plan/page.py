@@ -1,8 +1,8 @@
 """A plan as one HTML page: the drawing of `picture`, buttons for the kinds of groups, and a panel for one rank.
 
 Works from a file, without network: styles and script are inside, and the page's own policy forbids anything else. The
-page holds no lists of ranks: the script computes groups from the axes, as `layout.Grid` does. The script is in
-`script`.
+page holds no lists of ranks: the script, `page.js`, computes groups from the axes, as `layout.Grid` does. It reads the
+page's data and writes text only, never HTML.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from parallel_state.layout.axes import BY_NAME
@@ -17,7 +18,6 @@ from parallel_state.layout.ranks import Grid
 from parallel_state.tools.plan.groups import Kind, Plan, whole_of
 from parallel_state.tools.plan.picture import LIGHT, STYLE, Geometry, how_to_read, nodes, shown
 from parallel_state.tools.plan.remarks import Remark
-from parallel_state.tools.plan.script import PAGE_STYLE, SCRIPT
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
@@ -29,6 +29,7 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
     shows, read = shown(kind), how_to_read(plan, kind)
     data = json.dumps(page_data(plan, name, geometry), separators=(",", ":"), ensure_ascii=False)
     title = escape(str(plan.layout))
+    style, script = (Path(__file__).with_suffix(suffix).read_text(encoding="utf-8") for suffix in (".css", ".js"))
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -37,7 +38,8 @@ def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{title}</title>
-<style>{STYLE}{PAGE_STYLE}</style>
+<style>{STYLE}
+{style}</style>
 </head>
 <body>
 <header>
@@ -62,7 +64,8 @@ max="{plan.world_size - 1}" value="0"></form>
 </aside>
 </main>
 <script type="application/json" id="data">{for_script(data)}</script>
-<script>{SCRIPT}</script>
+<script>
+{script}</script>
 </body>
 </html>
 """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from parallel_state.tools.bench.peers import DEFAULT, SETUP, Peers
+from parallel_state.tools.bench.report import recorded
 from parallel_state.tools.bench.rounds import Plan
+
+__all__ = ["parser", "peers", "plan", "recorded"]
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -34,8 +36,3 @@ def peers(options: argparse.Namespace) -> Peers:
     if found.missing():
         print(f"without {', '.join(found.missing())}: {SETUP}")
     return found
-
-
-def recorded(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options as they go into the JSON, without places on this machine."""
-    return {name: value for name, value in vars(options).items() if not isinstance(value, Path)}

@@ -1,48 +1,3 @@
-"""Style and script of the page in `page`. The script reads the page's data and writes text only, never HTML."""
-
-PAGE_STYLE = """
-*{box-sizing:border-box}
-body{margin:0;padding:20px 24px;background:var(--page);color:var(--text);
- font:15px/1.45 system-ui,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}
-h1{font-size:20px;line-height:1.3;margin:0}
-p{margin:2px 0 6px}
-header p,.soft,small,th,.kinds span{color:var(--soft)}
-ul{list-style:none;margin:10px 0;padding:0}
-li{margin:4px 0;padding:4px 10px;border-left:4px solid var(--line);background:var(--box);max-width:110ch}
-li.warning{border-color:#d97706}li strong{margin-right:6px;text-transform:capitalize}
-.kinds div{display:flex;flex-wrap:wrap;gap:6px;margin:6px 0;padding-left:104px;position:relative}
-.kinds span{font-size:13px;position:absolute;left:0;top:5px}
-button{font:inherit;font-size:14px;color:var(--text);background:var(--box);border:1px solid var(--line);
- border-radius:6px;padding:3px 9px;cursor:pointer}
-button:hover{border-color:var(--soft)}
-button[aria-pressed=true]{background:var(--text);color:var(--page);border-color:var(--text)}
-button small+small,button b+small:last-child{margin-left:5px;padding-left:7px;border-left:1px solid var(--line)}
-button[aria-pressed=true] small{color:inherit;opacity:.8}
-:focus-visible{outline:2px solid #3b82f6;outline-offset:2px}
-main{display:grid;grid-template-columns:minmax(0,1fr) 350px;gap:24px;align-items:start;margin-top:12px}
-aside{position:sticky;top:12px;background:var(--box);border:1px solid var(--line);border-radius:8px;padding:14px 16px;
- max-height:calc(100vh - 24px);overflow:auto}
-#drawing{display:block;width:100%;height:auto;overflow:visible}
-input{font:inherit;width:6.5em;padding:2px 6px;color:inherit;background:var(--page);border:1px solid var(--line);
- border-radius:5px}
-form label{font-weight:600;margin-right:4px}
-dl{display:grid;grid-template-columns:auto 1fr;gap:2px 12px;margin:10px 0}
-dt{color:var(--soft)}dd{margin:0}
-table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
-th{font-weight:400;text-align:left}th,td{padding:4px 8px 4px 0;vertical-align:top}
-tbody tr{border-top:1px solid var(--line)}
-td+td,th+th{white-space:nowrap}
-tr.ranks td{padding-top:0;color:var(--soft);font-size:13px;overflow-wrap:anywhere}
-tr.ranks{border:0!important}
-tr.chosen td{font-weight:600;color:var(--text)}
-.gpu{cursor:pointer;outline:none}
-.chosen .gpu{opacity:.3}.chosen .gpu.on{opacity:1}
-.gpu.on rect,rect.gpu.on{stroke:var(--text);stroke-width:var(--mark)}
-.gpu.me rect,rect.gpu.me{stroke:var(--text);stroke-width:calc(3*var(--mark))}
-@media(max-width:900px){main{grid-template-columns:1fr}aside{position:static;max-height:none}}
-"""
-
-SCRIPT = """
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const drawing = document.getElementById("drawing"), panel = document.getElementById("panel");
@@ -226,4 +181,3 @@ cells.forEach(cell => { cell.setAttribute("role", "button"); cell.setAttribute("
 recolor();
 show(0);
 letGo();
-"""
