@@ -10,19 +10,6 @@ from device_communicators.routing.route import Route, Traffic
 from device_communicators.routing.started import Handle
 
 __all__ = [
-    "CATALOG",
-    "REDUCE_OPS",
-    "Communicator",
-    "GroupContext",
-    "Handle",
-    "Request",
-    "Route",
-    "Row",
-    "Traffic",
-    "Work",
-    "build_route",
-    "find_route",
-    "register_route",
-    "unique_name",
-    "write_record",
-]
+    "CATALOG", "REDUCE_OPS", "Communicator", "GroupContext", "Handle", "Request", "Route", "Row", "Traffic", "Work",
+    "build_route", "find_route", "register_route", "unique_name", "write_record",
+]  # fmt: skip

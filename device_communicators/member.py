@@ -20,9 +20,22 @@ class GroupMember:
     timeout_s: float
 
     def failure(
-        self, kind: type[Failure], text: str, operation: str | None, *, started: float | None = None, **facts: Any
+        self,
+        kind: type[Failure],
+        text: str,
+        operation: str | None,
+        *,
+        started: float | None = None,
+        like: CommunicationError | None = None,
+        **facts: Any,
     ) -> Failure:
-        """Returns an error of the group; `started`, when the operation began, gives it elapsed time and timeout."""
+        """Returns an error of the group; `started`, when the operation began, gives it elapsed time and timeout.
+
+        `like`: an error with the same facts.
+        """
+        if like is not None:
+            names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")
+            facts = {**{name: getattr(like, name) for name in names}, **facts}
         if started is not None:
             facts = {"elapsed_s": time.monotonic() - started, "timeout_s": self.timeout_s, **facts}
         return kind(text, group=self.name, operation=operation, rank=self.rank, **facts)

@@ -132,29 +132,10 @@ def _reduce_scatter(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
     return _OPS.reduce_scatter(x, token, dim, "sum", group)
 
 
-# Gradients: each is the region that leads the other way.
-
-
-def _grad_copy(grad: Tensor, token: Tensor, group: str) -> Tensor:
-    return _with_gradient("reduce_region", _reduce, grad, token, group)
-
-
-def _grad_reduce(grad: Tensor, token: Tensor, group: str) -> Tensor:
-    return _OPS.copy_region(grad, token, group) if torch.is_grad_enabled() else grad
-
-
-def _grad_scatter(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
-    return _with_gradient("gather_region", _gather, grad, token, dim, False, group)
-
-
 def _grad_gather(grad: Tensor, token: Tensor, dim: int, reduce_grad: bool, group: str) -> Tensor:
     if reduce_grad:
         return _with_gradient("reduce_scatter_region", _reduce_scatter, grad, token, dim, group)
     return _with_gradient("scatter_region", _scatter, grad, token, dim, group)
-
-
-def _grad_reduce_scatter(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
-    return _with_gradient("gather_region", _gather, grad, token, dim, True, group)
 
 
 def _define(
@@ -172,8 +153,15 @@ def _define(
     ops.define(name, f"Tensor x, Tensor(a!) token, {arguments}str group", "Tensor", kernel, fake, autograd)
 
 
-_define("copy_region", "", _copy, ops.fake_same, _grad_copy)
-_define("reduce_region", "", _reduce, ops.fake_same, _grad_reduce)
-_define("scatter_region", "int dim, ", _scatter, ops.fake_reduce_scatter, _grad_scatter)
+# The gradient of each is the region that leads the other way.
+_define("copy_region", "", _copy, ops.fake_same,
+        lambda grad, *args: _with_gradient("reduce_region", _reduce, grad, *args))  # fmt: skip
+_define("reduce_region", "", _reduce, ops.fake_same,
+        lambda grad, *args: _OPS.copy_region(grad, *args) if torch.is_grad_enabled() else grad)  # fmt: skip
+_define("scatter_region", "int dim, ", _scatter, ops.fake_reduce_scatter,
+        lambda grad, token, dim, group: _with_gradient("gather_region", _gather, grad, token, dim, False, group),
+        )  # fmt: skip
 _define("gather_region", "int dim, bool reduce_grad, ", _gather, ops.fake_all_gather, _grad_gather)
-_define("reduce_scatter_region", "int dim, ", _reduce_scatter, ops.fake_reduce_scatter, _grad_reduce_scatter)
+_define("reduce_scatter_region", "int dim, ", _reduce_scatter, ops.fake_reduce_scatter,
+        lambda grad, token, dim, group: _with_gradient("gather_region", _gather, grad, token, dim, True, group),
+        )  # fmt: skip

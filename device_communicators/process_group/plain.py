@@ -63,28 +63,24 @@ class PlainProcessGroup(Communicator):
             self.context.check_cpu_group(operation)
 
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions)).wait()
+        self.iall_reduce_(x, reduce_op, is_async=False).wait()
 
-    def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
-        return self._start_all_reduce_(x, reduce_op, _options(AllreduceOptions, is_async=True))
-
-    def _start_all_reduce_(self, x: Tensor, reduce_op: str, options: AllreduceOptions) -> Work:
+    def iall_reduce_(self, x: Tensor, reduce_op: str, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
+        options = _options(AllreduceOptions, is_async=is_async)
         wide, wide_op, narrow = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
         return Then(work, lambda: self._finish(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions)).wait()
+        self.ireduce_scatter(out, x, reduce_op, is_async=False).wait()
 
-    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
-        return self._start_reduce_scatter(out, x, reduce_op, _options(ReduceScatterOptions, is_async=True))
-
-    def _start_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str, options: ReduceScatterOptions) -> Work:
+    def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
+        options = _options(ReduceScatterOptions, is_async=is_async)
         wide_out, wide_op, narrow = reducible(out, reduce_op)
         wide_x, _, _ = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
@@ -99,20 +95,18 @@ class PlainProcessGroup(Communicator):
             narrow.copy_(wide)
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        self._start_all_gather(out, x, _options(AllgatherOptions)).wait()
+        self.iall_gather(out, x, is_async=False).wait()
 
-    def iall_gather(self, out: Tensor, x: Tensor) -> Work:
-        return self._start_all_gather(out, x, _options(AllgatherOptions, is_async=True))
-
-    def _start_all_gather(self, out: Tensor, x: Tensor, options: AllgatherOptions) -> Work:
+    def iall_gather(self, out: Tensor, x: Tensor, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
+        options = _options(AllgatherOptions, is_async=is_async)
         return self._watched(self._group(x)._allgather_base(as_bytes(out), as_bytes(x), options), x, "all_gather")
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         # One broadcast per rank: the exact bytes, where all-gather would need every rank's tensor padded.
         outs[self.context.rank].copy_(x)
-        works = [self._start_broadcast_(out, src, _options(BroadcastOptions)) for src, out in enumerate(outs)]
+        works = [self.ibroadcast_(out, src, is_async=False) for src, out in enumerate(outs)]
         for work in works:
             work.wait()
 
@@ -142,14 +136,12 @@ class PlainProcessGroup(Communicator):
         self._watched(work, x, "all_to_all").wait()
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
-        self._start_broadcast_(x, src, _options(BroadcastOptions)).wait()
+        self.ibroadcast_(x, src, is_async=False).wait()
 
-    def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        return self._start_broadcast_(x, src, _options(BroadcastOptions, is_async=True))
-
-    def _start_broadcast_(self, x: Tensor, src: int, options: BroadcastOptions) -> Work:
+    def ibroadcast_(self, x: Tensor, src: int, is_async: bool = True) -> Work:
         if x.numel() == 0:
             return DONE
+        options = _options(BroadcastOptions, is_async=is_async)
         options.rootRank = src
         return self._watched(self._group(x).broadcast([as_bytes(x)], options), x, "broadcast")
 

@@ -66,18 +66,7 @@ class Then:
 
 if TYPE_CHECKING:
     from device_communicators.cpu.host_memory import HostMemory
-
-__all__ = [
-    "DONE",
-    "REDUCE_OPS",
-    "Communicator",
-    "GroupContext",
-    "Request",
-    "Then",
-    "Work",
-    "merge_blocks",
-    "reduce_in_rank_order",
-]
+    from device_communicators.cpu.native_group import NativeGroup
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -134,6 +123,11 @@ class GroupContext(GroupMember):
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def collectives(self) -> NativeGroup | None:
+        """Returns the shared memory's collectives among the group's ranks on this host, if there are any."""
+        return None if self.host_memory is None else self.host_memory.collectives
 
     @property
     def cpu_group(self) -> Any:

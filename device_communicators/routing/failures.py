@@ -110,8 +110,5 @@ def gave_up(context: GroupContext, failure: CommunicationError) -> Communication
         f"{failure.args[0]}. No rank of the group has ended: one gave up first, at its deadline or by an error of its "
         "own",
         failure.operation,
-        sequence=failure.sequence,
-        suspect_ranks=failure.suspect_ranks,
-        elapsed_s=failure.elapsed_s,
-        timeout_s=failure.timeout_s,
+        like=failure,
     )

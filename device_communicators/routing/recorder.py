@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,3 @@ def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:
     made.write_text(json.dumps(content, indent=1))
     made.rename(path)
     return path
-
-
-def as_dict(operation: Operation) -> dict[str, Any]:
-    return asdict(operation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 from device_communicators import forks, settings
@@ -36,7 +37,7 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
             "group": route.context.name,
             "ranks": list(route.context.ranks),
             "failure": None if route.first_failure is None else str(route.first_failure),
-            "operations": [recorder.as_dict(each) for each in route.operations()],
+            "operations": [asdict(each) for each in route.operations()],
         }
         for route in routes
     ]

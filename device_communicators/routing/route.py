@@ -300,8 +300,7 @@ class Route:
     @contextmanager
     def alone(self, call: UserCall) -> Iterator[None]:
         """Keeps other threads from beginning a collective of the group: around one that takes several steps."""
-        memory = self.context.host_memory
-        collectives = None if memory is None else memory.collectives
+        collectives = self.context.collectives
         with self._turn_of(call):
             before, self._holder = self._holder, threading.get_ident()
             try:
@@ -318,16 +317,15 @@ class Route:
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
         """Errors of this and other ranks name this thread's calls `method`, where that is of their class."""
-        memory = self.context.host_memory
-        library = None if memory is None or memory.collectives is None else memory.collectives.library
+        collectives = self.context.collectives
         with called_as(method):
-            if library is not None:
-                library.ps_call_as(METHODS[method])
+            if collectives is not None:
+                collectives.library.ps_call_as(METHODS[method])
             try:
                 yield
             finally:
-                if library is not None:
-                    library.ps_call_as(0)
+                if collectives is not None:
+                    collectives.library.ps_call_as(0)
 
     def _begin(
         self,
@@ -352,7 +350,9 @@ class Route:
                 self._chosen.clear()
             self._chosen[key] = communicator
         if call is not None and self._serves_ops and communicator is not self._communicators[0]:
-            self._check_not_served(call)
+            collectives = self.context.collectives  # in which another thread may be by a call that came past this route
+            if collectives is not None and collectives.is_busy and self._holder != threading.get_ident():
+                raise overlap_error(call.method, str(self.context))
         record = self.note(operation, tensor, call)
         if record.site and call is not None and part_of is None:
             check_alike(self.context, self.sequence, call, record.site)
@@ -365,13 +365,6 @@ class Route:
         """Raises UnsupportedError for the host's `operation` while a CUDA graph is recorded."""
         if self._on_cuda:
             check_recordable(self.context, operation)
-
-    def _check_not_served(self, call: UserCall) -> None:
-        """Raises UsageError if another thread is in a call that came past this route."""
-        memory = self.context.host_memory
-        busy = memory is not None and memory.collectives is not None and memory.collectives.is_busy
-        if busy and self._holder != threading.get_ident():
-            raise overlap_error(call.method, str(self.context))
 
     def note(self, operation: str, tensor: Tensor | None, call: UserCall | None = None) -> Operation:
         """Numbers and records an operation that begins."""
@@ -420,18 +413,14 @@ class Route:
                 f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
             )
         if self.first_failure is not None:
-            memory = self.context.host_memory
-            if memory is not None and memory.collectives is not None:
+            if self.context.collectives is not None:
                 # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
-                memory.collectives.library.raise_interruption()
+                self.context.collectives.library.raise_interruption()
             raise self.context.failure(
                 GroupFailedError,
                 f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
                 self.first_failure.operation,
-                sequence=self.first_failure.sequence,
-                suspect_ranks=self.first_failure.suspect_ranks,
-                elapsed_s=self.first_failure.elapsed_s,
-                timeout_s=self.first_failure.timeout_s,
+                like=self.first_failure,
             ) from self.first_failure
         if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
             if self.context.watcher is not None:
@@ -531,9 +520,8 @@ class Route:
             if failure.sequence is None:
                 failure.sequence = self.sequence
             failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
-            memory = self.context.host_memory
-            if memory is not None and memory.collectives is not None and not isinstance(failure, PeerDiedError):
-                memory.collectives.give_up(failure)
+            if self.context.collectives is not None and not isinstance(failure, PeerDiedError):
+                self.context.collectives.give_up(failure)
             for listener in on_failure:
                 listener()
 

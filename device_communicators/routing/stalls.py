@@ -169,8 +169,8 @@ class Stalls:
         """Returns what the thread that has waited longest waits for."""
         waits = list(WAITS.values())
         for route in list(self._routes):
-            memory = route.context.host_memory
-            if memory is not None and memory.collectives is not None and memory.collectives.is_busy:
+            collectives = route.context.collectives
+            if collectives is not None and collectives.is_busy:
                 under_way = [each for each in route.served_operations() if each.ended_s is None]
                 waits += [(route, under_way[-1])] if under_way else []
         waits = [(route, operation) for route, operation in waits if operation.ended_s is None]

@@ -88,15 +88,16 @@ def register(
     arguments: str,
     returns: str = "Tensor",
     *,
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] = lambda *_: None,
     formula: Formula | None = None,
     advice: str = "",
     autograd: Callable[..., Any] | None = None,
 ) -> Callable[[Kernel], Kernel]:
     """Registers the decorated kernel as the op of its name.
 
-    `fake`: its fake kernel, shapes only. `formula`: its gradient; `advice`: what to do where it has none. `autograd`:
-    its kernel on the Autograd key, where one that follows from these won't do.
+    `fake`: its fake kernel, shapes only; by default that of an op that returns nothing. `formula`: its gradient;
+    `advice`: what to do where it has none. `autograd`: its kernel on the Autograd key, where one that follows from
+    these won't do.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -198,10 +199,6 @@ def fake_same(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_nothing(*_: Any) -> None:
-    return None
-
-
 def _fake_given(*args: Any) -> Tensor:
     """Makes a tensor of the arguments size, dtype and device, which are the only three of these types."""
     at = next(i for i, arg in enumerate(args) if isinstance(arg, torch.dtype))
@@ -213,37 +210,12 @@ def fake_all_gather(x: Tensor, token: Tensor, dim: int, *args: Any) -> Tensor:
     return x.new_empty((size,)) if x.dim() == 0 else x.new_empty(_resized(x, dim, x.shape[dim] * size))
 
 
-def _fake_all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    return x.new_empty(_resized(x, dim, sum(sizes)))
-
-
 def fake_reduce_scatter(x: Tensor, token: Tensor, dim: int, *args: Any) -> Tensor:
     return x.new_empty(_resized(x, dim, x.shape[dim] // find_route(args[-1]).context.size))
 
 
-def _fake_reduce_scatterv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], op: str, group: str) -> Tensor:
-    return x.new_empty(_resized(x, dim, sizes[find_route(group).context.rank]))
-
-
-def _fake_gather(x: Tensor, token: Tensor, dim: int, dst: int, group: str) -> Tensor:
-    return fake_all_gather(x, token, dim, group) if find_route(group).context.rank == dst else x.new_empty((0,))
-
-
-def _fake_all_to_all(x: Tensor, token: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str) -> Tensor:
-    return x.new_empty(_resized(x, 0, sum(outputs)))
-
-
-def _fake_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def _fake_static_fp8(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape)
-
-
-def _fake_per_token_fp8(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=FP8), scales, x.new_empty(x.shape)
+def _rank_in(group: str) -> int:
+    return find_route(group).context.rank
 
 
 def _resized(x: Tensor, dim: int, size: int) -> list[int]:
@@ -252,36 +224,9 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
-# Gradients.
-
-
-def _grad_all_reduce(grad: Tensor, token: Tensor, reduce_op: str, group: str) -> Tensor:
-    return _OPS.all_reduce(grad, token, reduce_op, group)
-
-
-def _grad_all_gather(grad: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
-    return _OPS.reduce_scatter(grad, token, dim, "sum", group)
-
-
-def _grad_all_gatherv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
-    return _OPS.reduce_scatterv(grad, token, dim, sizes, "sum", group)
-
-
-def _grad_reduce_scatter(grad: Tensor, token: Tensor, dim: int, reduce_op: str, group: str) -> Tensor:
-    return _OPS.all_gather(_averaged(grad, reduce_op, group), token, dim, group)
-
-
-def _grad_reduce_scatterv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], op: str, group: str) -> Tensor:
-    return _OPS.all_gatherv(_averaged(grad, op, group), token, dim, sizes, group)
-
-
-def _grad_all_to_all(grad: Tensor, token: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str) -> Tensor:
-    return _OPS.all_to_all(grad, token, inputs, outputs, group)
-
-
 def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor:
     total = _OPS.all_reduce(grad, token, "sum", group)
-    if find_route(group).context.rank == src:
+    if _rank_in(group) == src:
         return total
     # Zeros, but with a graph: the backward of this is a collective, in which `src` would wait for the others.
     return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
@@ -311,42 +256,50 @@ QUANTISE_YOURSELF = "quantise the result of all_reduce_add_rms_norm yourself"
 
 
 @register("Tensor x, Tensor(a!) token, str reduce_op, str group",
-          fake=fake_same, formula=_grad_all_reduce, advice=_SUM_OR_AVG)  # fmt: skip
+          fake=fake_same, formula=lambda grad, *args: _OPS.all_reduce(grad, *args), advice=_SUM_OR_AVG)  # fmt: skip
 def all_reduce(x: Tensor, token: Tensor, reduce_op: str, group: str) -> Tensor:
     return find_route(group).run("all_reduce", x, x, reduce_op, reduce_op=reduce_op)
 
 
 @register("Tensor(a!) x, Tensor(b!) token, str reduce_op, str group", "()",
-          fake=_fake_nothing, advice="use all_reduce, which has a gradient")  # fmt: skip
+          advice="use all_reduce, which has a gradient")  # fmt: skip
 def all_reduce_(x: Tensor, token: Tensor, reduce_op: str, group: str) -> None:
     find_route(group).run("all_reduce_", x, x, reduce_op, reduce_op=reduce_op)
 
 
-@register("Tensor x, Tensor(a!) token, int dim, str group", fake=fake_all_gather, formula=_grad_all_gather)
+@register("Tensor x, Tensor(a!) token, int dim, str group", fake=fake_all_gather,
+          formula=lambda grad, token, dim, group: _OPS.reduce_scatter(grad, token, dim, "sum", group))  # fmt: skip
 def all_gather(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
     return find_route(group).run("all_gather", x, x, dim)
 
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str group",
-          fake=_fake_all_gatherv, formula=_grad_all_gatherv)  # fmt: skip
+          fake=lambda x, token, dim, sizes, group: x.new_empty(_resized(x, dim, sum(sizes))),
+          formula=lambda grad, *args: _OPS.reduce_scatterv(grad, *args[:-1], "sum", args[-1]))  # fmt: skip
 def all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
     return find_route(group).run("all_gatherv", x, x, dim, sizes)
 
 
 @register("Tensor x, Tensor(a!) token, int dim, str reduce_op, str group",
-          fake=fake_reduce_scatter, formula=_grad_reduce_scatter, advice=_SUM_OR_AVG)  # fmt: skip
+          fake=fake_reduce_scatter, advice=_SUM_OR_AVG,
+          formula=lambda grad, token, dim, op, group: _OPS.all_gather(_averaged(grad, op, group), token, dim, group),
+          )  # fmt: skip
 def reduce_scatter(x: Tensor, token: Tensor, dim: int, reduce_op: str, group: str) -> Tensor:
     return find_route(group).run("reduce_scatter", x, x, dim, reduce_op, reduce_op=reduce_op)
 
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str reduce_op, str group",
-          fake=_fake_reduce_scatterv, formula=_grad_reduce_scatterv, advice=_SUM_OR_AVG)  # fmt: skip
+          fake=lambda x, token, dim, sizes, op, group: x.new_empty(_resized(x, dim, sizes[_rank_in(group)])),
+          formula=lambda grad, *args: _OPS.all_gatherv(_averaged(grad, *args[-2:]), *args[:-2], args[-1]),
+          advice=_SUM_OR_AVG)  # fmt: skip
 def reduce_scatterv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str) -> Tensor:
     return find_route(group).run("reduce_scatterv", x, x, dim, sizes, reduce_op, reduce_op=reduce_op)
 
 
 @register("Tensor x, Tensor(a!) token, int dim, int dst, str group",
-          fake=_fake_gather, advice="use all_gather, which has a gradient on every rank")  # fmt: skip
+          fake=lambda x, token, dim, dst, group: (
+              fake_all_gather(x, token, dim, group) if _rank_in(group) == dst else x.new_empty((0,))),
+          advice="use all_gather, which has a gradient on every rank")  # fmt: skip
 def gather(x: Tensor, token: Tensor, dim: int, dst: int, group: str) -> Tensor:
     return find_route(group).run("gather", x, x, dim, dst)
 
@@ -363,7 +316,9 @@ def scatter(
 
 
 @register("Tensor x, Tensor(a!) token, SymInt[] output_splits, SymInt[] input_splits, str group",
-          fake=_fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
+          fake=lambda x, token, outputs, inputs, group: x.new_empty(_resized(x, 0, sum(outputs))),
+          formula=lambda grad, token, outputs, inputs, group: _OPS.all_to_all(grad, token, inputs, outputs, group),
+          )  # fmt: skip
 def all_to_all(
     x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> Tensor:
@@ -376,12 +331,12 @@ def broadcast(x: Tensor, token: Tensor, src: int, group: str) -> Tensor:
 
 
 @register("Tensor(a!) x, Tensor(b!) token, int src, str group", "()",
-          fake=_fake_nothing, advice="use broadcast, which has a gradient")  # fmt: skip
+          advice="use broadcast, which has a gradient")  # fmt: skip
 def broadcast_(x: Tensor, token: Tensor, src: int, group: str) -> None:
     find_route(group).run("broadcast_", x, x, src)
 
 
-@register("Tensor x, Tensor(a!) token, int dst, str group", "()", fake=_fake_nothing, advice=_DETACH)
+@register("Tensor x, Tensor(a!) token, int dst, str group", "()", advice=_DETACH)
 def send(x: Tensor, token: Tensor, dst: int, group: str) -> None:
     find_route(group).run("send", x, x, dst)
 
@@ -399,7 +354,7 @@ def empty(token: Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.
     return torch.empty(size, dtype=dtype, device=device)
 
 
-@register("Tensor[] x, Tensor(a!) token, str form, int src, str group", "()", fake=_fake_nothing, advice=_DETACH)
+@register("Tensor[] x, Tensor(a!) token, str form, int src, str group", "()", advice=_DETACH)
 def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
     route = find_route(group)
     if route.context.rank != src:
@@ -410,22 +365,22 @@ def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, grou
     route.messenger.broadcast_list(x, form, src)
 
 
-@register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", fake=_fake_nothing, advice=_DETACH)
+@register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def broadcast_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
     find_route(group).messenger.broadcast_list(x, form, src)
 
 
-@register("Tensor[] x, Tensor(a!) token, str form, int dst, str group", "()", fake=_fake_nothing, advice=_DETACH)
+@register("Tensor[] x, Tensor(a!) token, str form, int dst, str group", "()", advice=_DETACH)
 def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: str) -> None:
     find_route(group).messenger.send_list(x, form, dst)
 
 
-@register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", fake=_fake_nothing, advice=_DETACH)
+@register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
     find_route(group).messenger.recv_list(x, form, src)
 
 
-@register("Tensor(a!) token, str group", "()", fake=_fake_nothing)
+@register("Tensor(a!) token, str group", "()")
 def barrier(token: Tensor, group: str) -> None:
     find_route(group).run("barrier", None)
 
@@ -435,7 +390,7 @@ def barrier(token: Tensor, group: str) -> None:
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group", "(Tensor, Tensor)",
-          fake=_fake_norm, autograd=_autograd_add_rms_norm)  # fmt: skip
+          fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)), autograd=_autograd_add_rms_norm)  # fmt: skip
 def all_reduce_add_rms_norm(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -443,7 +398,8 @@ def all_reduce_add_rms_norm(
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, Tensor scale, float eps, str group",
-          "(Tensor, Tensor)", fake=_fake_static_fp8, advice=QUANTISE_YOURSELF)  # fmt: skip
+          "(Tensor, Tensor)", fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8), x.new_empty(x.shape)),
+          advice=QUANTISE_YOURSELF)  # fmt: skip
 def all_reduce_add_rms_norm_static_fp8_quant(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor]:
@@ -452,7 +408,9 @@ def all_reduce_add_rms_norm_static_fp8_quant(
 
 
 @register("Tensor x, Tensor(a!) token, Tensor residual, Tensor weight, float eps, str group",
-          "(Tensor, Tensor, Tensor)", fake=_fake_per_token_fp8, advice=QUANTISE_YOURSELF)  # fmt: skip
+          "(Tensor, Tensor, Tensor)", advice=QUANTISE_YOURSELF,
+          fake=lambda x, *_: (x.new_empty(x.shape, dtype=FP8),
+                              x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), x.new_empty(x.shape)))  # fmt: skip
 def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
     x: Tensor, token: Tensor, residual: Tensor, weight: Tensor, eps: float, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -226,16 +226,14 @@ class QueueTransport:
 
         The queue itself can't tell: a rank that is in a collective doesn't look there.
         """
-        memory = self.route.context.host_memory
-        if memory is not None and memory.collectives is not None:
-            memory.collectives.call("announce", call.root, told=call)
+        if (collectives := self.route.context.collectives) is not None:
+            collectives.call("announce", call.root, told=call)
 
     def compare(self, call: UserCall, error: CollectiveMismatchError) -> None:
         """Raises the error that names both calls, where another rank is known to have been in another one."""
-        memory = self.route.context.host_memory
-        if memory is not None and memory.collectives is not None:
+        if (collectives := self.route.context.collectives) is not None:
             try:
-                memory.collectives.call("compare", told=call)
+                collectives.call("compare", told=call)
             except CollectiveMismatchError as named:
                 raise named from error
 
