@@ -42,16 +42,9 @@ _COUNTED = (
 )  # fmt: skip
 """In the order of `Counted` in csrc/handle.h."""
 DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int8: 4,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.uint8: 8,
-}
+    torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
+    torch.int32: 6, torch.int64: 7, torch.uint8: 8,
+}  # fmt: skip
 """Numbers of `Dtype` in csrc/reduce.h."""
 _PARTS = 64
 """kMaxRanks of csrc/tuning.h."""

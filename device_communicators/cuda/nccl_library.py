@@ -31,19 +31,9 @@ RESULTS = (
 """By number; the last one came with 2.31."""
 
 DTYPES = {
-    torch.int8: 0,
-    torch.uint8: 1,
-    torch.int32: 2,
-    torch.uint32: 3,
-    torch.int64: 4,
-    torch.uint64: 5,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.float64: 8,
-    torch.bfloat16: 9,
-    torch.float8_e4m3fn: 10,
-    torch.float8_e5m2: 11,
-}
+    torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.uint32: 3, torch.int64: 4, torch.uint64: 5, torch.float16: 6,
+    torch.float32: 7, torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
+}  # fmt: skip
 """ncclDataType_t."""
 BYTE = DTYPES[torch.uint8]
 REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3}

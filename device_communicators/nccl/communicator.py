@@ -353,20 +353,14 @@ class NcclCommunicator(Communicator):
         if x.numel():
             wide, op, narrow = reducible(x, reduce_op)
             self._all_reduce(wide, wide, _summed(op))
-            self._finish(wide, op, narrow)
+            self.finish_reduction(wide, op, narrow)
 
     def iall_reduce_(self, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
             return DONE
         wide, op, narrow = reducible(x, reduce_op)
         work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _summed(op), stream), wide)
-        return Then(work, lambda: self._finish(wide, op, narrow))
-
-    def _finish(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
-        if op == "avg":
-            wide.div_(self.context.size)
-        if narrow is not None:
-            narrow.copy_(wide)
+        return Then(work, lambda: self.finish_reduction(wide, op, narrow))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
@@ -377,7 +371,7 @@ class NcclCommunicator(Communicator):
         if x.numel():
             wide_out, op, narrow = reducible(out, reduce_op)
             self._reduce_scatter(wide_out, reducible(x, reduce_op)[0], _summed(op))
-            self._finish(wide_out, op, narrow)
+            self.finish_reduction(wide_out, op, narrow)
 
     def ireduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> Work:
         if x.numel() == 0:
@@ -387,7 +381,7 @@ class NcclCommunicator(Communicator):
         work = self._run_beside(
             lambda stream: self._reduce_scatter(wide_out, wide, _summed(op), stream), wide_out, wide
         )
-        return Then(work, lambda: self._finish(wide_out, op, narrow))
+        return Then(work, lambda: self.finish_reduction(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         """Reduces to each rank in turn, all in one launch."""
@@ -403,7 +397,7 @@ class NcclCommunicator(Communicator):
                     if block.numel():
                         what = (block.data_ptr(), wide_out.data_ptr(), block.numel(), *numbers, dst)
                         add(self.library.ncclReduce, *what)
-            self._finish(wide_out, op, narrow)
+            self.finish_reduction(wide_out, op, narrow)
         return out.movedim(0, dim).contiguous()
 
     def reduce_(self, x: Tensor, dst: int, reduce_op: str) -> None:
@@ -414,7 +408,7 @@ class NcclCommunicator(Communicator):
             place, numbers = wide.data_ptr(), (wide.numel(), DTYPES[wide.dtype], REDUCE_OPS[_summed(op)])
             self._call("reduce", self.library.ncclReduce, place, place, *numbers, dst)
             if self.context.rank == dst:
-                self._finish(wide, op, narrow)
+                self.finish_reduction(wide, op, narrow)
 
     # What only moves.
 

@@ -45,26 +45,13 @@ class Call(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("regions", c_uint64 * MAX_RANKS),
-        ("input", c_uint64),
-        ("output", c_uint64),
-        ("residual", c_uint64),
-        ("residual_out", c_uint64),
-        ("weight", c_uint64),
-        ("scale", c_uint64),
-        ("scale_out", c_uint64),
-        ("report", c_uint64),
-        ("abort", c_uint64),
-        ("numel", c_uint64),
-        ("deadline_ns", c_uint64),
-        ("rank", c_uint32),
-        ("size", c_uint32),
-        ("operation", c_uint32),
-        ("flags", c_uint32),
-        ("rows", c_uint32),
-        ("hidden", c_uint32),
+        *((name, c_uint64) for name in (
+            "input", "output", "residual", "residual_out", "weight", "scale", "scale_out", "report", "abort", "numel",
+            "deadline_ns")),
+        *((name, c_uint32) for name in ("rank", "size", "operation", "flags", "rows", "hidden")),
         ("eps", c_float),
         ("reserved", c_uint32),
-    ]
+    ]  # fmt: skip
 
 
 _OF_EACH_DTYPE = (
@@ -284,17 +271,12 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_: ClassVar = [
-        ("blocks", c_uint),
-        ("blocks_y", c_uint),
-        ("blocks_z", c_uint),
-        ("threads", c_uint),
-        ("threads_y", c_uint),
-        ("threads_z", c_uint),
-        ("shared_bytes", c_uint),
+        *((name, c_uint) for name in (
+            "blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z", "shared_bytes")),
         ("stream", c_void_p),
         ("attributes", POINTER(LaunchAttribute)),
         ("attribute_count", c_uint),
-    ]
+    ]  # fmt: skip
 
 
 class _Prepared(threading.local):

@@ -200,7 +200,8 @@ class PeerMemory:
         self.size_bytes = size_bytes
         self.how = how
         self._context = context
-        self._sharing: Sharing | None = sharing
+        self.sharing: Sharing | None = sharing
+        """This rank's part, as the way that was taken has it; None once closed."""
         hold(sharing)
 
     def __str__(self) -> str:
@@ -217,19 +218,14 @@ class PeerMemory:
 
     def close(self) -> None:
         """Lets go of all regions; this rank's work with them must be over. Twice is fine."""
-        sharing, self._sharing = self._sharing, None
+        sharing, self.sharing = self.sharing, None
         if sharing is not None:
             sharing.close()
             release(sharing)
 
-    @property
-    def sharing(self) -> Sharing | None:
-        """Returns this rank's part, as the way that was taken has it; None once closed."""
-        return self._sharing
-
     def leave(self) -> None:
         """Leaves the regions mapped until the process ends, as work with them may not be over."""
-        self._sharing = None
+        self.sharing = None
 
 
 def hold(what: object) -> None:
@@ -261,35 +257,28 @@ def share(context: GroupContext, size_bytes: int, ways: Sequence[Way]) -> PeerMe
 
 
 def _share(context: GroupContext, size_bytes: int, way: Way) -> PeerMemory:
-    sharing: Sharing | None = None
+    made: list[Sharing] = []
+    mapped: list[int] = []
 
     def offer() -> Any:
-        nonlocal sharing
-        sharing = way.allocate(context, size_bytes)
-        return sharing.offer()
+        made.append(way.allocate(context, size_bytes))
+        return made[0].offer()
 
-    def map_all() -> list[int]:
-        if sharing is None:
-            raise NotSharedError("nothing was allocated")
-        addresses = list(sharing.map(offers))
-        if len(addresses) != context.size or not all(addresses) or any(address % ALIGNMENT for address in addresses):
+    def map_all() -> None:
+        mapped.extend(made[0].map(offers))
+        if len(mapped) != context.size or not all(mapped) or any(address % ALIGNMENT for address in mapped):
             raise NotSharedError(
-                f"the addresses are {addresses}: one for each rank, a multiple of {ALIGNMENT}, was expected"
+                f"the addresses are {mapped}: one for each rank, a multiple of {ALIGNMENT}, was expected"
             )
-        mapped.extend(addresses)
-        return addresses
 
-    mapped: list[int] = []
     try:
         offers = together(context, "offer memory", offer)
         together(context, "map memory", map_all)
     except BaseException:
-        if sharing is not None:
+        for sharing in made:
             sharing.close()
         raise
-    if sharing is None:
-        raise NotSharedError("nothing was allocated")
-    return PeerMemory(context, sharing, mapped, size_bytes, way.name)
+    return PeerMemory(context, made[0], mapped, size_bytes, way.name)
 
 
 def together(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:

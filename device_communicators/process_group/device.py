@@ -58,8 +58,8 @@ class FakeGroupCommunicator(PlainProcessGroup):
     def _watched(self, work: object, *_: object) -> Work:
         return DONE
 
-    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
-        super()._finish(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
+    def finish_reduction(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
+        super().finish_reduction(wide, "sum" if wide_op == "avg" else wide_op, narrow)  # nothing was added up
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         return x.split(list(sizes), dim)[self.context.rank].contiguous().clone()

@@ -72,7 +72,7 @@ class PlainProcessGroup(Communicator):
         wide, wide_op, narrow = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
-        return Then(work, lambda: self._finish(wide, wide_op, narrow))
+        return Then(work, lambda: self.finish_reduction(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         self.ireduce_scatter(out, x, reduce_op, is_async=False).wait()
@@ -86,13 +86,7 @@ class PlainProcessGroup(Communicator):
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
-        return Then(watched, lambda: self._finish(wide_out, wide_op, narrow))
-
-    def _finish(self, wide: Tensor, wide_op: str, narrow: Tensor | None) -> None:
-        if wide_op == "avg":
-            wide.div_(self.context.size)
-        if narrow is not None:
-            narrow.copy_(wide)
+        return Then(watched, lambda: self.finish_reduction(wide_out, wide_op, narrow))
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         self.iall_gather(out, x, is_async=False).wait()

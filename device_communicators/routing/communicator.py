@@ -379,6 +379,13 @@ class Communicator(ABC):
         self.flat_reduce_scatter(out, x, reduce_op)
         return DONE
 
+    def finish_reduction(self, wide: Tensor, op: str, narrow: Tensor | None) -> None:
+        """Divides the sum of an average, and writes back what was widened: see `reductions.reducible`."""
+        if op == "avg":
+            wide.div_(self.context.size)
+        if narrow is not None:
+            narrow.copy_(wide)
+
     @abstractmethod
     def flat_all_reduce_(self, x: Tensor, reduce_op: str) -> None:
         """Reduces in place."""

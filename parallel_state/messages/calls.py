@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
+from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
@@ -238,11 +238,7 @@ class MessageCalls(GroupMember):
     def _check_message(self, operation: str) -> None:
         """Checks what a message between two ranks needs: they alone can't make the gloo group of more."""
         checks.check_no_transform(self.context, operation)
-        if self.world_size > 2 and not self.context.cpu_group_is_made:
-            raise GroupNotInitializedError(
-                f"{operation} on {self.context} needs the gloo group beside the device group, which all ranks of the "
-                "group make together at its first use; call barrier() on every rank once before"
-            )
+        self.context.check_cpu_group(operation)
 
 
 def _is_only_rank(rank: object) -> bool:

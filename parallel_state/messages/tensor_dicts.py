@@ -9,7 +9,7 @@ Dicts that travel with metadata are in `messenger`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -117,19 +117,11 @@ def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec
     if group.rank_in_group == src:
         given = _given(tensors, spec)
         if spec.carried and not group._is_single_rank():
-            pieces = _tensors_of(given, spec)
-            if _is_plain(pieces):
-                group.route.messenger.broadcast_list(pieces, spec.digest, src)
-            else:
-                _BROADCAST_LIST(pieces, group._token, spec.digest, src, group._key)
+            _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
         return given
     result = _allocated(group, spec)
     if spec.carried:
-        pieces = [result[entry.key] for entry in spec.carried]
-        if _is_plain(pieces):
-            group.route.messenger.broadcast_list(pieces, spec.digest, src)
-        else:
-            _BROADCAST_LIST_(pieces, group._token, spec.digest, src, group._key)
+        _run("broadcast_list", _BROADCAST_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
     return result
 
 
@@ -148,12 +140,8 @@ def send(
             slices = _slices(entry, all_gather_group, all_gather_tensors)
             if slices > 1:
                 pieces[i] = pieces[i].reshape(slices, -1)[all_gather_group.rank_in_group]
-    if not pieces:
-        return
-    if _is_plain(pieces):
-        group.route.messenger.send_list(pieces, spec.digest, dst)
-    else:
-        _SEND_LIST(pieces, group._token, spec.digest, dst, group._key)
+    if pieces:
+        _run("send_list", _SEND_LIST, group, pieces, spec, dst)
 
 
 def recv(
@@ -172,11 +160,7 @@ def recv(
                 result[entry.key] = result[entry.key].new_empty(prod(entry.shape) // slices)
                 sliced.append(entry)
     if spec.carried:
-        pieces = [result[entry.key] for entry in spec.carried]
-        if _is_plain(pieces):
-            group.route.messenger.recv_list(pieces, spec.digest, src)
-        else:
-            _RECV_LIST_(pieces, group._token, spec.digest, src, group._key)
+        _run("recv_list", _RECV_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
     if all_gather_group is not None:
         for entry in sliced:
             result[entry.key] = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
@@ -186,6 +170,16 @@ def recv(
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
     """Returns the tensors that travel, detached."""
     return [x.detach() if x.requires_grad else x for x in [given[entry.key] for entry in spec.carried]]
+
+
+def _run(
+    method: str, op: Callable[..., None], group: GroupMember, pieces: list[Tensor], spec: TensorDictSpec, peer: int
+) -> None:
+    """Calls the op, or at once what it would call: the messenger's method."""
+    if _is_plain(pieces):
+        getattr(group.route.messenger, method)(pieces, spec.digest, peer)
+    else:
+        op(pieces, group._token, spec.digest, peer, group._key)
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:

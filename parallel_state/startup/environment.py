@@ -94,10 +94,7 @@ def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True)
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
-    if family is None:
-        place = ProcessEnvironment(0, 0, 1, 1, None, None, "single")
-    else:
-        place = _place(family, env)
+    place = _place(family, env) if family else ProcessEnvironment(0, 0, 1, 1, None, None, "single")
     return _with_address(place, env) if rendezvous else place
 
 

@@ -89,27 +89,22 @@ def shared_address(places: dict[int, Address]) -> list[str]:
     for address, networks in ranks.items():
         if len(networks) > 1:
             hosts = [(places[each[0]], each) for each in list(networks.values())[:2]]
-            return [address, *(word for host, each in hosts for word in (host.name, host.interface, _joined(each)))]
+            told = ((host.name, host.interface, ",".join(map(str, each))) for host, each in hosts)
+            return [address, *(word for words in told for word in words)]
     return []
 
 
 def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int]]:
     """Returns the message for what `shared_address` has found, and the ranks that it is about."""
-    first, second = (
-        (name, interface, list(map(int, ranks.split(",")))) for name, interface, ranks in (hosts[:3], hosts[3:])
+    both, suspects = [], []
+    for name, interface, words in (hosts[:3], hosts[3:]):
+        ranks = [int(word) for word in words.split(",")]
+        both.append(f"ranks {format_ranks(ranks)} on host {name} (interface {interface})")
+        suspects += ranks
+    text = (
+        f"{' and '.join(both)} announce one address, {address}, to be reached at; this is host {own.name}. {advice()}"
     )
-    both = " and ".join(
-        f"ranks {format_ranks(ranks)} on host {name} (interface {interface})"
-        for name, interface, ranks in (first, second)
-    )
-    return f"{both} announce one address, {address}, to be reached at; this is host {own.name}. {advice()}", [
-        *first[2],
-        *second[2],
-    ]
-
-
-def _joined(ranks: list[int]) -> str:
-    return ",".join(map(str, ranks))
+    return text, suspects
 
 
 def in_words(place: Address) -> str:

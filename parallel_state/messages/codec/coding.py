@@ -15,7 +15,7 @@ object, the same list twice comes back as two equal lists.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,18 +160,17 @@ def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) ->
 
 
 def _decode_table(data: memoryview) -> list[TensorMetadata]:
-    try:
-        return codec_types.read_tensor_rows(data)
-    except MessageDecodeError:
-        raise
-    except Exception as error:
-        raise MessageDecodeError(f"the tensor table of a message is malformed: {error!r:.300}") from error
+    return _decoded("the tensor table of a message is malformed", codec_types.read_tensor_rows, data)
 
 
 def _decode(body: bytes | memoryview, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> Any:
+    return _decoded("bytes from a peer are not a message", codec_values.Decoder(tensors, allow_pickle).value, body)
+
+
+def _decoded(problem: str, decode: Callable[[Any], Any], data: bytes | memoryview) -> Any:
     try:
-        return codec_values.Decoder(tensors, allow_pickle).value(body)
+        return decode(data)
     except MessageDecodeError:
         raise
     except Exception as error:  # bytes of a peer may lead to nothing but a MessageDecodeError
-        raise MessageDecodeError(f"bytes from a peer are not a message: {error!r:.300}") from error
+        raise MessageDecodeError(f"{problem}: {error!r:.300}") from error

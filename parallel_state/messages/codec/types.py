@@ -120,7 +120,9 @@ def _describe(cls: type, name: str) -> RegisteredType:
         return RegisteredType(cls, name, ("name",), lambda member: (member._name_,), lambda values: members[values[0]])
     if issubclass(cls, msgspec.Struct):
         fields = cls.__struct_fields__
-        return RegisteredType(cls, name, fields, _getter(fields), functools.partial(_build_struct, cls, fields))
+        return RegisteredType(
+            cls, name, fields, _getter(fields), lambda values: cls(**dict(zip(fields, values, strict=True)))
+        )
     if dataclasses.is_dataclass(cls):
         try:
             object.__new__(cls)
@@ -137,10 +139,6 @@ def _describe(cls: type, name: str) -> RegisteredType:
 
 def _getter(fields: tuple[str, ...]) -> Callable[[Any], Sequence[object]]:
     return lambda value: [getattr(value, field) for field in fields]
-
-
-def _build_struct(cls: type, fields: tuple[str, ...], values: list[Any]) -> object:
-    return cls(**dict(zip(fields, values, strict=True)))
 
 
 def _build_dataclass(cls: type, fields: tuple[str, ...], values: list[Any]) -> object:
