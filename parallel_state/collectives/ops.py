@@ -224,6 +224,18 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return shape
 
 
+def _grad_all_gatherv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
+    return _OPS.reduce_scatterv(grad, token, dim, sizes, "sum", group)
+
+
+def _grad_reduce_scatterv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence[int], op: str, group: str) -> Tensor:
+    return _OPS.all_gatherv(_averaged(grad, op, group), token, dim, sizes, group)
+
+
+def _grad_all_to_all(grad: Tensor, token: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str) -> Tensor:
+    return _OPS.all_to_all(grad, token, inputs, outputs, group)
+
+
 def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor:
     total = _OPS.all_reduce(grad, token, "sum", group)
     if _rank_in(group) == src:
@@ -275,7 +287,7 @@ def all_gather(x: Tensor, token: Tensor, dim: int, group: str) -> Tensor:
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str group",
           fake=lambda x, token, dim, sizes, group: x.new_empty(_resized(x, dim, sum(sizes))),
-          formula=lambda grad, *args: _OPS.reduce_scatterv(grad, *args[:-1], "sum", args[-1]))  # fmt: skip
+          formula=_grad_all_gatherv)  # fmt: skip
 def all_gatherv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], group: str) -> Tensor:
     return find_route(group).run("all_gatherv", x, x, dim, sizes)
 
@@ -290,8 +302,7 @@ def reduce_scatter(x: Tensor, token: Tensor, dim: int, reduce_op: str, group: st
 
 @register("Tensor x, Tensor(a!) token, int dim, SymInt[] sizes, str reduce_op, str group",
           fake=lambda x, token, dim, sizes, op, group: x.new_empty(_resized(x, dim, sizes[_rank_in(group)])),
-          formula=lambda grad, *args: _OPS.all_gatherv(_averaged(grad, *args[-2:]), *args[:-2], args[-1]),
-          advice=_SUM_OR_AVG)  # fmt: skip
+          formula=_grad_reduce_scatterv, advice=_SUM_OR_AVG)  # fmt: skip
 def reduce_scatterv(x: Tensor, token: Tensor, dim: int, sizes: Sequence[int], reduce_op: str, group: str) -> Tensor:
     return find_route(group).run("reduce_scatterv", x, x, dim, sizes, reduce_op, reduce_op=reduce_op)
 
@@ -317,8 +328,7 @@ def scatter(
 
 @register("Tensor x, Tensor(a!) token, SymInt[] output_splits, SymInt[] input_splits, str group",
           fake=lambda x, token, outputs, inputs, group: x.new_empty(_resized(x, 0, sum(outputs))),
-          formula=lambda grad, token, outputs, inputs, group: _OPS.all_to_all(grad, token, inputs, outputs, group),
-          )  # fmt: skip
+          formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(
     x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> Tensor:
