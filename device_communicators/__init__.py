@@ -1,4 +1,4 @@
-"""How bytes move: communicators, the route that picks among them, the errors and settings of the library.
+"""The movement of bytes: communicators, the route that picks among them, the errors and settings of the library.
 
 Knows nothing of tensor or pipeline parallelism; `parallel_state` is built on it and never the other way round.
 """

@@ -29,7 +29,7 @@ _FOLDERS_FAULTS = (
 
 
 class CacheError(Exception):
-    """What the cache has can't be used; the text says why."""
+    """A file of the cache can't be used; the text says why."""
 
 
 def check_owner(path: Path) -> None:

@@ -34,7 +34,7 @@ class Row:
     module: str
     class_name: str
     paths: Paths = OP
-    """How it is reached in each state of the program: what `explain()` prints, and what a capture refuses."""
+    """The way to it in each state of the program: what `explain()` prints, and what a capture refuses."""
     device: str = "any"
     """Device of the groups that may have it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
     partial: bool = False
@@ -53,7 +53,7 @@ class Row:
     custom_all_reduce: bool = False
     """Kernels of our own, which `set_custom_all_reduce(False)` turns off."""
     asked_for: Callable[[], bool] = lambda: False
-    """Whether somebody switched it on: where it can be had for such groups, but not for this one, the log says why."""
+    """True if somebody switched it on: where it can be had for such groups, but not for this one, the log says why."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)
@@ -148,7 +148,7 @@ _KERNEL = Paths("C++ kernel of the op", "the same op", None)
 _STREAM = Paths("registered op, on the current stream", "the same op", "recorded, once the group is prepared")
 _PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
-_TOLD: set[str] = set()
+_WARNED: set[str] = set()
 """Why groups of this process go without shared memory."""
 
 CATALOG: tuple[Row, ...] = (
@@ -224,9 +224,9 @@ def _warn_of_no_shared_memory(context: GroupContext) -> None:
     chosen = not settings.SHARED_MEMORY.get() or settings.BUILD.get() == "never"
     # Other ranks' choices and troubles come with their rank.
     known = any(setting.name in (problem or "") for setting in (settings.SHARED_MEMORY, settings.BUILD))
-    if problem is None or chosen or known or context.rank != 0 or problem in _TOLD or sys.platform != "linux":
+    if problem is None or chosen or known or context.rank != 0 or problem in _WARNED or sys.platform != "linux":
         return
-    _TOLD.add(problem)
+    _WARNED.add(problem)
     logger.warning("%s goes without shared memory, which is several times faster than gloo: %s", context, problem)
 
 

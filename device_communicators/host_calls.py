@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 OUTSIDE = "call it outside the compiled function"
-"""What there is to advise where groups are made, read and ended."""
+"""The advice for calls that make, read and end groups."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 try:

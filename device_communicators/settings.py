@@ -19,7 +19,7 @@ T = TypeVar("T")
 PREFIX = "PARALLEL_STATE_"
 
 _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if os.name == "posix" else None
-"""What os.environ keeps its variables in: that one is missing, as most are, shows there in a tenth of the time."""
+"""The dict behind os.environ: that a variable is missing, as most are, shows there in a tenth of the time."""
 
 
 @dataclass(frozen=True)

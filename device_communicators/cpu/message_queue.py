@@ -171,7 +171,7 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """What sender and receiver must agree on."""
+    """A number on which sender and receiver must agree."""
     more_head: bytes = b""
     """The end of a long head, so that nobody has to copy it behind the beginning."""
 

@@ -125,7 +125,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """Whether the registered ops' CPU kernels are in it; else they go through Python."""
+        """True if the registered ops' CPU kernels are in it; else they go through Python."""
         self.note = note
         """Why it has no ops, for `explain()`."""
         self.path = path

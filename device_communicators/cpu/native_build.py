@@ -1,4 +1,4 @@
-"""How `csrc/` is compiled: which files, which flags, in which two builds. Used by `native` and by setup.py.
+"""The build of `csrc/`: which files, which flags, in which two builds. Used by `native` and by setup.py.
 
 Needs nothing of this package, so that setup.py can load it by its path. No `-march=native`: the kernels choose their
 instruction set at run time, and what is built here may run elsewhere.
@@ -48,7 +48,7 @@ class Recipe:
     include_flags: tuple[str, ...] = ()
     """Folders of headers, which tell no builds apart: environments with one torch share what is compiled."""
     folders: tuple[Path, ...] = (SOURCES,)
-    """Where the sources and their own headers lie."""
+    """The folders of the sources and their own headers."""
 
     def digest(self) -> str:
         """Tells builds apart: by sources, flags, machine and torch."""

@@ -87,19 +87,19 @@ class NativeGroup:
     def rank(self) -> int:
         return self.local_ranks.index(self.members.rank)
 
-    def call(self, operation: str, *args: Any, told: UserCall | None = None) -> None:
-        """Calls `ps_<operation>`, told to the others as `told` or as what this thread is in; raises what became of it.
+    def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
+        """Calls `ps_<operation>`; raises what became of it, and UsageError while another call is under way.
 
-        Raises UsageError while another call is under way.
+        The others learn of it as `user_call`, or as the call that this thread is in.
         """
-        told = told or current(operation)
+        user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
-        status = getattr(self.library, f"ps_{operation}")(self.number, told.word, told.packed_shape, *args)
+        status = getattr(self.library, f"ps_{operation}")(self.number, user_call.word, user_call.packed_shape, *args)
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         if status != 0:
-            raise self.failure(status, told.method, time.monotonic() - started)
+            raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
         """Keeps other threads from beginning a call until `exit`; UsageError while another call is under way."""
@@ -120,11 +120,11 @@ class NativeGroup:
             return members.destroyed()
         if status == _BUSY:
             return overlap_error(operation, str(members))
-        told = (ctypes.c_int64 * (7 + 2 * (3 + _PARTS)))()
-        self.library.ps_group_failure(self.number, told)
-        if status == _PEER_DIED and told[0] == OUTSIDE:
+        words = (ctypes.c_int64 * (7 + 2 * (3 + _PARTS)))()
+        self.library.ps_group_failure(self.number, words)
+        if status == _PEER_DIED and words[0] == OUTSIDE:
             return outsider_died(members, operation, elapsed_s)
-        place, elapsed_us, reporter, *misfit = told[:7]
+        place, elapsed_us, reporter, *misfit = words[:7]
         suspect = members.ranks[self.local_ranks[place]] if place >= 0 else -1
         elapsed_s = max(elapsed_s, elapsed_us / 1e6)
         if reporter >= 0:
@@ -146,10 +146,10 @@ class NativeGroup:
             return timed_out(members, operation, suspect, elapsed_s)
         if status == _PEER_DIED:
             return peer_died(members, operation, suspect, elapsed_s, "has ended")
-        difference, facts = self._difference(list(told), suspect, misfit), {"elapsed_s": elapsed_s}
+        difference, facts = self._difference(list(words), suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
-    def _difference(self, told: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
+    def _difference(self, words: Sequence[int], suspect: int, misfit: Sequence[int]) -> str:
         """Returns how this rank's call differs from the suspect's, in words."""
         src, dst, sent, expected = misfit
         if src >= 0:
@@ -160,7 +160,7 @@ class NativeGroup:
             )
         own, other = (
             in_words(word, shape, parts[:count])
-            for word, shape, count, *parts in (told[7 : 10 + _PARTS], told[10 + _PARTS :])
+            for word, shape, count, *parts in (words[7 : 10 + _PARTS], words[10 + _PARTS :])
         )
         return f"this rank is in {own}, global rank {suspect} in {other}"
 
@@ -172,19 +172,19 @@ class NativeGroup:
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
         """Undoes `serve`; returns what `traffic` would have."""
-        told = self.traffic(key)
+        counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
             self.library.ps_stop_serving(key.encode())
-        return told
+        return counts
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
         """Returns calls and bytes of what the registered ops carried without Python, by operation."""
         if key not in self._served:
             return {}
-        told = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
-        self.library.ps_served_traffic(key.encode(), told)
-        return {name: (told[2 * i], told[2 * i + 1]) for i, name in enumerate(_COUNTED) if told[2 * i]}
+        words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
+        self.library.ps_served_traffic(key.encode(), words)
+        return {name: (words[2 * i], words[2 * i + 1]) for i, name in enumerate(_COUNTED) if words[2 * i]}
 
     def next_operation(self, key: str) -> int:
         """Returns the number of an operation that comes through Python, among those that don't."""
@@ -193,11 +193,11 @@ class NativeGroup:
     def operations(self, key: str) -> list[Operation]:
         """Returns the last operations that the registered ops carried without Python."""
         count = self.library.ps_served_records()
-        told = (ctypes.c_int64 * (12 * count))()
-        self.library.ps_served_recorded(key.encode(), told)
+        words = (ctypes.c_int64 * (12 * count))()
+        self.library.ps_served_recorded(key.encode(), words)
         found = []
         for start in range(0, 12 * count, 12):
-            sequence, operation, dtype, dims, started_us, ended_us, *sizes = told[start : start + 12]
+            sequence, operation, dtype, dims, started_us, ended_us, *sizes = words[start : start + 12]
             if sequence:
                 found.append(
                     Operation(

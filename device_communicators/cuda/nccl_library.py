@@ -18,7 +18,7 @@ import torch
 from device_communicators import settings
 
 OLDEST = 22700
-"""What torch 2.10, the oldest one that this library takes, comes with."""
+"""The version that comes with torch 2.10, the oldest one that this library takes."""
 MULTI_RANK_GPU = 23003
 """From here on NCCL_MULTI_RANK_GPU_ENABLE=1 lets ranks share a GPU."""
 

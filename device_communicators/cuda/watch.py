@@ -22,7 +22,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""How long an orderly end may take before it becomes an abort, and how long is waited for either."""
+"""The time for an orderly end before it becomes an abort, and for an abort."""
 _LOOK_S = 0.2
 _PAUSE_S = 0.001
 
@@ -87,7 +87,7 @@ class Watch:
     ) -> None:
         """`find_failure` looks for errors that came up in the background; `abort` ends the kernels that wait."""
         self.failure: CommunicationError | None = None
-        """What was found; `abort` is called then."""
+        """The failure that was found; `abort` is called then."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker

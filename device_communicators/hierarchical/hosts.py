@@ -28,7 +28,7 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 
 PIECE_BYTES = 4 << 20
-"""What is passed on to a host's ranks at a time, while the next is on its way."""
+"""The piece that is passed on to a host's ranks while the next one is on its way."""
 
 _KINDS: tuple[type[CommunicationError], ...] = (
     CommunicationError, CollectiveTimeoutError, PeerDiedError, HostUnreachableError, CollectiveMismatchError,
@@ -57,7 +57,7 @@ class Hosts:
         self.in_order = order == list(range(context.size))
         self._order = torch.tensor(order)
         self.places = self._order.argsort()
-        """Where the block of rank r lies."""
+        """The place of the block of rank r."""
         self._local = memory.collectives
         self._operation = ""
 

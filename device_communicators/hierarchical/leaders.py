@@ -1,4 +1,4 @@
-"""What travels between the hosts of a group: one rank of each host, over the group's gloo, point to point.
+"""Transfers between the hosts of a group: one rank of each host, over the group's gloo, point to point.
 
 Every transfer goes directly from the host that has the bytes to the one that needs them; only a broadcast, which one
 host would have to send to all, goes along a tree. What is reduced is combined in the order of the hosts, whoever does
@@ -75,7 +75,7 @@ class Leaders:
         self._digest = b""
         self._agreed = True
         self.disagreement = ("", [0])
-        """What the hosts' calls were found to be, and who is to blame: global ranks."""
+        """The hosts' different calls in words, and the global ranks to blame."""
         self._frames: Tensor | None = None
         self.tag = _OWN_TAGS | (context.tag(3) & (_PAYLOADS - 1))
         self._started = self._deadline = 0.0

@@ -1,4 +1,4 @@
-"""What the ranks of a group know of their GPUs together: the same on every rank, so communicators may decide by it.
+"""The common knowledge of a group's ranks of their GPUs: the same on every rank, so communicators may decide by it.
 
 Each rank tells its GPU and how it sees those of the others; a claim about the group holds where each of its ranks
 confirms it. The exchange goes over the group's CPU group. What one machine's driver says is in `topology`, what a
@@ -42,7 +42,7 @@ class Vote:
 
     holds: bool
     reason: str
-    """What speaks against it; or what it rests on."""
+    """The objection to the claim, or the evidence for it."""
 
     def __bool__(self) -> bool:
         return self.holds

@@ -31,7 +31,7 @@ from device_communicators.host import boot_id
 
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 60.0
-"""How long one pair may take, the start of CUDA included."""
+"""The limit for one pair, the start of CUDA included."""
 
 _CHILD = Path(__file__).with_name("peer_probe_child.py")
 _VERSION = 1  # of what is tried

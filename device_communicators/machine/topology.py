@@ -1,4 +1,4 @@
-"""What connects the GPUs of this machine, as the driver tells: NVLink, NVSwitch, PCIe, NUMA nodes, fabrics, P2P.
+"""The connections of this machine's GPUs, as the driver tells: NVLink, NVSwitch, PCIe, NUMA nodes, fabrics, P2P.
 
 Asks NVML through a `Reader`, and says what the answers mean. Which of the GPUs a process sees is `visible_devices`'
 business, whether peer access really works `peer_probe`'s, what the ranks of a group make of it together
@@ -95,10 +95,10 @@ class Gpu:
     """Active NVLinks; empty where there are none."""
     fabric: Fabric | None = None
     mig: bool | None = None
-    """Whether it is divided into slices, so that CUDA shows those instead of it."""
+    """True if it is divided into slices, so that CUDA shows those instead of it."""
     slices: tuple[Slice, ...] = ()
     unknown: dict[str, str] = field(default_factory=dict)
-    """What isn't known, and why."""
+    """Unknown facts, each with the reason."""
 
     @property
     def switch_links(self) -> int:
@@ -191,7 +191,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 _GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…
 _NO_LINK = {"not supported", "invalid argument"}
-"""What NVML says of a link that a GPU doesn't have, and of any link of a GPU without NVLink."""
+"""The answers of NVML for a link that a GPU doesn't have, and of any link of a GPU without NVLink."""
 
 
 def read_topology(reader: Reader | None = None) -> Topology:

@@ -49,7 +49,7 @@ from device_communicators.routing.reductions import FP8
 logger = logging.getLogger("parallel_state")
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-"""What the kernels reduce."""
+"""The dtypes that the kernels reduce."""
 
 _PROOFS = (
     *(("all_reduce", how) for how in ALGORITHMS),
@@ -85,7 +85,7 @@ class PeerGroup:
         self._deadline_ns = int(1e9 * context.timeout_s)
         self._prepared: dict[_What, tuple[str, int, int, Call]] = {}
         self.max_blocks = 0
-        """How many blocks of any kernel are on the device at once, on every rank."""
+        """The number of blocks of any kernel that are on the device at once, on every rank."""
         self._order = StreamOrder(device.streams)
         self._failure: CommunicationError | None = None
         self._closed = threading.Event()

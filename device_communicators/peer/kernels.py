@@ -32,7 +32,7 @@ MAX_THREADS = 512
 PART_PACKETS = 256
 """Packets (8 bytes of data each) that a block sends to a rank in one epoch."""
 STAGE_BYTES = 32 << 10
-"""What a block stages in one epoch."""
+"""The bytes that a block stages in one epoch."""
 REGION_ALIGNMENT = 256
 PACKETS_OFFSET = 64 << 10
 STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16

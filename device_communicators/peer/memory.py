@@ -29,7 +29,7 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import ByThread, until
 
 _RENDEZVOUS_S = 60.0
-"""How long torch's rendezvous may take: where one rank has failed in it, the others notice in no other way."""
+"""The limit of torch's rendezvous: where one rank has failed in it, the others notice in no other way."""
 
 
 ALIGNMENT = 256

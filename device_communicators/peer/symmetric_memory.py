@@ -37,7 +37,7 @@ from device_communicators.routing.communicator import GroupContext, PartialCommu
 from device_communicators.routing.reductions import REDUCING
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""What torch's kernels reduce."""
+"""The dtypes that torch's kernels reduce."""
 
 _SUMS = ("all_reduce", "all_reduce_", *(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm")))
 _ROUND = 16

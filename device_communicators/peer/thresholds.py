@@ -62,7 +62,7 @@ class Thresholds:
     symmetric: int
     """torch's symmetric memory, behind two_shot."""
     multimem: bool
-    """Whether that goes by the switches' multicast instead of two-shot."""
+    """True if that goes by the switches' multicast instead of two-shot."""
     measured: bool
     source: str
     # The conditions of a measurement, as `Conditions`; empty where the figures are cited.
@@ -74,7 +74,7 @@ class Thresholds:
     proven_calls: int = 0
     """Calls with random delays, each checked, after which the row was written."""
     own_nccl: bool = False
-    """Whether NCCL communicators of our own were faster than torch's."""
+    """True if NCCL communicators of our own were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
         """Returns the algorithm that all-reduces a message; None if it is too large for all."""

@@ -30,7 +30,7 @@ _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
 
 Finish = Callable[["Exchange", Frames], object]
-"""What is left to do once the ranks are known to agree: with what came in the frames, or with further transfers."""
+"""The work that remains once the ranks are known to agree: with what came in the frames, or with further transfers."""
 
 
 class StartedCalls:

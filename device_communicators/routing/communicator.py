@@ -1,4 +1,4 @@
-"""What a communicator is: one way to move the bytes of one group; and what is started by it, a `Work`.
+"""The interface of a communicator: one way to move the bytes of one group; and what is started by it, a `Work`.
 
 A communicator implements the *flat* operations at the end of the class (contiguous tensors, the group along dim 0)
 and inherits the *public* ones, which handle dims, strides and fresh outputs; it overrides a public one where it can
@@ -102,7 +102,7 @@ class GroupContext(GroupMember):
     make_cpu_group: Callable[[], Any] | None = None
     """Gives the gloo group, always the same; what makes it at its first use must be called by every rank then."""
     host_memory: HostMemory | None = None
-    """What the group's ranks on this host share; None where the gloo group isn't made together with the group."""
+    """The memory that its ranks on this host share; None where the gloo group isn't made together with the group."""
     watcher: Watcher | None = None
     """Knows which ranks of the world have ended; None where nobody watches."""
     domain: FailureDomain | None = None
@@ -114,9 +114,9 @@ class GroupContext(GroupMember):
     fake: bool = False
     """True where torch's `fake` backend imagines them."""
     custom_all_reduce: bool = True
-    """Whether communicators with kernels of our own may be used."""
+    """True if communicators with kernels of our own may be used."""
     high_priority_stream: bool = False
-    """Whether streams that communicators make go before the others of the device."""
+    """True if streams that communicators make go before the others of the device."""
     nccl_config: Mapping[str, int] = field(default_factory=dict)
     """Fields of ncclConfig_t that the caller has chosen."""
 
@@ -195,12 +195,12 @@ class Communicator(ABC):
 
     name: ClassVar[str]
     picks_by_size: ClassVar[bool] = False
-    """Whether `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
+    """True if `refusal` looks at a request's `numel`; else it is asked once for each kind of request."""
     carries_the_device: ClassVar[bool] = False
-    """Whether no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
+    """True if no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
 
     tells_sending: ClassVar[bool] = False
-    """Whether it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
+    """True if it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""What a failure means: torch.distributed's words, for all of which it raises RuntimeError, and who has died."""
+"""The meaning of a failure: torch.distributed's words, for all of which it raises RuntimeError, and who has died."""
 
 from __future__ import annotations
 

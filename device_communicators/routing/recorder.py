@@ -1,4 +1,4 @@
-"""What a group did last: a ring of its operations, to look at when something hangs or has failed.
+"""The last operations of a group, in a ring, to look at when something hangs or has failed.
 
 Recording costs the calls that Python carries three microseconds, those that C++ carries by itself some tens of
 nanoseconds (they keep a ring of their own). Nothing is written anywhere before somebody asks, or an operation fails
@@ -54,16 +54,16 @@ class Operation:
     """None: under way, or failed."""
     site: str = ""
     """`file:line` of the caller, in debug mode."""
-    told: str = ""
-    """What must be equal on all ranks, in words."""
+    call_text: str = ""
+    """The caller's call in words, equal on all ranks."""
     peer: int = -1
     """The other rank in the group, of a transfer."""
 
     @property
     def call(self) -> str:
         """Returns the call in words, which are equal on all ranks in this operation."""
-        if self.told or not self.dtype:
-            return self.told or self.name
+        if self.call_text or not self.dtype:
+            return self.call_text or self.name
         alike = self.name not in NOT_ALIKE_SHAPES
         return f"{self.name} of {f'{list(self.shape)} ' if alike else ''}{self.dtype}"
 
@@ -78,7 +78,7 @@ class Recorder:
     def __init__(self) -> None:
         self._operations: deque[Operation] = deque(maxlen=RECORDS)
 
-    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str, told: str = "") -> Operation:
+    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str, call_text: str = "") -> Operation:
         operation = Operation(
             sequence,
             name,
@@ -86,7 +86,7 @@ class Recorder:
             () if tensor is None else tuple(tensor.shape),
             time.monotonic(),
             site=site,
-            told=told,
+            call_text=call_text,
         )
         self._operations.append(operation)
         return operation

@@ -1,4 +1,4 @@
-"""What operations compute, composed of torch's functions: which dtypes are reduced and how, and the fused norms.
+"""The arithmetic of operations, composed of torch's functions: which dtypes are reduced and how, and the fused norms.
 
 Every communicator without a kernel of its own uses these; kernels are tested against the numerics described here.
 Nothing here talks to another rank.

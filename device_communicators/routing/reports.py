@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other of their calls over the store, once a wait is long or has failed.
+"""Reports of the ranks' calls over the store, exchanged once a wait is long or has failed.
 
 gloo says neither who is missing nor that ranks are in different calls. When its wait has timed out on one rank it
 closes the connections, so all others that wait fail as well. Each rank that fails then writes to the store in which
@@ -25,8 +25,8 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.stalls import group_key
 
-_PATIENCE_S = 0.6
-"""How long a rank waits for the others' reports: they come within the 0.2 s in which a death might come to be known."""
+_REPORTS_WAIT_S = 0.6
+"""The wait for the others' reports: they come within the 0.2 s in which a death might come to be known."""
 _LIMIT_S = 1.0
 """A store beyond reach answers after minutes."""
 _STEP_S = 0.02
@@ -39,7 +39,7 @@ class Report:
     sequence: int
     call: str
     timed_out: bool = field(default=False, compare=False)
-    """Whether it failed at its deadline: then who is missing may be slow, and need not have ended."""
+    """True if it failed at its deadline: then a missing rank may be slow, and need not have ended."""
 
 
 def explained(context: GroupContext, operation: Operation, failure: CommunicationError) -> CommunicationError:
@@ -79,16 +79,16 @@ def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing:
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
     started = time.monotonic() - (failure.elapsed_s or 0)
-    patience_s = NEWS_S if watcher.watches(missing) else watcher.bound_s
-    if watcher.await_death_of(context.failure_ranks, patience_s):
+    wait_s = NEWS_S if watcher.watches(missing) else watcher.bound_s
+    if watcher.await_death_of(context.failure_ranks, wait_s):
         return died(context, failure.operation or "an operation", started)
     return failure
 
 
 def _exchange(store: Any, context: GroupContext, own: Report) -> dict[int, Report]:
-    """Writes this rank's report, and returns those that came within the patience, by rank."""
+    """Writes this rank's report, and returns those that came within `_REPORTS_WAIT_S`, by rank."""
     reports: dict[int, Report] = {context.rank: own}
-    until = time.monotonic() + _PATIENCE_S
+    until = time.monotonic() + _REPORTS_WAIT_S
     _write(store, context, own)
     while len(reports) < context.size and time.monotonic() < until:
         for rank in range(context.size):

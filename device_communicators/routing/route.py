@@ -153,7 +153,7 @@ class Route:
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
         self.is_parents = False
-        """Whether this process was forked from the one that made it; then it is `closed` too."""
+        """True in a process that was forked from the one that made it; then it is `closed` too."""
 
     def attach_messenger(self, messenger: object) -> None:
         """Sets what carries the group's messages; it is not kept alive."""

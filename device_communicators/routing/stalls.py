@@ -34,7 +34,7 @@ SLOW_S = 1.0
 """The length of a wait, or of a time without calls, from which on others may read of it."""
 _LOOK_S = 0.4
 _KEEP_S = 3.0
-"""How long others may read of a wait that has ended: those that fail with it ask a moment later."""
+"""The time for which others may read of a wait that has ended: those that fail with it ask a moment later."""
 _ASK_S = 0.5
 _MOST_ASKED = 16
 """Ranks whose waits are read at a failure."""
@@ -189,7 +189,7 @@ class Stalls:
             known.append(f"nothing is known of global rank{'s' * (len(silent) > 1)} {', '.join(silent)}")
         logger.warning(
             "%s of %s has waited for %.1f s (timeout %g s): %s",
-            operation.told or operation, context, waited_s, context.timeout_s, "; ".join(known),
+            operation.call_text or operation, context, waited_s, context.timeout_s, "; ".join(known),
         )  # fmt: skip
 
 
@@ -228,8 +228,8 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
     """Returns the call as its method with the rank that it waits for."""
     if operation.peer < 0:
         return operation.call
-    method = operation.told or _TRANSFERS.get(operation.name, operation.name)
-    what = f" of {list(operation.shape)} {operation.dtype}" if operation.dtype and not operation.told else ""
+    method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
+    what = f" of {list(operation.shape)} {operation.dtype}" if operation.dtype and not operation.call_text else ""
     return f"{method}({'dst' if 'send' in operation.name else 'src'} global rank {context.ranks[operation.peer]}){what}"
 
 

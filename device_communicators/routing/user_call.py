@@ -80,7 +80,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_": ("root",),
     "ibroadcast_": ("root",),
 }
-"""What a communicator's arguments after its first tensor are."""
+"""The meanings of a communicator's arguments after its first tensor."""
 _STARTED = {
     "iall_reduce_": "all_reduce_async",
     "iall_gather": "all_gather_async",

@@ -227,13 +227,13 @@ class QueueTransport:
         The queue itself can't tell: a rank that is in a collective doesn't look there.
         """
         if (collectives := self.route.context.collectives) is not None:
-            collectives.call("announce", call.root, told=call)
+            collectives.call("announce", call.root, user_call=call)
 
     def compare(self, call: UserCall, error: CollectiveMismatchError) -> None:
         """Raises the error that names both calls, where another rank is known to have been in another one."""
         if (collectives := self.route.context.collectives) is not None:
             try:
-                collectives.call("compare", told=call)
+                collectives.call("compare", user_call=call)
             except CollectiveMismatchError as named:
                 raise named from error
 

@@ -190,7 +190,7 @@ class Agreement:
         others = [f"{name}/{rank}" for rank in ranks[1:]]
         for key in others:
             self._wait(key, watched, deadline, name)
-        problems = [problem or _READY, *(told.decode() for told in self._store.multi_get(others))]
+        problems = [problem or _READY, *(problem.decode() for problem in self._store.multi_get(others))]
         found = ((rank, each) for rank, each in zip(ranks, problems, strict=True) if each != _READY)
         word = next((f"{rank} {each}" for rank, each in found), _READY)
         self._store.set(f"{name}/all", word)

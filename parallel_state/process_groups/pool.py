@@ -111,7 +111,7 @@ class ProcessGroupPool:
         store = dist.HashStore() if alone_over else default_store()
         self.agreement = Agreement(store, self._prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
-        """Where other hosts reach this process, where that is known."""
+        """The address at which other hosts reach this process; "" if unknown."""
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank of the world on this host, a bit each."""
         self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}

@@ -89,8 +89,8 @@ def shared_address(places: dict[int, Address]) -> list[str]:
     for address, networks in ranks.items():
         if len(networks) > 1:
             hosts = [(places[each[0]], each) for each in list(networks.values())[:2]]
-            told = ((host.name, host.interface, ",".join(map(str, each))) for host, each in hosts)
-            return [address, *(word for words in told for word in words)]
+            sides = ((host.name, host.interface, ",".join(map(str, each))) for host, each in hosts)
+            return [address, *(word for words in sides for word in words)]
     return []
 
 

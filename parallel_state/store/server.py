@@ -268,7 +268,7 @@ class Session:
         self._wanted = ANSWER_BYTES
         self._mac: bytes | None = None
         self.asked = False
-        """Whether a request waits for its reply; a client sends none meanwhile."""
+        """True while a request waits for its reply; a client sends none meanwhile."""
         self.output = bytearray(MAGIC + self._nonce)
 
     @property

@@ -134,6 +134,6 @@ def _different_calls(views: list[_View]) -> list[str]:
     lines: list[str] = []
     for number, names in sorted(calls.items()):
         if len(names) > 1 and len(lines) < _SHOWN:
-            told = "; ".join(f"ranks {format_ranks(ranks)}: {name}" for name, ranks in names.items())
-            lines.append(f"  different calls at number {number}: {told}")
+            calls_in_words = "; ".join(f"ranks {format_ranks(ranks)}: {name}" for name, ranks in names.items())
+            lines.append(f"  different calls at number {number}: {calls_in_words}")
     return lines

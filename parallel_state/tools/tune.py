@@ -175,9 +175,9 @@ class Tuning:
         for name, call in self.candidates(operation).items():
             made: list[Callable[[int], None]] = []
             problem = _problem(call, x, expected)
-            if not any(self._told(problem)):
+            if not any(self._gather(problem)):
                 problem = _attempt(functools.partial(self._record, made, call, x))
-            problems = self._told(problem)
+            problems = self._gather(problem)
             if any(problems):
                 logger.warning("%s by %s is left out: %s", operation, name, problems)
                 continue
@@ -186,7 +186,7 @@ class Tuning:
         us: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(self.plan.rounds):
             for name, run in runs.items():
-                us[name].append(max(self._told(self._seconds(run, calls[name]))) / calls[name] * 1e6)
+                us[name].append(max(self._gather(self._seconds(run, calls[name]))) / calls[name] * 1e6)
         return {name: statistics.median(each) for name, each in us.items()}
 
     def _given(self, operation: str, numel: int, number: int, rank: int) -> Tensor:
@@ -225,7 +225,7 @@ class Tuning:
 
     def _calls(self, run: Callable[[int], None]) -> int:
         """Returns as many calls as fill a round, the same on all ranks."""
-        once = max(self._told(self._seconds(run, CALLS_IN_A_GRAPH)))
+        once = max(self._gather(self._seconds(run, CALLS_IN_A_GRAPH)))
         return CALLS_IN_A_GRAPH * max(1, min(1000, int(self.plan.round_s / max(once, 1e-7))))
 
     def _seconds(self, run: Callable[[int], None], calls: int) -> float:
@@ -240,8 +240,8 @@ class Tuning:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _told(self, mine: Any) -> list[Any]:
-        """Returns what each rank says, in rank order."""
+    def _gather(self, mine: Any) -> list[Any]:
+        """Returns each rank's value, in rank order."""
         return list(self.group.all_gather_object(mine))
 
     # Proving.
@@ -268,7 +268,7 @@ class Tuning:
             if own.random() < 0.02:
                 self._be_late(own)
             wrong[which] += (calls[operation](x) != expected).any()
-        counts = self._told([int(each) for each in wrong])
+        counts = self._gather([int(each) for each in wrong])
         for rank, each in enumerate(counts):
             if any(each):
                 operation, numel = cases[max(range(len(cases)), key=each.__getitem__)]

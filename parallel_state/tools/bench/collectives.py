@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
 
     call: Callable[[Tensor], Tensor]
     empty: Callable[..., Tensor] = torch.empty
-    """Where its input lies; as torch.empty."""
+    """Allocates its input, as torch.empty does."""
 
 
 class _Prepared(NamedTuple):

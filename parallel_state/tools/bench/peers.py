@@ -84,10 +84,10 @@ def own_mpi() -> Mpi | None:
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return None
     try:
-        told = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+        text = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return OWN_MPIS[0] if "Open MPI" in told or "OpenRTE" in told else OWN_MPIS[1]
+    return OWN_MPIS[0] if "Open MPI" in text or "OpenRTE" in text else OWN_MPIS[1]
 
 
 @dataclass(frozen=True)

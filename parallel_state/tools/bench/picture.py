@@ -93,9 +93,9 @@ def _panel(panel: Panel, styles: Mapping[str, tuple[str, str, float]]) -> str:
         parts.append(f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>')
         for x, y in line:
             at_x, at_y = place(x, y)
-            told = f"{name}, {panel.x_text(int(x))}: {y:.4g} {panel.unit}"
+            text = f"{name}, {panel.x_text(int(x))}: {y:.4g} {panel.unit}"
             parts.append(f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="2.6" fill="{colour}">')
-            parts.append(f"<title>{escape(told)}</title></circle>")
+            parts.append(f"<title>{escape(text)}</title></circle>")
         weight = "" if dashes else ' font-weight="bold"'
         parts.append(
             f'<text x="{WIDTH - RIGHT + 10}" y="{heights[name]:.1f}" fill="{colour}"{weight}>{escape(name)}</text>'

@@ -70,7 +70,7 @@ class Way:
     call: Call
     """Gives the result, which may be the input."""
     compilable: Call | None
-    """What torch.compile is given; None where there is no such thing."""
+    """The function that torch.compile is given; None where there is none."""
     capture: Callable[[], AbstractContextManager[GraphCaptureContext]]
     """Within it CUDA graphs are captured."""
 
@@ -359,8 +359,8 @@ class Ranks:
                 took += seconds
             if number + 1 >= 3 and (number + 1) * max(self.group.all_gather_object(took)) > self.plan.case_s:
                 break
-        told = self.group.all_gather_object(mine)
-        return {name: [max(each) for each in zip(*(rank[name] for rank in told), strict=True)] for name in mine}
+        by_rank = self.group.all_gather_object(mine)
+        return {name: [max(each) for each in zip(*(rank[name] for rank in by_rank), strict=True)] for name in mine}
 
     def _host(self, candidates: Sequence[Candidate], row: RankRow) -> None:
         """Rank 0's median: what differs between ranks is how long they wait, and nobody waits here."""

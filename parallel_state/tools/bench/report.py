@@ -133,11 +133,11 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Returns the commit, with a + where the tree differs from it; without git BENCHMARK_COMMIT's value, or unknown."""
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    told = ""
+    output = ""
     with contextlib.suppress(OSError):  # there is no git
         if (ROOT / ".git").exists():  # an installed package may lie in somebody else's repository
-            told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
-    return told or os.environ.get("BENCHMARK_COMMIT") or "unknown"
+            output = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout.strip()
+    return output or os.environ.get("BENCHMARK_COMMIT") or "unknown"
 
 
 def write_json(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:

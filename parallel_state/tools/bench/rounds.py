@@ -24,7 +24,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Plan:
-    """How much time a case gets."""
+    """The time that a case gets."""
 
     rounds: int = 30
     round_s: float = 0.005
@@ -49,7 +49,7 @@ class Row:
     strangers_cores: float | None = None
     """Cores that were busy with something else meanwhile."""
     repeats: int = 0
-    """How often the case was measured again because others disturbed it; the quietest time is kept."""
+    """Further measurements, made because others disturbed the case; the quietest one is kept."""
 
     @property
     def disturbed(self) -> bool:

@@ -154,8 +154,8 @@ class Team:
         """Describes how processes ended, as a signal's name tells more than that they did."""
         time.sleep(0.1)  # the connection closes before the process can be waited for
         codes = [process.poll() for process in self._processes]
-        told = [_ending(code) for code in codes if code is not None]
-        return f" ({', '.join(dict.fromkeys(told))})" if told else ""
+        ends = [_ending(code) for code in codes if code is not None]
+        return f" ({', '.join(dict.fromkeys(ends))})" if ends else ""
 
     def hang_up(self) -> None:
         """Lets ranks that wait for orders end, and ends those that haven't come so far."""
