@@ -32,8 +32,6 @@ from parallel_state.tools.bench.report import (
     bandwidths,
     nccl_bytes,
     p50,
-    print_rows,
-    print_table,
     size_name,
     write_json,
 )
@@ -89,7 +87,7 @@ def report(rows: Sequence[Row]) -> None:
         ranks, operation, loop = key
         chosen = [net(row) for row in rows if (row.case["ranks"], row.case["operation"], row.case["loop"]) == key]
         title = f"{operation}, {ranks} ranks, {chosen[0].case['dtype']}, {loop}"
-        print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), PAIRS)
+        command_line.print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), PAIRS)
         if operation != "barrier":
             print_bandwidths(title, chosen)
 
@@ -104,7 +102,9 @@ def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
         speeds.append(bandwidths(operation, nccl_bytes(operation, row.case["bytes"], ranks), best, ranks))
     lines = [(name, [speed[at] for speed in speeds]) for at, name in enumerate(("algbw", "busbw"))]
     if rows:
-        print_table(f"{title}: the best of ours, 10⁹ B/s", [size_name(row.case["bytes"]) for row in rows], lines)
+        command_line.print_table(
+            f"{title}: the best of ours, 10⁹ B/s", [size_name(row.case["bytes"]) for row in rows], lines
+        )
 
 
 def picture(rows: Sequence[Row]) -> str:
@@ -141,7 +141,9 @@ def main() -> int:
     if in_ranks(options):
         options.operations = options.operations or in_each_rank.OPERATIONS
         options.sizes = options.sizes or in_each_rank.SIZES
-        return in_each_rank.main(options)
+        code, rows_of_ranks, left_out = in_each_rank.main(options)
+        command_line.print_ranks(rows_of_ranks, left_out)
+        return code
     options.operations, options.sizes = options.operations or OPERATIONS, options.sizes or SIZES
     options.ranks = options.ranks or [2]
     rows = []

@@ -27,7 +27,7 @@ from torch import Tensor
 import parallel_state as ps
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.collectives import start_ours, start_torch, use_once
-from parallel_state.tools.bench.report import p50, print_rows, print_table, write_json
+from parallel_state.tools.bench.report import p50, write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 from parallel_state.tools.bench.worker import Timing, timed
@@ -43,11 +43,11 @@ VARIABLES = {
 
 def report(rows: Sequence[Row]) -> None:
     pairs = [(OURS, peer) for peer in (SPINNING, GLOO, VLLM)]
-    print_rows("decode step", rows, lambda row: f"{row.case['ranks']} ranks", pairs)
+    command_line.print_rows("decode step", rows, lambda row: f"{row.case['ranks']} ranks", pairs)
     columns = [f"{row.case['ranks']} ranks" for row in rows]
     names = dict.fromkeys(name for row in rows for name in row.us)
     lines = [(name, [BATCH * 1e6 / p50(row.us[name]) if row.us.get(name) else None for row in rows]) for name in names]
-    print_table("tokens/s", columns, lines)
+    command_line.print_table("tokens/s", columns, lines)
 
 
 def main() -> None:

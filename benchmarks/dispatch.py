@@ -26,7 +26,7 @@ from torch import Tensor
 
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.collectives import OWN, VLLM, load, ours_by_op, start_ours, start_torch
-from parallel_state.tools.bench.report import print_rows, size_name, write_json
+from parallel_state.tools.bench.report import size_name, write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 from parallel_state.tools.bench.worker import Timing, timed
@@ -51,7 +51,7 @@ def report(rows: Sequence[Row]) -> None:
     for ranks in dict.fromkeys(row.case["ranks"] for row in rows):
         chosen = [row for row in rows if row.case["ranks"] == ranks]
         title = f"all_reduce of bfloat16, {ranks} rank{'s' if ranks > 1 else ', nothing moves'}"
-        print_rows(title, chosen, lambda row: f"{row.case['mode']} {size_name(row.case['bytes'])}", PAIRS)
+        command_line.print_rows(title, chosen, lambda row: f"{row.case['mode']} {size_name(row.case['bytes'])}", PAIRS)
 
 
 def main() -> None:

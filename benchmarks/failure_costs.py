@@ -31,7 +31,7 @@ from torch import Tensor
 
 from device_communicators.cpu import native_build
 from parallel_state.tools.bench.collectives import ours_by_op, start_ours
-from parallel_state.tools.bench.report import p50, print_rows, print_table, size_name, write_json
+from parallel_state.tools.bench.report import p50, size_name, write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 from parallel_state.tools.bench.worker import Timing, timed
@@ -108,20 +108,22 @@ def over_gloo(options: argparse.Namespace) -> list[Row]:
 
 def report(rows: Sequence[Row]) -> None:
     parts = {part: [row for row in rows if row.case["part"] == part] for part in PARTS}
-    print_rows("C++", parts["C++"], ranks_of, [])
+    command_line.print_rows("C++", parts["C++"], ranks_of, [])
     if parts["C++"]:
         print_costs(*parts["C++"])
     pairs = [(name + DEBUG, name) for name in ("op, in place", "all_reduce", "record in Python")]
     against_gloo = ("op, in place" + DEBUG, EXCHANGE + DEBUG)
     title = "all_reduce, 2 ranks, shared memory"
-    print_rows(title, parts["mode"], lambda row: size_name(row.case["bytes"]), [*pairs, against_gloo])
+    command_line.print_rows(title, parts["mode"], lambda row: size_name(row.case["bytes"]), [*pairs, against_gloo])
     for row in parts["mode"]:
         added = {normal: differences(row, debug, normal) for debug, normal in pairs}
         print_added("what debug mode adds to a call, us", added, 1)
     for ranks in dict.fromkeys(row.case["ranks"] for row in parts["gloo"]):
         chosen = [row for row in parts["gloo"] if row.case["ranks"] == ranks]
         pairs = [(name, "torch.distributed") for name in ("all_reduce", "all_reduce_")]
-        print_rows(f"all_reduce, {ranks} ranks, gloo", chosen, lambda row: size_name(row.case["bytes"]), pairs)
+        command_line.print_rows(
+            f"all_reduce, {ranks} ranks, gloo", chosen, lambda row: size_name(row.case["bytes"]), pairs
+        )
 
 
 def print_costs(one: Row, two: Row) -> None:
@@ -144,7 +146,7 @@ def print_added(title: str, added: Mapping[str, Sequence[float]], scale: float) 
         if us:
             low, _, high = statistics.quantiles(us, n=4)
             lines.append((name, [p50(us) * scale, low * scale, high * scale]))
-    print_table(title, ["p50", "p25", "p75"], lines)
+    command_line.print_table(title, ["p50", "p25", "p75"], lines)
 
 
 def ranks_of(row: Row) -> str:

@@ -21,7 +21,7 @@ import command_line
 from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM
 from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, TOKENS, WITH_SPEC, ZMQ
 from parallel_state.tools.bench.peers import SIZES_OF_VLLM
-from parallel_state.tools.bench.report import print_rows, write_json
+from parallel_state.tools.bench.report import write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 
@@ -52,7 +52,7 @@ def report(rows: Sequence[Row]) -> None:
     for key in dict.fromkeys((row.case["kind"], row.case["readers"]) for row in rows):
         kind, readers = key
         chosen = [row for row in rows if (row.case["kind"], row.case["readers"]) == key]
-        print_rows(f"{kind}, {readers} reader{'s' if readers > 1 else ''}", chosen, column, PAIRS)
+        command_line.print_rows(f"{kind}, {readers} reader{'s' if readers > 1 else ''}", chosen, column, PAIRS)
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from device_communicators.peer.kernels import KernelError
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, describe
 from parallel_state.tools.bench.picture import draw
-from parallel_state.tools.bench.report import figure, p50, print_rows, print_table, size_name, write_json
+from parallel_state.tools.bench.report import figure, p50, size_name, write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 
 SIZES = (8 << 10, 32 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
@@ -220,11 +220,13 @@ def report(rows: Sequence[KernelRow], found: Sequence[Target], copied: float) ->
         pairs = [
             (f"{how}, {APART}, {mode}", f"{FUSED}, {mode}") for how in ("push", "pull") for mode in ("graph", "eager")
         ]
-        print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), pairs if part == "norm" else ())
+        command_line.print_rows(
+            title, chosen, lambda row: size_name(row.case["bytes"]), pairs if part == "norm" else ()
+        )
         names = list(dict.fromkeys(name for row in chosen for name in row.us))
         for what, of in (("share of the copy's bandwidth", "share"), ("host, us", "host_us")):
             lines = [(name, [getattr(row, of).get(name) for row in chosen]) for name in names]
-            print_table(f"{title}: {what}", columns, [line for line in lines if any(line[1])])
+            command_line.print_table(f"{title}: {what}", columns, [line for line in lines if any(line[1])])
         for row in chosen:
             for name, why in row.refused.items():
                 print(f"not measured: {name}, {size_name(row.case['bytes'])}: {why}")

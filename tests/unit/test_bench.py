@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 
 from parallel_state.tools.bench import page, report
@@ -62,7 +63,7 @@ def test_a_wrong_answer_has_no_figures(answers: list[str | None], capsys: pytest
     row = measure([FakeTeam(["right", "wrong"], {"wrong": answers})], {"bytes": 1024}, PLAN)
     assert set(row.us) == {"right"}
     assert row.wrong == {"wrong": "off by one"}
-    report.print_rows("title", [row], lambda row: "column", [("wrong", "right")])
+    command_line.print_rows("title", [row], lambda row: "column", [("wrong", "right")])
     printed = capsys.readouterr().out
     assert "no figures of wrong, column: off by one" in printed
     assert "÷" not in printed
@@ -96,8 +97,8 @@ def test_what_this_process_does_is_no_strangers_work() -> None:
 
 def test_ratios_and_percentiles() -> None:
     row = Row({}, {"ours": [1.0, 2.0, 9.0], "peer": [4.0]})
-    assert report.ratio(row, "ours", "peer") == 0.5
-    assert report.ratio(row, "ours", "absent") is None
+    assert command_line.ratio(row, "ours", "peer") == 0.5
+    assert command_line.ratio(row, "ours", "absent") is None
     assert report.p99(range(1, 1001)) == 991
     assert report.bandwidths("all_reduce", 1 << 20, 1048.576, 4) == (pytest.approx(1.0), pytest.approx(1.5))
 

@@ -36,10 +36,7 @@ from parallel_state.tools.bench.report import (
     bandwidths,
     p50,
     p99,
-    print_rows,
-    print_table,
     recorded,
-    size_name,
     write_json,
 )
 from parallel_state.tools.bench.rounds import Plan, Row
@@ -395,33 +392,7 @@ def figures(operation: str, size_bytes: int, us: Sequence[float], ranks: int) ->
     return {"p50_us": p50(us), "p99_us": p99(us), "algbw": algbw, "busbw": busbw}
 
 
-# What rank 0 says.
-
-
-def report(rows: Sequence[RankRow], left_out: dict[str, str]) -> None:
-    for operation in dict.fromkeys(row.case["operation"] for row in rows):
-        chosen = [row for row in rows if row.case["operation"] == operation]
-        names = list(dict.fromkeys(name for row in chosen for name in row.us))
-        columns = [size_name(row.case["bytes"]) for row in chosen]
-        title = f"{operation}, {chosen[0].case['ranks']} ranks, {chosen[0].case['dtype']}"
-        pairs = [(name, f"{TORCH}, {name.rpartition(', ')[2]}") for name in names if not name.startswith(TORCH)]
-        print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), pairs)
-        for what in ("algbw", "busbw"):
-            lines = [(name, [row.figures.get(name, {}).get(what) for row in chosen]) for name in names]
-            print_table(f"{title}: {what}, 10⁹ B/s", columns, lines)
-        eager = [name for name in names if name.endswith(", eager")]
-        print_table(f"{title}: host, us", columns, [(n, [row.host_us.get(n) for row in chosen]) for n in eager])
-        peer = f"{TORCH}, eager"
-        shares = [(f"{n} ÷ {peer}", [_share(row.host_us, n, peer) for row in chosen]) for n in eager if n != peer]
-        print_table(f"{title}: host, ratios of medians", columns, shares)
-        for name, why in {name: why for row in chosen for name, why in row.refused.items()}.items():
-            print(f"not measured: {name}: {why}")
-    for mode, why in left_out.items():
-        print(f"not measured: {mode}: {why}")
-
-
-def _share(found: dict[str, float], name: str, peer: str) -> float | None:
-    return found[name] / found[peer] if name in found and peer in found else None
+# What rank 0 writes.
 
 
 def picture(rows: Sequence[RankRow]) -> str:
@@ -444,8 +415,8 @@ def picture(rows: Sequence[RankRow]) -> str:
 # Starting.
 
 
-def run_rank(options: argparse.Namespace) -> bool:
-    """Lives one rank's life; returns True if every answer was right."""
+def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
+    """Lives one rank's life; returns if every answer was right; on the first rank, rows and left-out modes."""
     on_gpu = options.device == "cuda"
     sharing = share_gpus() if on_gpu else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # to be measured, whatever the default is
@@ -467,10 +438,9 @@ def run_rank(options: argparse.Namespace) -> bool:
                     rows.append(ranks.measure(operation, size, getattr(torch, options.dtype)))
                     if group.is_first_rank:
                         _write(rows, ranks, options, sharing)  # whoever ends this early has what there was
-        if group.is_first_rank:
-            report(rows, ranks.left_out)
         ranks.ways.close()
-        return not any(row.wrong for row in rows)
+        shown = (rows, ranks.left_out) if group.is_first_rank else ([], {})
+        return not any(row.wrong for row in rows), *shown
     finally:
         ps.destroy_distributed_environment()
 
@@ -483,9 +453,15 @@ def _write(rows: Sequence[RankRow], ranks: Ranks, options: argparse.Namespace, s
         options.svg.write_text(picture(rows))
 
 
-def main(options: argparse.Namespace) -> int:
-    """Runs in the ranks that somebody else started, or in own ones. Returns 1 where an answer was wrong, else 0."""
+def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
+    """Runs in the ranks that somebody else started, or in own ones.
+
+    Returns the exit code, 1 where an answer was wrong, and, in the first rank or without, its rows and left-out modes.
+    """
     if environment.detect(rendezvous=False).world_size > 1:
-        return 0 if run_rank(options) else 1
-    count = options.ranks[0] if options.ranks else max(2, torch.cuda.device_count())
-    return 0 if all(ps.launch(run_rank, count, args=(options,), timeout=RUN_S)) else 1
+        found = [run_rank(options)]
+    else:
+        count = options.ranks[0] if options.ranks else max(2, torch.cuda.device_count())
+        found = ps.launch(run_rank, count, args=(options,), timeout=RUN_S)
+    _, rows, left_out = found[0]
+    return int(not all(right for right, *_ in found)), rows, left_out

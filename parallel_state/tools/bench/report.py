@@ -11,12 +11,12 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from parallel_state.tools.bench.rounds import NOTICED, Row
+from parallel_state.tools.bench.rounds import Row
 from parallel_state.tools.bench.worker import ROOT
 
 PACKAGES = ("torch", "parallel-state", "numpy", "msgspec")
@@ -37,13 +37,6 @@ def p50(samples: Sequence[float]) -> float:
 def p99(samples: Sequence[float]) -> float:
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
-
-
-def ratio(row: Row, ours: str, peer: str) -> float | None:
-    """Returns median over median; None where one of them has no figures."""
-    if not row.us.get(ours) or not row.us.get(peer):
-        return None
-    return p50(row.us[ours]) / p50(row.us[peer])
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
@@ -72,38 +65,6 @@ def figure(value: float | None) -> str:
         if abs(value) >= least:
             return f"{value:,.{digits}f}"
     return f"{value:.4f}"
-
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]]) -> None:
-    """Prints a line for each name, figures to the right."""
-    rows = list(rows)
-    if not rows:
-        return
-    wide = max(len(name) for name, _ in rows) + 2
-    widths = [max(9, len(column) + 2) for column in columns]
-    print(
-        f"\n{title}\n{'':{wide}}" + "".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
-    )
-    for name, figures in rows:
-        cells = (f"{figure(each):>{width}}" for each, width in zip(figures, widths, strict=True))
-        print(f"{name:{wide}}" + "".join(cells), flush=True)
-
-
-def print_rows(title: str, rows: Sequence[Row], column: Callable[[Row], str], pairs: Sequence[tuple[str, str]]) -> None:
-    """Prints medians and p99 in microseconds, a line a candidate, a column a row; then ratios of `pairs`."""
-    names = list(dict.fromkeys(name for row in rows for name in row.us))
-    columns = [column(row) for row in rows]
-    for what, of in (("p50", p50), ("p99", p99)):
-        lines = [(name, [of(row.us[name]) if row.us.get(name) else None for row in rows]) for name in names]
-        print_table(f"{title}: {what}, us", columns, lines)
-    ratios = [(f"{ours} ÷ {peer}", [ratio(row, ours, peer) for row in rows]) for ours, peer in pairs]
-    print_table(f"{title}: ratios of medians", columns, [line for line in ratios if any(line[1])])
-    busy = max((row.strangers_cores or 0.0 for row in rows), default=0.0)
-    if busy > NOTICED:
-        print(f"{title}: others used up to {busy:.1f} cores meanwhile; these figures are of little use")
-    for row in rows:
-        for name, problem in row.wrong.items():
-            print(f"no figures of {name}, {column(row)}: {problem.splitlines()[0]}")
 
 
 def machine() -> dict[str, Any]:
