@@ -218,7 +218,7 @@ class _Group:
                 f"Rank {members.rank} successfully reached monitoredBarrier, but received errors while waiting for "
                 "send/recv from rank 0"
             )
-        who = f"Rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
+        who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
         global_ranks = [members.ranks[rank] for rank in suspects]
         text = f"{method} of {members}: {text}: {who}. The group can be used further"
         raise as_torch_error(members.failure(CollectiveTimeoutError, text, method, suspect_ranks=global_ranks))
