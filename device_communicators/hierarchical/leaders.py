@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, plain
-from device_communicators.liveness.health import NEWS_S, NOTICE_S, Death
+from device_communicators.liveness.health import NEWS_S, NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
 from device_communicators.routing.reductions import as_bytes
@@ -262,18 +262,15 @@ class Leaders:
             for transfer in transfers:
                 transfer.wait(timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
         except RuntimeError as error:
-            if self._deaths():
+            if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
             raise self._failure(error, transfer.rank) from error
         finally:
             self._waiting = False
 
-    def _deaths(self) -> list[Death]:
-        return self.context.deaths()
-
     def _end_wait_on_death(self) -> None:
         """Ends a wait that has begun if a rank has ended: gloo's waits don't look."""
-        if self._waiting and self._deaths():
+        if self._waiting and self.context.deaths():
             threading.Thread(target=self._end_the_wait, daemon=True, name="parallel_state-hosts").start()
 
     def _end_the_wait(self) -> None:

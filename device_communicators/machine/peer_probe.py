@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -181,28 +181,17 @@ def _key(pair: Pair, driver_version: str | None, library: str) -> str:
 
 
 def _read(folder: Path, key: str) -> Probe | None:
-    def read() -> Probe | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         path = folder / f"{key}.json"
-        if path.stat().st_uid != os.geteuid():  # nobody else says what this user's kernels rely on
-            return None
-        answer = json.loads(path.read_text())
-        return Probe(answer["works"], answer["reason"]) if isinstance(answer["works"], bool) else None
-
-    return _or(read, None)
+        if path.stat().st_uid == os.geteuid():  # nobody else says what this user's kernels rely on
+            answer = json.loads(path.read_text())
+            return Probe(answer["works"], answer["reason"]) if isinstance(answer["works"], bool) else None
+    return None
 
 
 def _write(folder: Path, key: str, probe: Probe) -> None:
-    def write() -> None:
+    with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mine = folder / f".{key}.{os.getpid()}"
         mine.write_text(json.dumps({"works": probe.works, "reason": probe.reason}))
         mine.replace(folder / f"{key}.json")
-
-    _or(write, None)
-
-
-def _or(function: Callable[[], Any], otherwise: Any) -> Any:
-    try:
-        return function()
-    except (OSError, ValueError, KeyError, TypeError):
-        return otherwise

@@ -47,31 +47,31 @@ _ADVICE = {
 logger = logging.getLogger("parallel_state")
 
 _STEP_S = 0.002
+_END_S = 1.0
 
 
 class Deadline:
     """Bounds a wait by a timeout, and ends it early when a rank of the group dies."""
 
-    def __init__(self, context: GroupContext, operation: str, timeout_s: float | None = None) -> None:
+    def __init__(self, context: GroupContext, operation: str) -> None:
         self.context = context
         self.operation = operation
         self.started = time.monotonic()
-        self._timeout_s = context.timeout_s if timeout_s is None else timeout_s
 
     def step(self) -> None:
         """Sleeps a little. Raises PeerDiedError or CollectiveTimeoutError where waiting on is no use."""
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
         elapsed_s = time.monotonic() - self.started
-        if elapsed_s > self._timeout_s:
+        if elapsed_s > self.context.timeout_s:
             raise self.context.failure(
                 CollectiveTimeoutError,
-                f"{self.operation} of {self.context} was not done within {self._timeout_s:g} s. The group can't be "
-                "used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise the "
+                f"{self.operation} of {self.context} was not done within {self.context.timeout_s:g} s. The group can't "
+                "be used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise the "
                 "timeout",
                 self.operation,
                 elapsed_s=elapsed_s,
-                timeout_s=self._timeout_s,
+                timeout_s=self.context.timeout_s,
             )
         time.sleep(min(_STEP_S, 0.1 * elapsed_s + 1e-5))
 
@@ -105,16 +105,14 @@ class Handle:
         )
         return made
 
-    def split(
-        self, context: GroupContext, color: int, key: int, *, size: int, rank: int, blocking: bool = True
-    ) -> Handle:
-        """Makes a communicator of the ranks of one color, ordered by key; every rank of this one calls it.
+    def split(self, context: GroupContext, color: int, key: int, *, size: int, rank: int) -> Handle:
+        """Makes a blocking communicator of the ranks of one color, ordered by key; every rank of this one calls it.
 
         It shares nothing with this one. What it is made for goes by `context`. Raises as `meet`.
         """
         made = Handle(self.library, context, size, rank)
         name = context.name.encode()
-        config = self.library.config(blocking=int(blocking), splitShare=0, commName=name, **context.nccl_config)
+        config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
         self._divide(made, Deadline(context, "ncclCommSplit"), color, key, config)
         return made
 
@@ -236,16 +234,16 @@ class Handle:
         """Ends it in order, once the device has done with it. Twice is fine."""
         end_all([self], in_order=True)
 
-    def begin_end(self, in_order: bool, wait_s: float = 1.0) -> threading.Thread | None:
+    def begin_end(self, in_order: bool) -> threading.Thread | None:
         """Starts a thread that ends it; None where there is nothing to end. From any thread.
 
-        A thread that is inside of a call after `wait_s` is aborted there: NCCL's calls then return.
+        A thread that is inside of a call after `_END_S` is aborted there: NCCL's calls then return.
         """
         if self.comm is None:
             return None
 
         def run() -> None:
-            has_lock = self.lock.acquire(timeout=wait_s)
+            has_lock = self.lock.acquire(timeout=_END_S)
             comm, self.comm = self.comm, None
             if has_lock:
                 self.lock.release()

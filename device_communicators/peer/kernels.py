@@ -258,13 +258,6 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 _PACKAGES = "parallel-state[cuda12] for CUDA 12 (`pip install 'cuda-bindings<13' nvidia-cuda-nvrtc-cu12`)"
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 _REGISTERS = 4  # CUfunction_attribute
-_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-
-
-class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_: ClassVar = [("id", c_int), ("padding", c_int), ("value", c_int * 16)]
 
 
 class LaunchConfig(ctypes.Structure):
@@ -274,7 +267,7 @@ class LaunchConfig(ctypes.Structure):
         *((name, c_uint) for name in (
             "blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z", "shared_bytes")),
         ("stream", c_void_p),
-        ("attributes", POINTER(LaunchAttribute)),
+        ("attributes", c_void_p),
         ("attribute_count", c_uint),
     ]  # fmt: skip
 
@@ -287,39 +280,28 @@ class _Prepared(threading.local):
     #3729; autograd's threads are such). Made for each thread at its first launch, so a launch asks no more.
     """
 
-    def __init__(self, driver: _Driver, context: c_void_p, start_early: bool) -> None:
+    def __init__(self, driver: _Driver, context: c_void_p) -> None:
         if not driver.get("cuCtxGetCurrent", c_void_p).value:
             driver.call("cuCtxSetCurrent", context)
         self.config = LaunchConfig(1, 1, 1, 1, 1, 1)
         self.argument = (c_void_p * 1)()
         self.pointers = (ctypes.addressof(self.config), ctypes.addressof(self.argument))
-        if start_early:
-            self.attribute = LaunchAttribute(_STREAM_SERIALIZATION)
-            self.attribute.value[0] = 1
-            self.config.attributes = ctypes.pointer(self.attribute)
-            self.config.attribute_count = 1
 
 
 class PeerKernels:
     """The loaded kernels of one device: a `Launcher`. Never unloaded, as a graph may hold them."""
 
-    def __init__(self, driver: _Driver, device: int, start_early: bool = False) -> None:
-        """`start_early`: a launch may begin while the kernel before it ends (programmatic dependent launch).
-
-        `load` doesn't ask for it: it gains nothing before something ahead of a kernel lets it start, and what it does
-        within captures is to be seen on a GPU first. Raises KernelError.
-        """
+    def __init__(self, driver: _Driver, device: int) -> None:
+        """Loads them for a device, by CUDA's number. Raises KernelError."""
         self._driver = driver
         self._functions: dict[str, tuple[c_void_p, int]] = {}
         self._resident: dict[tuple[str, int], int] = {}
         major, minor = (driver.attribute(device, which) for which in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR))
         self.arch = f"sm_{major}{minor}"
-        if start_early and major < 9:
-            raise KernelError(f"a kernel can start early from sm_90 on, but the device is {self.arch}")
         self._multiprocessors = driver.attribute(device, _MULTIPROCESSORS)
         image = cubin(self.arch)
         self._context = driver.get("cuDevicePrimaryCtxRetain", c_void_p, device)
-        self._prepared = _Prepared(driver, self._context, start_early)
+        self._prepared = _Prepared(driver, self._context)
         with self._current():
             module = driver.get("cuModuleLoadData", c_void_p, image)
             for name in KERNELS:

@@ -65,7 +65,12 @@ def meeting_point(config: LaunchConfig, deadline: float) -> Iterator[tuple[dict[
             port = server.port
             store = ControlStore((config.master_addr, port), secret, start_s)
         else:
-            store, port = _reached(config, secret, start_s), config.master_port
+            port = config.master_port
+            store = ControlStore((config.master_addr, port), secret, start_s)
+            try:
+                store.reach(time.monotonic() + start_s)
+            except dist.DistNetworkError as error:
+                raise _not_reached(config, start_s, error) from error
         yield {"MASTER_ADDR": config.master_addr, "MASTER_PORT": str(port), AGENT_STORE: "True"}, secret
         if several:
             _leave_together(store, config, min(deadline, time.monotonic() + start_s))
@@ -93,15 +98,6 @@ def read_secret(path: str) -> bytes:
         if not fits:
             raise InvalidArgumentError(f"secret_file must be {must}: {path!r}")
     return hashlib.sha256(secret).digest()  # HMAC takes keys that differ in zeros at the end for equal
-
-
-def _reached(config: LaunchConfig, secret: bytes, start_s: float) -> ControlStore:
-    store = ControlStore((config.master_addr, config.master_port), secret, start_s)
-    try:
-        store.reach(time.monotonic() + start_s)
-    except dist.DistNetworkError as error:
-        raise _not_reached(config, start_s, error) from error
-    return store
 
 
 def _not_reached(config: LaunchConfig, start_s: float, error: Exception) -> RendezvousError:

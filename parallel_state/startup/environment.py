@@ -65,11 +65,7 @@ _SLURM = _Family(
     "slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",)
 )
 _OPEN_MPI = _Family(
-    "open_mpi",
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "open_mpi", *((f"OMPI_COMM_WORLD_{name}",) for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 )
 # MPICH and Intel MPI (MPI_LOCAL*), Cray PALS (PMI_LOCAL_*), MVAPICH (MV2_*), PMIx runtimes.
 _PMI = _Family(

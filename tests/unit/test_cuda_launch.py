@@ -19,7 +19,6 @@ from device_communicators.peer.kernels import (
     OPERATIONS,
     Call,
     KernelError,
-    LaunchAttribute,
     LaunchConfig,
     Launcher,
     PeerKernels,
@@ -103,15 +102,6 @@ def test_a_thread_without_a_context_gets_one_and_one_that_has_keeps_it(driver: A
     assert found == [kernels._context.value, 4711]
 
 
-def test_an_early_start_is_asked_for_only_where_the_chip_has_it(driver: Any) -> None:
-    library = peer_kernels._load_driver()
-    PeerKernels(library, 0, start_early=True).launch(KERNELS[0], 1, 32, Call(), 0)
-    assert driver.stand_in_last()[6] == 1
-    driver.stand_in_is(13000, 80)
-    with pytest.raises(KernelError, match="sm_90 on, but the device is sm_80"):
-        PeerKernels(library, 0, start_early=True)
-
-
 def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KernelError, match="CUDA_ERROR_INVALID_VALUE"):
         PeerKernels.load(0).launch(KERNELS[0], 0, 256, Call(), 0)
@@ -140,8 +130,7 @@ def test_structures_and_numbers_are_those_of_cuda() -> None:
         getattr(LaunchConfig, name).offset for name in ("shared_bytes", "stream", "attributes", "attribute_count")
     ]
     assert offsets == [24, 32, 40, 48]
-    assert (ctypes.sizeof(LaunchConfig), ctypes.sizeof(LaunchAttribute), LaunchAttribute.value.offset) == (56, 72, 8)
-    assert (peer_kernels._STREAM_SERIALIZATION, peer_kernels._REGISTERS) == (6, 4)
+    assert (ctypes.sizeof(LaunchConfig), peer_kernels._REGISTERS) == (56, 4)
     attributes = peer_kernels._MULTIPROCESSORS, peer_kernels._CAPABILITY_MAJOR, peer_kernels._CAPABILITY_MINOR
     assert attributes == (16, 75, 76)
 
@@ -157,9 +146,6 @@ def test_structures_and_numbers_are_those_of_cuda_h(tmp_path: Path) -> None:
     ]
     facts += [
         ("sizeof(CUlaunchConfig)", ctypes.sizeof(LaunchConfig)),
-        ("sizeof(CUlaunchAttribute)", ctypes.sizeof(LaunchAttribute)),
-        ("offsetof(CUlaunchAttribute, value)", LaunchAttribute.value.offset),
-        ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", peer_kernels._STREAM_SERIALIZATION),
         ("CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT", peer_kernels._MULTIPROCESSORS),
         ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR", peer_kernels._CAPABILITY_MAJOR),
         ("CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR", peer_kernels._CAPABILITY_MINOR),

@@ -215,7 +215,12 @@ class Bench:
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])
-        names = [OWN, GLOO, *self._vllm(), *([ZMQ] if self._wants_peers and self.peers.site is not None else [])]
+        names = [
+            OWN,
+            GLOO,
+            *self._vllm(),
+            *([ZMQ] if not self.options.no_peers and self.peers.site is not None else []),
+        ]
         self._measure([self._team(name, "messages") for name in names], cases)
 
     def through_torch(self) -> None:
@@ -239,12 +244,8 @@ class Bench:
         if not self.starts:
             self._measure(self._teams_of_collectives(), [])
 
-    @property
-    def _wants_peers(self) -> bool:
-        return not self.options.no_peers
-
     def _vllm(self) -> list[str]:
-        if not self._wants_peers or self.peers.vllm is None:
+        if self.options.no_peers or self.peers.vllm is None:
             return []
         if self.options.ranks not in SIZES_OF_VLLM:
             self.findings.left_out[VLLM] = f"its CPU ops know {SIZES_OF_VLLM} ranks, but not {self.options.ranks}"
@@ -256,7 +257,7 @@ class Bench:
 
     def _teams_of_collectives(self) -> list[Team]:
         teams = [self._team(name, "collectives") for name in (OWN, GLOO, *self._vllm())]
-        for mpi in self.peers.mpis if self._wants_peers else ():
+        for mpi in self.peers.mpis if not self.options.no_peers else ():
             launcher = mpi.command(self.peers.root, self.options.ranks, [])
             teams.append(self._team(mpi.name, "mpi", launcher=launcher, environment=mpi.environment()))
         return teams
