@@ -67,8 +67,8 @@ class Deadline:
             raise self.context.failure(
                 CollectiveTimeoutError,
                 f"{self.operation} of {self.context} was not done within {self.context.timeout_s:g} s. The group can't "
-                "be used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise the "
-                "timeout",
+                "be used further; look at the ranks that are not in this call (their logs, NCCL_DEBUG=INFO), or raise "
+                "the timeout",
                 self.operation,
                 elapsed_s=elapsed_s,
                 timeout_s=self.context.timeout_s,
