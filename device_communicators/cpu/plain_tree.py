@@ -12,13 +12,7 @@ _Type = ctypes.c_void_p
 
 class _Python(ctypes.Structure):
     _fields_ = (
-        ("type_of", _Type),
-        ("let_go", _Type),
-        ("list_size", _Type),
-        ("list_item", _Type),
-        ("dict_next", _Type),
-        ("list", _Type),
-        ("dict", _Type),
+        *((name, _Type) for name in ("type_of", "let_go", "list_size", "list_item", "dict_next", "list", "dict")),
         ("leaves", ctypes.POINTER(_Type)),
         ("leaf_count", ctypes.c_ssize_t),
         ("others", ctypes.POINTER(_Type)),

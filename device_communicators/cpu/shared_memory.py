@@ -80,15 +80,8 @@ class SharedMemoryCommunicator(Communicator):
         wide_out, op, narrow = reducible_in_memory(out, reduce_op)
         wide_x, _, _ = reducible_in_memory(x, reduce_op)
         inner = wide_out.numel() // outer
-        self._group.call(
-            "reduce_scatter",
-            wide_out.data_ptr(),
-            wide_x.data_ptr(),
-            outer,
-            inner,
-            DTYPES[wide_out.dtype],
-            REDUCE_OPS[op],
-        )
+        what = (wide_out.data_ptr(), wide_x.data_ptr(), outer, inner, DTYPES[wide_out.dtype], REDUCE_OPS[op])
+        self._group.call("reduce_scatter", *what)
         if narrow is not None:
             narrow.copy_(wide_out)
 
@@ -131,13 +124,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
         row_bytes = x.dtype.itemsize * (x[0:1].numel() if x.shape[0] else out[0:1].numel())
-        self._group.call(
-            "all_to_all",
-            out.data_ptr(),
-            x.data_ptr(),
-            self._sizes(*(rows * row_bytes for rows in output_splits)),
-            self._sizes(*(rows * row_bytes for rows in input_splits)),
-        )
+        sizes = (self._sizes(*(rows * row_bytes for rows in splits)) for splits in (output_splits, input_splits))
+        self._group.call("all_to_all", out.data_ptr(), x.data_ptr(), *sizes)
 
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
         self._group.call("broadcast", x.data_ptr(), x.nbytes, src)

@@ -31,13 +31,9 @@ from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import Watched, WatchedByThread
 
 _REDUCE_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
+    "sum": ReduceOp.SUM, "max": ReduceOp.MAX, "min": ReduceOp.MIN, "product": ReduceOp.PRODUCT,
     "avg": ReduceOp.SUM,  # divided afterwards: not every backend has AVG
-    "max": ReduceOp.MAX,
-    "min": ReduceOp.MIN,
-    "product": ReduceOp.PRODUCT,
-}
-
+}  # fmt: skip
 T = TypeVar("T")
 
 

@@ -27,16 +27,10 @@ _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 
 
 REDUCING = (
-    "all_reduce",
-    "all_reduce_",
-    "iall_reduce_",
-    "reduce_scatter",
-    "ireduce_scatter",
-    "reduce_scatterv",
-    "all_reduce_add_rms_norm",
-    "all_reduce_add_rms_norm_static_fp8_quant",
+    "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
+    "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
     "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant",
-)
+)  # fmt: skip
 """The operations that reduce."""
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.reductions import REDUCING
 from device_communicators.routing.registry import find_route
 from parallel_state import torch_internals
 
@@ -82,25 +83,15 @@ def _with_norm(
     return results, (0,) * len(results)
 
 
-_RULES: dict[str, Rule] = {
-    "all_reduce": _elementwise,
-    "broadcast": _elementwise,
-    "all_reduce_": _in_place,
-    "broadcast_": _in_place,
-    "all_gather": _along_dim,
-    "all_gatherv": _along_dim,
-    "reduce_scatter": _along_dim,
-    "reduce_scatterv": _along_dim,
-    "all_to_all": _rows,
-    "copy_region": _elementwise,
-    "reduce_region": _elementwise,
-    "scatter_region": _along_dim,
-    "gather_region": _along_dim,
-    "reduce_scatter_region": _along_dim,
-    "all_reduce_add_rms_norm": _with_norm,
-    "all_reduce_add_rms_norm_static_fp8_quant": _with_norm,
-    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _with_norm,
-}
+_NAMES_BY_RULE: dict[Rule, tuple[str, ...]] = {
+    _elementwise: ("all_reduce", "broadcast", "copy_region", "reduce_region"),
+    _in_place: ("all_reduce_", "broadcast_"),
+    _along_dim: ("all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "scatter_region", "gather_region",
+                 "reduce_scatter_region"),
+    _rows: ("all_to_all",),
+    _with_norm: tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm")),
+}  # fmt: skip
+_RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 _UNMAPPED = ("barrier", "empty")
 """Ops that take no tensor of a sample."""
 

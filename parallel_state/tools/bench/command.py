@@ -215,12 +215,8 @@ class Bench:
         cases = [case for case in cases if case["kind"] != "pipeline" or self.options.ranks == 2]
         for case in cases:
             case["bytes"] = case_bytes(case["kind"], case["what"])
-        names = [
-            OWN,
-            GLOO,
-            *self._vllm(),
-            *([ZMQ] if not self.options.no_peers and self.peers.site is not None else []),
-        ]
+        with_zmq = not self.options.no_peers and self.peers.site is not None
+        names = [OWN, GLOO, *self._vllm(), *[ZMQ] * with_zmq]
         self._measure([self._team(name, "messages") for name in names], cases)
 
     def through_torch(self) -> None:
