@@ -143,8 +143,8 @@ class OwnTeam(DispatchTeam):
 
         found = {"coordinator": self.group.all_reduce, "coordinator, in place": self.group.all_reduce_}
         if self.size > 1:
-            found["op"] = ours_by_op(self.group, "all_reduce", {})
-            found["op, in place"] = ours_by_op(self.group, "all_reduce_", {})
+            found["op"] = ours_by_op(self.group, "all_reduce")
+            found["op, in place"] = ours_by_op(self.group, "all_reduce_")
         found |= {"torch.distributed, in place": through_torch, "functional collective": through_functional}
         return found | _NOOPS
 

@@ -259,7 +259,7 @@ class CallTeam:
 
     def _over_shared_memory(self) -> dict[str, Callable[[Tensor], Tensor]]:
         return {
-            "op, in place": ours_by_op(self.group, "all_reduce_", {}),
+            "op, in place": ours_by_op(self.group, "all_reduce_"),
             "all_reduce": self.group.all_reduce,
             "record in Python": self._record,
             EXCHANGE: self._exchange,

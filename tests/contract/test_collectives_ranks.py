@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from parallel_state.tools.bench import ranks
+from parallel_state.tools.bench.collectives import answer, count_of, given
 from tests.programs import run_in_ranks, script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,7 @@ def test_a_wrong_answer_has_no_figures(tmp_path: Path) -> None:
     path.write_text(
         "import sys, collectives\n"
         "from parallel_state.tools.bench import ranks\n"
-        "ranks._of_torch = lambda *_: (lambda x: x, lambda x: x)\n"
+        "ranks.collectives.torch_by_call = lambda *_: lambda x: x\n"
         "sys.exit(collectives.main())\n"
     )
     arguments = ("--sizes", "1024", "--modes", "eager", "--operations", "all_reduce")
@@ -120,8 +121,8 @@ def test_own_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [2, 3, 8, 16])
 def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
     dtype, device = torch.bfloat16, torch.device("cpu")
-    count = ranks.count_of(operation, 1000, dtype, size)
-    xs = [ranks.given(count, rank, dtype, device) for rank in range(size)]
+    count = count_of(operation, 1000, dtype, size)
+    xs = [given(count, rank, dtype, device) for rank in range(size)]
     assert all(x.shape == (count,) and x.dtype == dtype for x in xs)
     part = count // size
     for rank in range(size):
@@ -134,7 +135,7 @@ def test_answers_are_what_the_inputs_come_to(operation: str, size: int) -> None:
             "broadcast": xs[0],
             "all_to_all": torch.cat([x[rows] for x in xs]),
         }[operation]
-        assert torch.equal(ranks.answer(operation, count, rank, size, dtype, device), expected)
+        assert torch.equal(answer(operation, count, rank, size, dtype, device), expected)
 
 
 @pytest.mark.parametrize(
@@ -149,4 +150,4 @@ def test_bandwidths_are_counted_as_in_nccl_tests(operation: str, busbw: float) -
     assert found["algbw"] == pytest.approx(1.0)
     assert found["busbw"] == pytest.approx(busbw)
     gathers = operation == "all_gather"
-    assert ranks.count_of(operation, 1 << 20, torch.bfloat16, 8) == (1 << 16 if gathers else 1 << 19)
+    assert count_of(operation, 1 << 20, torch.bfloat16, 8) == (1 << 16 if gathers else 1 << 19)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from math import prod
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import parallel_state as ps
 from parallel_state.tools.bench import peers
 from parallel_state.tools.bench.worker import Timing, WrongAnswer
 
+Call = Callable[[Tensor], Tensor]
 COPIES = "(copies alone)"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences of a decode batch
@@ -32,13 +33,13 @@ ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences 
 class Exchange(NamedTuple):
     """Does an operation in one way: takes a rank's input and gives its output, which may be the same tensor."""
 
-    call: Callable[[Tensor], Tensor]
+    call: Call
     empty: Callable[..., Tensor] = torch.empty
     """Allocates its input, as torch.empty does."""
 
 
 class _Prepared(NamedTuple):
-    call: Callable[[Tensor], Tensor]
+    call: Call
     x: Tensor
 
 
@@ -58,15 +59,22 @@ class TensorTeam:
     def finish(self) -> None:
         """Waits for what the device still does."""
 
+    def added_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype, of as many bytes, by which the runtime adds the operation's elements."""
+        return dtype
+
     def prepare(self, values: dict[str, Any]) -> list[str]:
         """`values`: operation, bytes (that a rank holds), dtype, loop."""
         self._operation, self._tight = values["operation"], values["loop"] == "tight"
         dtype = getattr(torch, values["dtype"])
         count = max(1, values["bytes"] // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
-        shape = (ROWS, count // ROWS) if self._operation == "all_gather" else (count,)
+        gathers = self._operation == "all_gather"
+        shape = (ROWS, count // ROWS) if gathers else (count,)
+        kind = self.added_as(dtype), self.device
         with torch.inference_mode():
-            self._source = self._pattern(self.rank, shape, dtype)
-            self._expected = self._answer(shape, dtype)
+            self._source = given(count, self.rank, *kind).view(dtype).view(shape)
+            expected = answer(self._operation, count, self.rank, self.size, *kind).view(dtype)
+            self._expected = beside(expected, self.size, shape) if gathers else expected
             self._sink = torch.empty_like(self._expected)
             self._zero = self._operation == "all_reduce" and self._tight  # in place, anything else would grow
             self._prepared = {
@@ -77,23 +85,6 @@ class TensorTeam:
             if self.measures_copies and not self._tight:
                 self._prepared[COPIES] = _Prepared(lambda x: self._expected, torch.empty_like(self._source))
         return list(self._prepared)
-
-    def _pattern(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return (torch.arange(prod(shape), device=self.device) % 7 + rank).to(dtype).view(shape)
-
-    def _answer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        inputs = [self._pattern(rank, shape, dtype) for rank in range(self.size)]
-        rows = shape[0] // self.size
-        mine = slice(self.rank * rows, (self.rank + 1) * rows)
-        if self._operation in ("all_reduce", "reduce_scatter"):
-            total = torch.stack([x.float() for x in inputs]).sum(0).to(dtype)
-            return total if self._operation == "all_reduce" else total[mine].clone()
-        return {
-            "all_gather": lambda: torch.cat(inputs, -1),
-            "broadcast": lambda: inputs[0],
-            "all_to_all": lambda: torch.cat([x[mine] for x in inputs]),
-            "barrier": lambda: inputs[self.rank],
-        }[self._operation]()
 
     def check(self, name: str) -> str | None:
         """Counts an error that all ranks raise as a wrong answer; one that raises alone leaves the others waiting."""
@@ -122,14 +113,14 @@ class TensorTeam:
             loop(call, x, max(1, calls // 10))
             return Timing(elapsed_s=loop(call, x, calls))
 
-    def _run_tight(self, call: Callable[[Tensor], Tensor], x: Tensor, calls: int) -> float:
+    def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
         started = time.perf_counter()
         for _ in range(calls):
             call(x)
         self.finish()
         return time.perf_counter() - started
 
-    def _run_produced(self, call: Callable[[Tensor], Tensor], x: Tensor, calls: int) -> float:
+    def _run_produced(self, call: Call, x: Tensor, calls: int) -> float:
         source, sink = self._source, self._sink
         started = time.perf_counter()
         for _ in range(calls):
@@ -174,37 +165,15 @@ class OwnTeam(TensorTeam):
         return self.group.explain()
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
-        group, size = self.group, self.size
-        equal = [shape[0] // size] * size
-
-        def barrier(x: Tensor) -> Tensor:
-            group.barrier()
-            return x
-
-        in_place: dict[str, Callable[[Tensor], Tensor]] = {
-            "all_reduce": group.all_reduce_,
-            "broadcast": lambda x: group.broadcast_(x, 0),
-        }
-        functional: dict[str, Callable[[Tensor], Any]] = {
-            "all_reduce": group.all_reduce,
-            "all_gather": lambda x: group.all_gather(x, -1),
-            "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
-            "broadcast": lambda x: group.broadcast(x, 0),
-            "all_to_all": group.all_to_all,
-            "barrier": barrier,
-        }
-        arguments = {
-            "dim": {"all_gather": len(shape) - 1}.get(operation, 0),
-            "output_splits": equal,
-            "input_splits": equal,
-        }
-        found = {"coordinator": Exchange(functional[operation])}
+        group = self.group
+        call, in_place = ours_by_method(group, operation)
+        found = {"coordinator": Exchange(call)}
         if operation != "barrier":
-            found["op"] = Exchange(ours_by_op(group, operation, arguments))
-        if operation in in_place:
-            op = ours_by_op(group, operation + "_", arguments)
+            found["op"] = Exchange(ours_by_op(group, operation, dim=len(shape) - 1))
+        if in_place:
+            op = ours_by_op(group, operation + "_")
             found["op, in place"] = Exchange(op)
-            found["coordinator, in place"] = Exchange(in_place[operation])
+            found["coordinator, in place"] = Exchange(in_place)
             found["symmetric op, in place"] = Exchange(op, lambda shape, dtype, device: group.empty(shape, dtype))
         return {name: found[name] for name in OURS if name in found}
 
@@ -219,7 +188,7 @@ class TorchTeam(TensorTeam):
         return f"torch {torch.__version__}, gloo"
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
-        return {GLOO: Exchange(_of_torch(operation, shape, self.size, self._group))}
+        return {GLOO: Exchange(torch_by_call(operation, self._group, self.size))}
 
 
 class VllmTeam(TensorTeam):
@@ -267,10 +236,36 @@ def use_once(group: ps.GroupCoordinator) -> None:
     group.broadcast_object(0)
 
 
-def ours_by_op(group: ps.GroupCoordinator, name: str, given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Returns the registered op as a function of its tensor; `given`: other arguments, by their names in its schema."""
-    op = getattr(torch.ops.parallel_state, name)
-    values = {"token": group._token, "reduce_op": "sum", "src": 0, "group": group._key, **given}
+def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
+    """Returns the coordinator's call, and the one in place where there is one. all_gather is along the last dim."""
+
+    def barrier(x: Tensor) -> Tensor:
+        group.barrier()
+        return x
+
+    functional: dict[str, Call] = {
+        "all_reduce": group.all_reduce,
+        "all_gather": lambda x: group.all_gather(x, -1),
+        "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
+        "broadcast": lambda x: group.broadcast(x, 0),
+        "all_to_all": lambda x: group.all_to_all(x),
+        "barrier": barrier,
+    }
+    in_place: dict[str, Call] = {"all_reduce": group.all_reduce_, "broadcast": lambda x: group.broadcast_(x, 0)}
+    return functional[operation], in_place.get(operation)
+
+
+def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
+    """Returns the registered op as a function of its tensor. `key`: of the route, by default the group's."""
+    op, size = getattr(torch.ops.parallel_state, name), group.world_size
+    values = {"token": group._token, "reduce_op": "sum", "src": 0, "dim": dim, "group": key or group._key}
+    if name == "all_to_all":
+
+        def all_to_all(x: Tensor) -> Tensor:
+            splits = [x.shape[0] // size] * size
+            return op(x, values["token"], splits, splits, values["group"])
+
+        return all_to_all
     after = [values[argument.name] for argument in op.default._schema.arguments[1:]]
     if name.endswith("_"):
 
@@ -282,25 +277,30 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, given: dict[str, Any]) -> 
     return lambda x: op(x, *after)
 
 
-def _of_torch(operation: str, shape: tuple[int, ...], size: int, group: Any) -> Callable[[Tensor], Tensor]:
-    """Calls torch.distributed as somebody without this library would."""
+def beside(gathered: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
+    """Puts parts of one shape, which lie behind each other, beside each other along the last dim."""
+    return gathered.view(size, *shape).movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
+
+
+def torch_by_call(operation: str, group: Any, size: int) -> Call:
+    """Returns c10d's call as somebody without this library would make it; all_gather is along the last dim."""
 
     def all_reduce(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
         return x
 
     def all_gather(x: Tensor) -> Tensor:
-        out = x.new_empty((size * shape[0], *shape[1:]))
+        out = x.new_empty((size * x.shape[0], *x.shape[1:]))
         _ALL_GATHER(out, x, group=group)
-        return out.view(size, *shape).movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
+        return out if x.ndim == 1 else beside(out, size, x.shape)
 
     def reduce_scatter(x: Tensor) -> Tensor:
-        out = x.new_empty(x.numel() // size)
+        out = x.new_empty(x.shape[0] // size)
         _REDUCE_SCATTER(out, x, group=group)
         return out
 
     def broadcast(x: Tensor) -> Tensor:
-        dist.broadcast(x, 0, group=group)
+        dist.broadcast(x, group_src=0, group=group)
         return x
 
     def all_to_all(x: Tensor) -> Tensor:
@@ -312,8 +312,41 @@ def _of_torch(operation: str, shape: tuple[int, ...], size: int, group: Any) -> 
         dist.barrier(group=group)
         return x
 
-    call: Callable[[Tensor], Tensor] = locals()[operation]
+    call: Call = locals()[operation]
     return call
+
+
+# Inputs and answers: small integers, exact in bf16, as are their sums of up to 16 ranks.
+
+
+def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
+    """Returns the elements that a rank gives, for a size as nccl-tests count it."""
+    count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
+    return count // ranks if operation == "all_gather" else count
+
+
+def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`(start + i) % 7 * factor + more`, made of pieces, as whole numbers would take four times the memory."""
+    period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
+    return period.repeat(-(-count // 7))[:count].contiguous()
+
+
+def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what a rank gives."""
+    return _ramp(count, 0, 1, rank, dtype, device)
+
+
+def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns what a rank gets where each gives `given(count, …)`, one-dimensional."""
+    ramp, part, ones = partial(_ramp, dtype=dtype, device=device), count // size, sum(range(size))
+    return {
+        "all_reduce": lambda: ramp(count, 0, size, ones),
+        "reduce_scatter": lambda: ramp(part, rank * part, size, ones),
+        "all_gather": lambda: torch.cat([ramp(count, 0, 1, each) for each in range(size)]),
+        "broadcast": lambda: ramp(count, 0, 1, 0),
+        "all_to_all": lambda: torch.cat([ramp(part, rank * part, 1, each) for each in range(size)]),
+        "barrier": lambda: ramp(count, 0, 1, rank),
+    }[operation]()
 
 
 def _of_vllm(group: Any, operation: str) -> dict[str, Exchange]:

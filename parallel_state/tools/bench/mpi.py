@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_state.tools.bench import peers
-from parallel_state.tools.bench.collectives import Exchange, TensorTeam
+from parallel_state.tools.bench.collectives import Exchange, TensorTeam, beside
 
 TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 
@@ -52,19 +52,9 @@ class MpiTeam(TensorTeam):
             return {}
         return {name: Exchange(self._of_mpi(operation, shape, kind))}
 
-    def _pattern(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self._adds_int16(dtype):
-            return super()._pattern(rank, shape, dtype)
-        return super()._pattern(rank, shape, torch.int16).view(dtype)
-
-    def _answer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not self._adds_int16(dtype):
-            return super()._answer(shape, dtype)
-        return super()._answer(shape, torch.int16).view(dtype)
-
-    def _adds_int16(self, dtype: torch.dtype) -> bool:
+    def added_as(self, dtype: torch.dtype) -> torch.dtype:
         adds = self._operation in ("all_reduce", "reduce_scatter")
-        return dtype == torch.bfloat16 and self.mpi.bfloat16 is None and adds
+        return torch.int16 if dtype == torch.bfloat16 and self.mpi.bfloat16 is None and adds else dtype
 
     def _of_mpi(self, operation: str, shape: tuple[int, ...], kind: Any) -> Callable[[Tensor], Tensor]:
         api, communicator, size = self.api, self.communicator, self.size
@@ -100,7 +90,7 @@ class MpiTeam(TensorTeam):
         def all_gather(x: Tensor) -> Tensor:
             out = output(x, (size, *shape))
             communicator.Allgather(of(x), [of(out)[0], x.numel(), kind])
-            return out.movedim(0, -2).reshape(*shape[:-1], size * shape[-1])
+            return beside(out, size, shape)
 
         def reduce_scatter(x: Tensor) -> Tensor:
             out = output(x, (x.numel() // size,))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
@@ -30,25 +29,16 @@ from device_communicators import Route, register_route, settings, unique_name
 from device_communicators.errors import UnsupportedError
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
+from parallel_state.tools.bench import collectives
+from parallel_state.tools.bench.collectives import Call
 from parallel_state.tools.bench.devices import Clock, captured, describe, share_gpus
 from parallel_state.tools.bench.picture import draw
-from parallel_state.tools.bench.report import (
-    bandwidths,
-    p50,
-    p99,
-    recorded,
-    write_json,
-)
+from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
 from parallel_state.tools.bench.rounds import Plan, Row
 
-Call = Callable[[Tensor], Tensor]
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+OPERATIONS = collectives.OPERATIONS[:-1]  # a barrier has no size
 TORCH = "torch.distributed"
 ROUTE = "parallel_state"
-_IN_PLACE = ", in place"
-# Newer versions of torch have new names, and warn of the old ones.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MODES = ("eager", "compiled", "graph")
 SIZES = tuple(1 << power for power in range(10, 31, 2))
 FEW, MANY, LARGE_BYTES = 4, 20, 4 << 20
@@ -95,114 +85,31 @@ class Ways:
         return [*self._ours(operation), *self._torchs(operation)]
 
     def _ours(self, operation: str) -> Iterator[Way]:
-        group, device = self._group, self._group.device
-        methods: dict[str, Call] = {
-            "all_reduce": group.all_reduce,
-            "all_gather": lambda x: group.all_gather(x, 0),
-            "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
-            "broadcast": lambda x: group.broadcast(x, 0),
-            "all_to_all": lambda x: group.all_to_all(x),
-        }
-        method = methods[operation]
-        yield Way(ROUTE, method, method, group.graph_capture)
-        in_place: dict[str, Call] = {"all_reduce": group.all_reduce_, "broadcast": lambda x: group.broadcast_(x, 0)}
-        if operation in in_place:
-            yield Way(ROUTE + _IN_PLACE, in_place[operation], None, group.graph_capture)
+        group = self._group
+        call, in_place = collectives.ours_by_method(group, operation)
+        yield Way(ROUTE, call, call, group.graph_capture)
+        if in_place:
+            yield Way(ROUTE + ", in place", in_place, None, group.graph_capture)
         for name, route in self._routes.items():
-            op = _op(operation, group._token, route.context.key, group.world_size)
-            yield Way(name, op, op, partial(prepared, route, None, device))
+            op = collectives.ours_by_op(group, operation, route.context.key)
+            yield Way(name, op, op, partial(prepared, route, None, group.device))
 
     def _torchs(self, operation: str) -> Iterator[Way]:
-        eager, compilable = torch_calls(operation, self._group.device_group, self._group.world_size)
-        yield Way(TORCH, eager, compilable, lambda: side_stream(self._group.device))
+        group = self._group.device_group
+        eager = collectives.torch_by_call(operation, group, self._group.world_size)
+        yield Way(TORCH, eager, compilable_of_torch(operation, group), lambda: side_stream(self._group.device))
 
 
-def _op(operation: str, token: Tensor, key: str, size: int) -> Call:
-    """The registered op."""
-    ops: Any = torch.ops.parallel_state
-
-    def all_to_all(x: Tensor) -> Tensor:
-        splits = [x.shape[0] // size] * size
-        return ops.all_to_all(x, token, splits, splits, key)
-
-    return {
-        "all_reduce": lambda x: ops.all_reduce(x, token, "sum", key),
-        "all_gather": lambda x: ops.all_gather(x, token, 0, key),
-        "reduce_scatter": lambda x: ops.reduce_scatter(x, token, 0, "sum", key),
-        "broadcast": lambda x: ops.broadcast(x, token, 0, key),
-        "all_to_all": all_to_all,
-    }[operation]
-
-
-def torch_calls(operation: str, group: Any, size: int) -> tuple[Call, Call]:
-    """Returns calls as users make them: c10d's own eagerly, functional collectives under the compiler."""
-
-    def all_reduce(x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=group)
-        return x
-
-    def all_gather(x: Tensor) -> Tensor:
-        out = x.new_empty(size * x.shape[0])
-        _ALL_GATHER(out, x, group=group)
-        return out
-
-    def reduce_scatter(x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0] // size)
-        _REDUCE_SCATTER(out, x, group=group)
-        return out
-
-    def broadcast(x: Tensor) -> Tensor:
-        dist.broadcast(x, group_src=0, group=group)
-        return x
-
-    def all_to_all(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
-
-    compilable: dict[str, Call] = {
+def compilable_of_torch(operation: str, group: Any) -> Call:
+    """Returns torch's functional collective, which the compiler knows."""
+    calls: dict[str, Call] = {
         "all_reduce": lambda x: functional.all_reduce(x, "sum", group),
         "all_gather": lambda x: functional.all_gather_tensor(x, 0, group),
         "reduce_scatter": lambda x: functional.reduce_scatter_tensor(x, "sum", 0, group),
         "broadcast": lambda x: functional.broadcast(x, 0, group),
         "all_to_all": lambda x: functional.all_to_all_single(x, None, None, group),
     }
-    eager: Call = locals()[operation]
-    return eager, compilable[operation]
-
-
-# Inputs and answers: small integers, of which the sums of up to 16 ranks are exact in bf16.
-
-
-def count_of(operation: str, size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Returns the elements that a rank gives, for a size as nccl-tests count it."""
-    count = max(1, size_bytes // dtype.itemsize // ranks) * ranks
-    return count // ranks if operation == "all_gather" else count
-
-
-def _ramp(count: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`(start + i) % 7`, made of pieces, as whole numbers would take four times the memory."""
-    period = ((torch.arange(7) + start) % 7).to(dtype).to(device)
-    return period.repeat(-(-count // 7))[:count].contiguous()
-
-
-def given(count: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns what a rank gives."""
-    return _ramp(count, 0, dtype, device).add_(rank)
-
-
-def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns what a rank gets where each gives `given(count, …)`."""
-    part, ones = count // size, sum(range(size))
-    if operation == "all_reduce":
-        return _ramp(count, 0, dtype, device).mul_(size).add_(ones)
-    if operation == "reduce_scatter":
-        return _ramp(part, rank * part, dtype, device).mul_(size).add_(ones)
-    if operation == "all_gather":
-        return torch.cat([given(count, each, dtype, device) for each in range(size)])
-    if operation == "broadcast":
-        return given(count, 0, dtype, device)
-    return torch.cat([_ramp(part, rank * part, dtype, device).add_(each) for each in range(size)])
+    return calls[operation]
 
 
 # This rank's part.
@@ -246,11 +153,11 @@ class Ranks:
     def measure(self, operation: str, size_bytes: int, dtype: torch.dtype) -> RankRow:
         case = {"ranks": self.size, "operation": operation, "bytes": size_bytes, "dtype": str(dtype).split(".")[1]}
         row = RankRow(case)
-        count = count_of(operation, size_bytes, dtype, self.size)
-        self.source = given(count, self.rank, dtype, self.device)
+        count = collectives.count_of(operation, size_bytes, dtype, self.size)
+        self.source = collectives.given(count, self.rank, dtype, self.device)
         self.x = self.source.clone()
         self.zero = operation == "all_reduce"  # in place, anything else would grow
-        self.expected = answer(operation, count, self.rank, self.size, dtype, self.device)
+        self.expected = collectives.answer(operation, count, self.rank, self.size, dtype, self.device)
         candidates = [
             candidate
             for way in self.ways.of(operation)

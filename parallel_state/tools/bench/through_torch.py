@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import wait_tensor
 
 import parallel_state as ps
-from parallel_state.tools.bench.collectives import GLOO, OWN, ours_by_op
-from parallel_state.tools.bench.ranks import answer, count_of, given, torch_calls
+from parallel_state.tools.bench.collectives import GLOO, OWN, answer, count_of, given, ours_by_op, torch_by_call
+from parallel_state.tools.bench.ranks import compilable_of_torch
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
 
 LAYERS = "torch's layers alone"
@@ -57,7 +57,7 @@ class ThroughTorch:
         self._op: Callable[[Tensor], Tensor] | None = None
         if name == OWN:
             ps.initialize_model_parallel(self.size)
-            self._op = ours_by_op(ps.get_tp_group(), "all_reduce_", {})
+            self._op = ours_by_op(ps.get_tp_group(), "all_reduce_")
         dist.all_reduce(torch.ones(1))
         self._steps: dict[str, Callable[[], float]] = {}
         self._calls: dict[str, Callable[[], Tensor | float]] = {}
@@ -81,7 +81,8 @@ class ThroughTorch:
         self._source = given(count, self.rank, dtype, device)
         self._expected = answer(operation, count, self.rank, self.size, dtype, device)
         self._x = self._source.clone()
-        eager, functional = torch_calls(operation, dist.group.WORLD, self.size)
+        eager = torch_by_call(operation, dist.group.WORLD, self.size)
+        functional = compilable_of_torch(operation, dist.group.WORLD)
         if kind == "compiled":
             torch._dynamo.reset()
             functional = torch.compile(functional, fullgraph=True)  # waits by itself
