@@ -71,7 +71,7 @@ class WithLibrary(Distribution):
 
 setup(
     packages=find_packages(include=["parallel_state*", "device_communicators*"]),
-    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.js", "csrc/*"]},
+    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.html", "*.js", "csrc/*"]},
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

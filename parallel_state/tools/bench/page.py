@@ -251,8 +251,8 @@ def page(findings: Findings) -> str:
         body += ["<h2>The standard table</h2>", f'<div class="wide"><pre>{escape(table(collectives))}</pre></div>']
     if findings.wrong:
         body += ["<h2>No figures of</h2>", _html_table((), [tuple(map(escape, each)) for each in findings.wrong])]
-    body.append(METHOD)
-    return PAGE.replace("@TITLE@", escape(f"parallel_state: {ranks} ranks")).replace("@BODY@", "\n".join(body))
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return template.replace("@TITLE@", escape(f"parallel_state: {ranks} ranks")).replace("@BODY@", "\n".join(body))
 
 
 def notices(findings: Findings) -> list[tuple[str, str]]:
@@ -327,29 +327,6 @@ THROUGH = (
     'The same calls over the backend "parallel_state" and over gloo. Torch\'s own layers are measured on its backend '
     '"fake", which moves nothing; the op in place is a coordinator\'s, without those layers.'
 )
-METHOD = """<h2>How this was measured</h2>
-<p>Each library runs in processes of its own, one rank a core where there are enough. In each case every candidate's
-answer is checked, then candidates take turns, round by round, in changing order, then they are checked again. All ranks
-make the same number of calls, and the slowest rank's time is the sample. Calls repeat on one buffer. A case that others
-disturbed is measured again. Sizes, counts and bandwidths are nccl-tests'; GB are 10⁹ bytes. All samples are in
-report.json.</p>"""
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>@TITLE@</title><style>
-body{font:15px/1.5 system-ui,sans-serif;color:#24292f;background:#fff;max-width:1140px;margin:2em auto;padding:0 1em}
-h1{font-size:1.5em;line-height:1.25} h2{font-size:1.15em;margin:2em 0 .5em;border-bottom:1px solid #d8dee4}
-table{border-collapse:collapse;margin:.6em 0 1.2em} th,td{padding:.22em .8em;border-bottom:1px solid #eaeef2}
-td,th{text-align:right;vertical-align:top;font-variant-numeric:tabular-nums}
-td:first-child,th:first-child{text-align:left} :is(td,th):nth-child(2):last-child{text-align:left}
-th{font-weight:600}
-pre{font:12px/1.4 ui-monospace,monospace;margin:0;white-space:pre} td pre{white-space:pre-wrap}
-.wide{overflow-x:auto} .bad,.good{padding:.6em 1em;border-radius:6px;font-weight:600}
-.bad{background:#ffebe9;color:#82071e} .good{background:#dafbe1;color:#116329}
-.faster{color:#116329} .slower{color:#a40e26} svg{max-width:100%;height:auto}
-</style></head><body>
-@BODY@
-</body></html>
-"""
 
 
 # Files.
