@@ -7,11 +7,12 @@ machine without a GPU the same lines run and are compared with the same answers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
@@ -105,8 +106,8 @@ class Captured:
         if self._graph is not None:
             self._graph.replay()
             return self.outputs
-        for old, new in zip(_tensors(self.outputs), _tensors(self._call()), strict=True):
-            if old is not new:
+        for old, new in zip(tree_leaves(self.outputs), tree_leaves(self._call()), strict=True):
+            if isinstance(old, Tensor) and old is not new:
                 old.copy_(new)
         return self.outputs
 
@@ -138,14 +139,3 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
             raise
         raise failure from error  # else the end of the broken capture would hide what broke it
     return Captured(call, outputs, graph)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)

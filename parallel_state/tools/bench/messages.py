@@ -65,7 +65,7 @@ class MessageTeam:
     def prepare(self, values: dict[str, Any]) -> list[str]:
         self.idle_s = values["idle_ms"] / 1e3
         self.value = _object(values["what"]) if values["kind"] == "object" else _tensors(values["kind"], values["what"])
-        self.tensors = [x for x in self.value.values() if isinstance(x, torch.Tensor)]
+        self.tensors = _tensors_of(self.value)
         self.calls = self.exchanges(values["kind"], self.value)
         names = list(self.calls)
         if self.tensors and self.measures_copies:
@@ -208,12 +208,7 @@ class ZmqTeam(MessageTeam):
             socket.send(packed, copy=False)
 
 
-TEAMS: dict[str, Callable[[dict[str, Any]], MessageTeam]] = {
-    OWN: OwnTeam,
-    GLOO: TorchTeam,
-    VLLM: VllmTeam,
-    ZMQ: ZmqTeam,
-}
+TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
@@ -293,41 +288,36 @@ def _broadcast_object_of_torch(value: Any) -> Any:
     return values[0]
 
 
-def _metadata(value: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
-    described: list[tuple[str, Any]] = []
-    tensors = []
-    for key, each in value.items():
-        if isinstance(each, torch.Tensor):
-            described.append((key, ("tensor", tuple(each.shape), each.dtype)))
-            tensors.append(each)
-        else:
-            described.append((key, each))
-    return described, tensors
+def _tensors_of(value: dict[str, Any]) -> list[torch.Tensor]:
+    return [each for each in value.values() if isinstance(each, torch.Tensor)]
+
+
+def _described(value: dict[str, Any]) -> list[tuple[str, Any]]:
+    def of(each: Any) -> Any:
+        return ("tensor", tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each
+
+    return [(key, of(each)) for key, each in value.items()]
 
 
 def _rooms(described: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for key, each in described:
-        is_tensor = isinstance(each, tuple) and each[0] == "tensor"
-        found[key] = torch.empty(each[1], dtype=each[2]) if is_tensor else each
-    return found
+    def of(each: Any) -> Any:
+        return torch.empty(each[1], dtype=each[2]) if isinstance(each, tuple) and each[0] == "tensor" else each
+
+    return {key: of(each) for key, each in described}
 
 
 def _broadcast_dict_of_torch(value: dict[str, Any] | None) -> dict[str, Any]:
-    described, tensors = _metadata(value) if value is not None else (None, [])
-    described = _broadcast_object_of_torch(described)
+    described = _broadcast_object_of_torch(None if value is None else _described(value))
     if value is None:
         value = _rooms(described)
-        tensors = [each for each in value.values() if isinstance(each, torch.Tensor)]
-    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in tensors]:
+    for work in [dist.broadcast(tensor, 0, async_op=True) for tensor in _tensors_of(value)]:
         work.wait()
     return value
 
 
 def _send_dict_of_torch(value: dict[str, Any]) -> None:
-    described, tensors = _metadata(value)
-    dist.send_object_list([described], 1)
-    for tensor in tensors:
+    dist.send_object_list([_described(value)], 1)
+    for tensor in _tensors_of(value):
         dist.send(tensor, 1)
 
 
@@ -335,7 +325,6 @@ def _receive_dict_of_torch() -> dict[str, Any]:
     values: list[Any] = [None]
     dist.recv_object_list(values, 0)
     found = _rooms(values[0])
-    for each in found.values():
-        if isinstance(each, torch.Tensor):
-            dist.recv(each, 0)
+    for each in _tensors_of(found):
+        dist.recv(each, 0)
     return found
