@@ -22,6 +22,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from device_communicators.errors import GroupNotInitializedError, UsageError
@@ -89,16 +90,6 @@ class _Forwards:
         return found
 
 
-class _Settled:
-    """The groups of a backward that runs, for those that are called in it."""
-
-    def __init__(self, groups: Any) -> None:
-        self._groups = groups
-
-    def at(self, _: int) -> Any:
-        return self._groups
-
-
 def _weak(groups: Any) -> Any:
     return groups if groups is None or groups is _POOLED else weakref.ref(groups)
 
@@ -116,7 +107,8 @@ def _find(_: _Current) -> Any:
         groups = forwards.at(node)
         if groups is not _UNKNOWN:
             if isinstance(forwards, _Forwards):
-                stash_for_autograd(_Settled(groups))  # autograd puts the other one back after this node
+                # For what is called in this backward; autograd puts the other one back after this node.
+                stash_for_autograd(SimpleNamespace(at=lambda _: groups))
             return groups
     return _CONTEXT.get()
 

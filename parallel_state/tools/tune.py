@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import logging
 import math
 import os
@@ -31,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import parallel_state as ps
 from device_communicators import CATALOG, Communicator, GroupContext, Request, settings
 from device_communicators.cuda import nccl_library
 from device_communicators.machine import group_topology
 from device_communicators.peer import thresholds as peer_thresholds
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump, load, user_path
-from parallel_state.coordinator import GroupCoordinator
 from parallel_state.startup import environment
 
 logger = logging.getLogger("parallel_state")
@@ -116,7 +115,7 @@ class Tuning:
 
     def __init__(
         self,
-        group: GroupCoordinator,
+        group: ps.GroupCoordinator,
         peers: Any,
         symmetric: Communicator | None = None,
         plan: Plan | None = None,
@@ -173,15 +172,15 @@ class Tuning:
         x, expected = self._given(operation, numel, 0, self.rank), self._answer(operation, numel, 0)
         runs: dict[str, Callable[[int], None]] = {}
         for name, call in self.candidates(operation).items():
-            made: list[Callable[[int], None]] = []
+            run: Any = None
             problem = _problem(call, x, expected)
             if not any(self._gather(problem)):
-                problem = _attempt(functools.partial(self._record, made, call, x))
+                run, problem = _attempt(self._repeated, call, x)
             problems = self._gather(problem)
             if any(problems):
                 logger.warning("%s by %s is left out: %s", operation, name, problems)
-                continue
-            runs[name] = made[0]
+            else:
+                runs[name] = run
         calls = {name: self._calls(run) for name, run in runs.items()}
         us: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(self.plan.rounds):
@@ -199,9 +198,6 @@ class Tuning:
             return torch.cat(inputs, 1)
         total = torch.stack([each.float() for each in inputs]).sum(0).to(torch.bfloat16)
         return total.view(self.size, -1)[self.rank] if operation == "reduce_scatter" else total
-
-    def _record(self, made: list[Callable[[int], None]], call: Callable[[Tensor], Tensor], x: Tensor) -> None:
-        made.append(self._repeated(call, x))
 
     def _repeated(self, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[int], None]:
         """Returns a function that makes so many calls, on a GPU by replays of a graph with CALLS_IN_A_GRAPH of them."""
@@ -295,20 +291,17 @@ class Tuning:
             time.sleep(own.random() * 2e-4)
 
 
-def _attempt(attempt: Callable[[], object]) -> str | None:
+def _attempt(call: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+    """Returns what the call returned, or None and what went wrong."""
     try:
-        attempt()
+        return call(*arguments), None
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _problem(call: Callable[[Tensor], Tensor], x: Tensor, expected: Tensor) -> str | None:
-    found: list[Tensor] = []
-    problem = _attempt(lambda: found.append(call(x)))
-    if problem is not None:
-        return problem
-    return None if torch.equal(found[0].view(-1), expected.reshape(-1)) else "a wrong answer"
+    found, problem = _attempt(call, x)
+    return problem or (None if torch.equal(found.view(-1), expected.reshape(-1)) else "a wrong answer")
 
 
 def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
@@ -362,8 +355,6 @@ def _unbounded(name: str, context: GroupContext, device: PeerDevice) -> Any:
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     """Runs one rank's part from its init to its destroy. Returns the row on the first rank."""
-    import parallel_state as ps
-
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     os.environ.update({settings.NCCL.name: "on", settings.PEER_MEMORY.name: "off"})  # ours is made below, unbounded
@@ -408,8 +399,6 @@ def _report(row: Thresholds, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where nothing was written for one of the numbers of ranks, 2 without a GPU."""
-    from parallel_state import LaunchError, launch
-
     parser = argparse.ArgumentParser(
         prog="python -m parallel_state tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -434,8 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for ranks in options.ranks or [each for each in (2, 4, 6, 8) if each <= gpus] or [2]:
         try:
-            row = launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
-        except LaunchError as error:
+            row = ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0]
+        except ps.LaunchError as error:
             print(f"{ranks} ranks: {error}")
             code = 1
             continue
