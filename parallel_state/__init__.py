@@ -75,23 +75,12 @@ from parallel_state.aliases import (
     tensor_model_parallel_gather,
     tensor_model_parallel_reduce_scatter,
 )
-from parallel_state.capture import (
-    GraphCaptureContext,
-    graph_capture,
-)
-from parallel_state.compile.fusion_pass import (
-    AllReduceFusionPass,
-    FusionReport,
-    fuse_all_reduce_rms_norm,
-)
-from parallel_state.coordinator import (
-    GroupCoordinator,
-)
+from parallel_state.capture import GraphCaptureContext, graph_capture
+from parallel_state.compile.fusion_pass import AllReduceFusionPass, FusionReport, fuse_all_reduce_rms_norm
+from parallel_state.coordinator import GroupCoordinator
 from parallel_state.getters import *  # noqa: F403 - made from the axis table
 from parallel_state.getters import __all__ as _getters
-from parallel_state.groups.current import (
-    try_get_current_groups,
-)
+from parallel_state.groups.current import try_get_current_groups
 from parallel_state.groups.parallel_groups import (
     ParallelGroups,
     VirtualPipeline,
@@ -99,33 +88,15 @@ from parallel_state.groups.parallel_groups import (
     create_parallel_groups,
     current_groups,
 )
-from parallel_state.groups.same_node import (
-    in_the_same_node_as,
-)
-from parallel_state.launch.launcher import (
-    LaunchConfig,
-    launch,
-)
+from parallel_state.groups.same_node import in_the_same_node_as
+from parallel_state.launch.launcher import LaunchConfig, launch
 from parallel_state.layout.axes import AXES, PRESETS, Axis
-from parallel_state.layout.ranks import (
-    Grid,
-    Layout,
-)
+from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
-from parallel_state.messages.codec.types import (
-    is_registered,
-    register_type,
-)
-from parallel_state.messages.messenger import (
-    ReceiveHandle,
-    SendHandle,
-)
-from parallel_state.messages.tensor_dicts import (
-    TensorDictSpec,
-)
-from parallel_state.process_groups.options import (
-    GroupOptions,
-)
+from parallel_state.messages.codec.types import is_registered, register_type
+from parallel_state.messages.messenger import ReceiveHandle, SendHandle
+from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state.process_groups.options import GroupOptions
 from parallel_state.recovery import reinitialize
 from parallel_state.regions import (
     all_gather_last_dim_from_tensor_parallel_region,
@@ -138,14 +109,8 @@ from parallel_state.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from parallel_state.simulated import (
-    simulate,
-    simulated_group,
-)
-from parallel_state.startup.environment import (
-    ProcessEnvironment,
-    is_rank_zero,
-)
+from parallel_state.simulated import simulate, simulated_group
+from parallel_state.startup.environment import ProcessEnvironment, is_rank_zero
 from parallel_state.state import (
     destroy_distributed_environment,
     destroy_model_parallel,

@@ -38,14 +38,7 @@ from parallel_state.coordinator import GroupCoordinator, Traits, create_group, p
 from parallel_state.groups import mesh
 from parallel_state.groups.current import try_get_current_groups
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups
-from parallel_state.layout.axes import (
-    BY_NAME,
-    BY_PARAMETER,
-    RankPicker,
-    by_axis,
-    named_sizes,
-    other_sizes_by_name,
-)
+from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division, position_in
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest

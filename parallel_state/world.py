@@ -211,11 +211,7 @@ def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.devic
 
 
 def _init_process_group(
-    met: Met,
-    place: ProcessEnvironment,
-    options: GroupOptions,
-    bound: torch.device | None,
-    watch: StartWatch | None,
+    met: Met, place: ProcessEnvironment, options: GroupOptions, bound: torch.device | None, watch: StartWatch | None
 ) -> None:
     connecting = options.connecting(settings.START_TIMEOUT_S.get())
 

@@ -22,11 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
-from device_communicators.errors import (
-    CollectiveMismatchError,
-    CommunicationError,
-    MessageDecodeError,
-)
+from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 

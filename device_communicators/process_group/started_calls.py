@@ -137,13 +137,7 @@ class Exchange:
 class StartedCall:
     """A work, as c10d's: `wait` may be called by any thread, and again."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        call: Call,
-        payload: Tensor | None,
-        finish: Finish,
-    ) -> None:
+    def __init__(self, exchange: Exchange, call: Call, payload: Tensor | None, finish: Finish) -> None:
         self._exchange = exchange
         self._call = call
         self._finish: Finish | None = finish

@@ -16,11 +16,7 @@ _NATIVE = frozenset(
 )
 UNSIGNED = frozenset([torch.uint32, torch.uint64])
 """NCCL alone reduces these, which torch has few operations for; averages aren't defined."""
-_WIDENED = {
-    torch.int16: torch.int32,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-}
+_WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
 _BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
 """On bytes that are 0 or 1, `or` is max and `and` is min."""

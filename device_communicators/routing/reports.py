@@ -14,11 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from device_communicators.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    PeerDiedError,
-)
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
 from device_communicators.liveness.health import NEWS_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up

@@ -328,12 +328,7 @@ class Route:
                     collectives.library.ps_call_as(0)
 
     def _begin(
-        self,
-        operation: str,
-        tensor: Tensor | None,
-        reduce_op: str | None,
-        part_of: str | None,
-        call: UserCall | None,
+        self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None, call: UserCall | None
     ) -> tuple[Communicator, Operation]:
         self.check_usable(operation)
         kind: _Kind = (operation, None, "cpu", None)
@@ -430,13 +425,7 @@ class Route:
                 raise self.first_failure
 
     def failure_of(
-        self,
-        error: Exception,
-        operation: str,
-        started: float,
-        record: Operation | None = None,
-        *,
-        sent: bool = True,
+        self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
         """Returns the error to raise for `error`; a communication error poisons the group.
 

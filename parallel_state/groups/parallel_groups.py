@@ -22,12 +22,7 @@ import torch
 import torch.distributed as dist
 
 from device_communicators import limits, settings
-from device_communicators.errors import (
-    GroupNotInitializedError,
-    InvalidArgumentError,
-    LayoutError,
-    UsageError,
-)
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
@@ -326,14 +321,7 @@ def create_parallel_groups(
     def divide(changed: Mapping[str, int | None]) -> ParallelGroups:
         return create_parallel_groups(**{**arguments, "sizes": {**by_axis(sizes), **changed}})
 
-    groups = ParallelGroups(
-        division.layout,
-        world,
-        {},
-        division.make,
-        division.virtual_pipeline,
-        divide,
-    )
+    groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline, divide)
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
         with world.pool.dividing(world.ranks):

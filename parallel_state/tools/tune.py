@@ -114,11 +114,7 @@ class Tuning:
     """One rank's part; all ranks of the group make the same calls of it."""
 
     def __init__(
-        self,
-        group: ps.GroupCoordinator,
-        peers: Any,
-        symmetric: Communicator | None = None,
-        plan: Plan | None = None,
+        self, group: ps.GroupCoordinator, peers: Any, symmetric: Communicator | None = None, plan: Plan | None = None
     ) -> None:
         """`peers`: the communicator in peer memory, admitted with UNBOUNDED thresholds, as is `symmetric`."""
         self.group, self.plan = group, plan or Plan()
