@@ -1,30 +1,5 @@
 """Every exception that the library raises on purpose.
 
-    ParallelStateError
-    ├── UsageError                    mend your call; the group is fine
-    │   ├── InvalidArgumentError      a wrong src, dim, shape, dtype, reduce op, … (ValueError)
-    │   ├── LayoutError               sizes that don't fit the world (ValueError)
-    │   ├── SettingError              an environment variable that is missing or can't be read (ValueError)
-    │   ├── MessageEncodeError        an object of a type that doesn't travel (TypeError)
-    │   ├── UnsupportedError          no communicator of the group carries this tensor (NotImplementedError)
-    │   ├── GroupNotInitializedError  a group was used before it was made
-    │   ├── AlreadyInitializedError   something was initialised twice
-    │   ├── GroupDestroyedError       a group was used after it was destroyed
-    │   ├── RenamedError              an attribute that was renamed, as its old name misled (AttributeError)
-    │   ├── ForkedError               a group was used in a process that was forked from its rank
-    │   └── ConfigMismatchError       two ranks, or two calls, disagree about sizes (ValueError)
-    ├── CommunicationError            the group is poisoned; each later call fails at once
-    │   ├── PeerDiedError             a rank of the group is gone
-    │   ├── CollectiveTimeoutError    the deadline of an operation passed
-    │   ├── HostUnreachableError      a host fell silent: dead, or cut off (both of the two above)
-    │   ├── CollectiveMismatchError   ranks called different operations
-    │   ├── MessageDecodeError        bytes from a peer that are not a message (ValueError)
-    │   ├── GroupFailedError          an earlier operation failed; the first cause is chained
-    │   └── RendezvousError           the ranks could not find each other at start
-    ├── ResourceLimitError            descriptors, threads, memory or space ran out on this rank
-    ├── RemoteError                   an exception that was raised on another rank, told to this one
-    └── LaunchError                   a process that `launch` started failed
-
 No message of a communication error lacks the group, the operation, the rank and what to do next.
 What does not belong here: anything that decides *when* to raise.
 """
@@ -40,7 +15,7 @@ class ParallelStateError(Exception):
 
 
 class UsageError(ParallelStateError):
-    """The call is wrong. Nothing was sent; the group can be used further."""
+    """The call is wrong: mend it. Nothing was sent; the group can be used further."""
 
 
 class InvalidArgumentError(UsageError, ValueError):
