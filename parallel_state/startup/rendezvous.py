@@ -297,7 +297,8 @@ class _Meeting:
         return self._error(
             f"{self._name} must meet the others at {self.where}, but did not within {self.timeout_s:g} s: "
             f"{self.obstacle}. Check that all ranks were started, that MASTER_ADDR and MASTER_PORT are equal "
-            "everywhere, and that no firewall is between"
+            "everywhere, and that no firewall is between",
+            [0] if self.obstacle.startswith("rank 0 ") else (),
         )
 
     def _failure(self, verdict: str) -> Exception:

@@ -164,6 +164,7 @@ def test_a_world_without_us(pools: Pools) -> None:
             assert f"rank {rank} of 4" in met.text
             # It depends on who came first.
             assert "rank 0 opened a world of 2 ranks" in met.text or "rank 0 has not opened a world" in met.text
+            assert met.suspect_ranks == (0,)
             assert met.seconds < START_S + SLACK_S
 
 
