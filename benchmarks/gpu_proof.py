@@ -79,11 +79,13 @@ class Step:
     tests: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command(self, out: Path, dry: bool) -> list[str]:
+    def command(self, out: Path, dry: bool, ranks: int = 2) -> list[str]:
         if self.tests:
             tests = [f"tests/gpu/{name}" for name in self.tests]
             return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", *tests]
-        arguments = [each.replace("OUT", str(out)) for each in (self.dry if dry else self.arguments)]
+        arguments = [
+            each.replace("OUT", str(out)).replace("RANKS", str(ranks)) for each in (self.dry if dry else self.arguments)
+        ]
         return [sys.executable, str(BENCHMARKS / self.script), *arguments]
 
 
@@ -149,7 +151,7 @@ STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
         Step("every carrier", 240, "collectives.py",
              ["--device", "cuda", "--ranks", "2", "--sizes", "8192", "262144", "16777216", "--rounds", "10",
               "--case-s", "6", *_COLLECTIVES],
-             ["--ranks", "2", "--sizes", "8192", "--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES],
+             ["--ranks", "RANKS", "--sizes", "8192", "--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES],
              environment=SHARED),
     )),
 )  # fmt: skip
@@ -158,8 +160,8 @@ STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
 class Proof:
     """The record of the stages so far, in OUT."""
 
-    def __init__(self, out: Path, dry: bool) -> None:
-        self.out, self.dry = out, dry
+    def __init__(self, out: Path, dry: bool, ranks: int = 2) -> None:
+        self.out, self.dry, self.ranks = out, dry, ranks
         out.mkdir(parents=True, exist_ok=True)
         self._file = out / "proof.json"
         self.stages: dict[str, dict[str, Any]] = {}
@@ -185,7 +187,7 @@ class Proof:
             return "left out"
         if self.dry and (step.tests or not step.dry):
             return self._look(stage, step)
-        command = step.command(self.out, self.dry)
+        command = step.command(self.out, self.dry, self.ranks)
         shown = " ".join(command[1:]).replace(str(ROOT) + "/", "").replace(str(self.out), "OUT")
         self.note(stage, step.name, outcome="running", command=shown, limit_s=round(limit_s))
         print(f"{stage}: {step.name} …", flush=True)
@@ -483,6 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, nargs="?", help="the folder of the evidence")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="for all stages together")
     parser.add_argument("--dry", action="store_true", help="on the CPU")
+    parser.add_argument("--ranks", type=int, default=2, help="of the collectives in a dry run")
     options = parser.parse_args(arguments)
     if options.stage in ("machine", "compile"):
         return tell(machine() if options.stage == "machine" else compiled(), options.dry)
@@ -505,7 +508,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if options.dry:  # asked for now, needed later
         threading.Thread(target=collected, daemon=True).start()
-    proof, end = Proof(options.out.resolve(), options.dry), time.monotonic() + options.budget_s
+    proof, end = Proof(options.out.resolve(), options.dry, options.ranks), time.monotonic() + options.budget_s
     outcomes = [proof.run(stage, step, end - time.monotonic()) for stage, step in _steps(numbers)]
     print("; ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes)))
     return 1 if {"failed", "timed out"} & set(outcomes) else 0

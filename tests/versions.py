@@ -1,10 +1,10 @@
-"""The Python versions that pyproject.toml promises, looked at with little: `make versions`, a part of `make test-long`.
+"""The Python versions that pyproject.toml promises, and the newest torch: `make versions`, a part of `make test-long`.
 
     python -m tests.versions
 
-For each version: mypy as of that version. Where its interpreter is found (on PATH, or one of pyenv's), it compiles
-every file of the repository, and runs the unit tests that need no torch in an environment of its own. What needs torch
-runs in CI's matrix.
+For each version of Python: mypy as of that version. Where its interpreter is found (on PATH, or one of pyenv's), it
+compiles every file of the repository, and runs the unit tests that need no torch in an environment of its own. With the
+newest torch, where pip knows a build of it for CPUs alone, `make check`'s tests run. All else runs in CI's matrix.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def run(*command: str | Path, stdin: str = "") -> bool:
     return done.returncode == 0
 
 
-def environment(version: str, interpreter: str) -> Path | None:
+def environment(name: str, interpreter: str, *needed: str) -> Path | None:
     """Returns the Python of an environment with what the tests need; None if that can't be had."""
-    folder = ENVIRONMENTS / version
+    folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
-        install = (python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *NEEDED)
+        install = (python, "-m", "pip", "install", "--quiet", *needed)
         if not (run(interpreter, "-m", "venv", "--clear", folder) and run(*install)):
             return None
         (folder / "ready").touch()
@@ -77,10 +77,28 @@ def check(version: str) -> dict[str, bool | None]:
     found: dict[str, bool | None] = {"mypy": run(sys.executable, "-m", "mypy", "--python-version", version)}
     interpreter = find_interpreter(version)
     found["compiled"] = None if interpreter is None else run(interpreter, "-c", COMPILE, stdin="\n".join(sources()))
-    python = None if interpreter is None else environment(version, interpreter)
+    python = (
+        None if interpreter is None else environment(version, interpreter, "-c", str(ROOT / "constraints.txt"), *NEEDED)
+    )
     options = ("-q", "--noconftest", "-p", "tests.without_torch", "-p", "no:cacheprovider")
     found["tests"] = None if python is None else run(python, "-m", "pytest", *options, *WITHOUT_TORCH)
     return found
+
+
+def newest_torch() -> tuple[str, str | None]:
+    """Returns the newest version of torch that pip knows, and the newest of its builds for CPUs alone, if any."""
+    done = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "torch"], capture_output=True, text=True)
+    (known,) = re.findall(r"^Available versions: (.*)$", done.stdout, re.MULTILINE) or [""]
+    versions = [version for version in known.split(", ") if version]
+    return (versions or ["unknown"])[0], next((version for version in versions if version.endswith("+cpu")), None)
+
+
+def check_torch(newest: str, for_cpus: str | None) -> bool | None:
+    """Returns whether the tests of `make check` pass with the newest torch; None where it can't be had."""
+    if for_cpus is None or not for_cpus.startswith(newest):
+        return None
+    python = environment(f"torch-{newest}", sys.executable, f"torch=={for_cpus}", *NEEDED, "nvidia-ml-py", "setuptools")
+    return None if python is None else run(python, "-m", "tests.lanes", "check")
 
 
 def main() -> int:
@@ -91,7 +109,10 @@ def main() -> int:
         good = good and False not in found.values()
         parts = (f"{name} {words[outcome]}" for name, outcome in found.items())
         print(f"Python {version}: {', '.join(parts)}", flush=True)
-    return 0 if good else 1
+    newest, for_cpus = newest_torch()
+    outcome = check_torch(newest, for_cpus)
+    print(f"torch {newest}: tests {words[outcome]} (the newest build for CPUs alone is {for_cpus})", flush=True)
+    return 0 if good and outcome is not False else 1
 
 
 if __name__ == "__main__":

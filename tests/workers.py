@@ -38,7 +38,8 @@ import torch's symmetric memory, and with it what looks for Triton, and Triton f
 def fork_context() -> Any:
     """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, *(_SLOW_IMPORTS if torch.version.cuda is None else ())])
+    slow = _SLOW_IMPORTS if torch.version.cuda is None else ()
+    context.set_forkserver_preload([*PRELOADED, *slow, "tests.preload"])
     return context
 
 

@@ -55,9 +55,10 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_gpu_days_script_runs_dry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_the_gpu_days_script_runs_dry(tmp_path: Path, ranks: int) -> None:
     """All stages; of the tests that it would run it looks for the names, as the dry run above runs them all."""
-    command = [sys.executable, "benchmarks/gpu_proof.py", "all", str(tmp_path), "--dry"]
+    command = [sys.executable, "benchmarks/gpu_proof.py", "all", str(tmp_path), "--dry", "--ranks", str(ranks)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DRY_S)
     assert done.returncode == 0, done.stdout + done.stderr
     content = json.loads((tmp_path / "proof.json").read_text())
@@ -68,6 +69,7 @@ def test_the_gpu_days_script_runs_dry(tmp_path: Path) -> None:
     assert {name for name, outcome in outcomes.items() if outcome == "passed"} == ran
     assert {outcome for name, outcome in outcomes.items() if name not in ran} == {"skipped"}
     assert content["stages"]["0 preflight"]["machine"]["found"]["packages"]["msgspec"] != "none"
+    assert {row["case"]["ranks"] for row in json.loads((tmp_path / "collectives.json").read_text())["rows"]} == {ranks}
     written = {"proof.json", "log.txt", "kernels.json", "kernels.svg", "collectives.json", "collectives.svg"}
     assert {each.name for each in tmp_path.iterdir()} == written
 
