@@ -51,15 +51,15 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 COMPILERS = _files(
     "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
-)
+) + _files("tests/contract", "test_collectives_ranks", "test_package")
 PROGRAMS = _files(
-    "tests/contract", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_docs_code",
-    "test_extending", "test_gpu_suite", "test_inference", "test_package", "test_torch_suite",
+    "tests/contract", "test_bench_command", "test_benchmarks", "test_docs_code", "test_extending", "test_gpu_suite",
+    "test_inference", "test_torch_suite",
 )  # fmt: skip
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
     Lane("failures", ("tests/failure",)),
-    Lane("ranks", ("tests/contract",), but=PROGRAMS, niceness=5),
+    Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=5),
     Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=10),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=10),
 )
