@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from tests import workers
 from tests.extent import LONG
 from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked `long`, except in long runs."""
+    """Leaves out what is marked `long`, except in long runs; says what the fork server should import."""
     left_out = [] if LONG else [item for item in items if item.get_closest_marker("long")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    workers.runs_torchs_parallelism = any(item.path.stem in workers.WITH_TORCHS_PARALLELISM for item in items)
 
 
 @pytest.fixture(scope="session")

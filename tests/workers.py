@@ -31,14 +31,18 @@ PRELOADED = (
 )
 """Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
 _SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
-"""Of tests with torch's own parallelism: imported there as well where torch has no CUDA, which they may start: they
-import torch's symmetric memory, and with it what looks for Triton, and Triton for a GPU."""
+"""Two seconds for tests with torch's own parallelism: imported there as well in a run of theirs where torch has no
+CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton, and Triton for a
+GPU."""
+WITH_TORCHS_PARALLELISM = ("test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers")
+runs_torchs_parallelism = False
+"""Set when the tests of a run are known."""
 
 
 def fork_context() -> Any:
     """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    slow = _SLOW_IMPORTS if torch.version.cuda is None else ()
+    slow = _SLOW_IMPORTS if torch.version.cuda is None and runs_torchs_parallelism else ()
     context.set_forkserver_preload([*PRELOADED, *slow, "tests.preload"])
     return context
 
