@@ -1,8 +1,9 @@
-"""Identity of this host and of processes on it, as the kernel tells; empty, or 0, where it doesn't."""
+"""Identity of this host and of processes on it, as the kernel tells, and its address; empty, or 0, where it doesn't."""
 
 from __future__ import annotations
 
 import os
+import socket
 
 
 def boot_id() -> str:
@@ -34,4 +35,17 @@ def start_time(pid: int) -> str:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
+        return ""
+
+
+def address_towards(server: tuple[str, int] | None) -> str:
+    """Returns the address from which this process reaches the store, and at which hosts reach it; "" if unknown."""
+    if server is None:
+        return ""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing: it picks the interface
+            return str(probe.getsockname()[0])
+    except OSError:
         return ""

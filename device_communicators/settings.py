@@ -131,6 +131,11 @@ BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
     "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
 )  # fmt: skip
+CPU_BACKEND: Setting[str] = Setting(
+    "PARALLEL_STATE_CPU_BACKEND", "gloo", _one_of("gloo", "parallel_state"), "gloo or parallel_state",
+    "Backend of the process groups for CPU tensors that groups give to torch.distributed's own calls (cpu_group, and "
+    "device_group where the device is the CPU). The same on all ranks.",
+)  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
     "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
     "auto, local, split or global",
@@ -210,7 +215,7 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, SOFT_TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND,
+    TIMEOUT_S, SOFT_TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
     PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
     DEBUG_DIR, LOG_LEVEL,

@@ -97,7 +97,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         *,
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
+        for_callers: Any = None,
     ) -> None:
+        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -112,6 +114,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.backend = self.traits.options.backend or "simulated"
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
+        self._for_callers = for_callers
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         register_route(self.route)
@@ -187,17 +190,21 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @host_call(OUTSIDE)
     def device_group(self) -> Any:
         """Returns the torch ProcessGroup for tensors of `device`, for code that calls torch.distributed itself."""
+        if self.device.type == "cpu" and self._for_callers is not None:
+            return self.cpu_group
         return self._process_group(lambda: self.context.device_group, self.traits.options)
 
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the gloo ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
+        """Returns the ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
 
-        Beside a device group that is seldom used for messages it is made at the first use, which is then a call that
-        every rank of the group makes (a barrier, a broadcast of an object).
+        It is gloo's, or our own backend's, made with the group (PARALLEL_STATE_CPU_BACKEND=parallel_state). gloo's
+        beside a device group that is seldom used for messages is made at the first use, which is then a call that every
+        rank of the group makes (a barrier, a broadcast of an object).
         """
-        return self._process_group(lambda: self.context.cpu_group, self.traits.options.for_cpu)
+        found = self._for_callers
+        return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
 
     @property
     def supports_process_group(self) -> bool:
@@ -307,6 +314,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         memory = self.context.host_memory
         pool, self.pool = self.pool, None
         acquired = list(self.acquired)
+        self._for_callers = None
         self.acquired.clear()  # a layer that keeps a destroyed group keeps no process group alive
         all_sent = False
         # Each step is done whatever another one raises.
@@ -397,7 +405,10 @@ def create_group(
             high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
             nccl_config=traits.options.nccl_config,
         )
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken)
+        for_callers, found = traits.options.for_callers, None
+        if len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:
+            found = device.process_group if for_callers == traits.options else acquire(for_callers).process_group
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
     except BaseException as error:
         # In a group that was left in the middle of a call operations may have been begun that never end.
         failed = isinstance(error, CommunicationError)

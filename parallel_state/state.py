@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import c10d, forks, limits, settings
+from device_communicators import c10d, forks, host, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -144,7 +144,7 @@ def init_distributed_environment(
             watch = startup.watch_joined(place, token)
         watcher = None if watch is None else watch.watcher
         pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher)
-        pool.address = interfaces.own_address(server or place.master)
+        pool.address = host.address_towards(server or place.master)
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone,

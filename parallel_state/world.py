@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import socket
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from device_communicators import limits, settings
 from device_communicators.cpu import host_memory, native  # noqa: F401
 from device_communicators.cpu.segment import sweep
+from device_communicators.cpu.watching import watch_ranks
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -32,9 +32,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import NEWS_S, Farewells
-from device_communicators.liveness.heartbeat import Heartbeats
-from device_communicators.liveness.links import Links
+from device_communicators.liveness.health import NEWS_S
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
@@ -56,8 +54,6 @@ _GLOO_DESCRIPTORS = 8
 """Those that gloo needs for a group, beside one for each of its ranks."""
 _START_DESCRIPTORS = 20
 """Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
-_READERS_PER_S = 256
-"""Larger worlds beat less often: every rank reads each time, and one store serves them all."""
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
@@ -369,10 +365,6 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
         logger.warning("%s", shared_gpu_warning(world.context, shared))
 
 
-_BEATS_IN_LIMIT = 4
-"""A host may miss some before it is given up, however long the interval is."""
-
-
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
     """Returns the ranks by host, in the order of the hosts' first ranks. Every rank calls it."""
     memory = world.context.host_memory
@@ -382,48 +374,12 @@ def hosts_of(world: GroupCoordinator) -> list[list[int]]:
 
 
 def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
-    """Starts liveness checks for the world's ranks; every rank calls it once.
-
-    Ranks of one host in several PID namespaces, as containers have them, hear of each other as hosts do.
-    """
+    """Starts liveness checks for the world's ranks; every rank calls it once."""
     memory = world.context.host_memory
     if memory is None:
         return
     pool.neighbours = memory.cores
-    pids = dict(zip(memory.local_ranks, memory.pids, strict=True))
-
-    others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != world.rank}
-    farewells = Farewells(pool.private_store()) if memory.collectives is None and others else None
-    if farewells is not None:
-        pool.watcher.on_close.append(functools.partial(farewells.say, world.rank))
-
-    def has_left(rank: int) -> bool:
-        """Returns True for a rank that said so in shared memory, or else to the store."""
-        if farewells is not None:
-            return farewells.said(rank)
-        return rank in pids and memory.collectives is not None and memory.collectives.has_left(rank)
-
-    pool.watcher.watch_processes(others, has_left)
-    apart = memory.watched_together
-    store = pool.private_store() if len(apart) > 1 else None
-    if store is not None:
-        interval_s = settings.HEARTBEAT_S.get() * max(1.0, world.world_size / _READERS_PER_S)
-        beats = Heartbeats(
-            store, apart, world.rank, pool.watcher,
-            interval_s=interval_s, limit_s=max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s),
-        )  # fmt: skip
-        beats.start()
-        pool.watcher.bound_s = beats.limit_s + 2 * interval_s
-        pool.watcher.on_close.append(beats.close)
-        links = Links(pool.private_store(), apart, world.rank, pool.address, pool.watcher)
-        try:
-            links.start()
-        except (OSError, RuntimeError) as error:
-            logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
-                           world.rank, pool.address, str(error).splitlines()[0])  # fmt: skip
-        pool.watcher.on_close.append(links.close)
-    elif len(apart) > 1:
-        logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late", world)
+    watch_ranks(memory, pool.watcher, pool.private_store, pool.address)
 
 
 def closing_barrier(world: GroupCoordinator) -> None:
@@ -432,7 +388,7 @@ def closing_barrier(world: GroupCoordinator) -> None:
     limit_s = min(settings.BARRIER_TIMEOUT_S.get(), settings.START_TIMEOUT_S.get())
     started = time.monotonic()
     try:
-        work = world.cpu_group.barrier(timedelta(seconds=limit_s))
+        work = world.context.cpu_group.barrier(timedelta(seconds=limit_s))
         Watched(work, world.context, "barrier", limit_s).wait()
     except PeerDiedError:
         raise

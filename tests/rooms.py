@@ -22,7 +22,7 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "hierarchical": ("cpu",),
     "nccl": ("cuda",),
     "peer": ("machine",),
-    "c10d": ("cpu",),
+    "c10d": ("hierarchical",),
     "catalog": ("peer", "nccl", "hierarchical", "process_group", "cpu", "machine"),
 }
 

@@ -1,7 +1,8 @@
 """Makes a backend of torch.distributed for one group: who shares memory, the compiled class, and the errors it raises.
 
 The ranks find out over the group's store who shares memory with whom, so a group on one host needs no connection of its
-own. What shared memory can't carry goes to a gloo backend, made at the first such call.
+own. Over several hosts it has the library's transport between hosts. What neither carries goes to a gloo backend, whose
+connections are made as they are needed.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import sys
 import sysconfig
+import threading
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -23,13 +27,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.build_cache import CacheError
+from device_communicators.c10d.world import World
 from device_communicators.cpu import native, native_build
 from device_communicators.cpu.channels import KINDS, SHAPE
 from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
 from device_communicators.cpu.native_build import BuildError, Recipe
-from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ForkedError, UnsupportedError
+from device_communicators.cpu.native_group import (
+    OUTSIDE,
+    Members,
+    NativeGroup,
+    given_up,
+    outsider_died,
+    peer_died,
+    timed_out,
+)
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ForkedError,
+    PeerDiedError,
+    UnsupportedError,
+    plain,
+)
+from device_communicators.hierarchical.communicator import over_hosts
+from device_communicators.liveness.health import NOTICE_S
 from device_communicators.member import LOST
+from device_communicators.routing.communicator import Communicator, GroupContext
+from device_communicators.routing.failures import (
+    ADVICE,
+    all_died,
+    attributed,
+    died,
+    failed_earlier,
+    is_of_transport,
+    kind_of_failure,
+)
+from device_communicators.routing.user_call import UserCall, swap
+from device_communicators.routing.waiting import abandon
 
 _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "parallel_state_c10d"
@@ -38,7 +72,9 @@ _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 1, 2, 3, 4, 5
 _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
+_NOBODYS_TAG = (1 << 31) - 1
 _BACKENDS: weakref.WeakSet[Any] = weakref.WeakSet()
+_GROUPS: weakref.WeakSet[_Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
@@ -52,33 +88,50 @@ def create(options: Any, backend_options: Any = None) -> Any:
     timeout = options.timeout
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
-    memory = None
-    if size > 1:
-        memory = HostMemory(members)
-        memory.attach(_StoreExchange(options.store, rank, size))
-        if memory.collectives is None or not memory.on_one_host:
-            memory.close()
-            memory = None
-    group = _Group(options.store, members, memory, timeout)
-    collectives = None if memory is None else memory.collectives
+    is_default = not options.global_ranks_in_group
+    world = World.of(options.store, ranks, is_default)
+    begins = not world.begun
+    memory = HostMemory(members, world.address, world.neighbours)
+    try:
+        if size > 1:
+            everyone = sorted(world.domain.ranks)
+            memory.attach(_StoreExchange(options.store, rank, size), world.watcher, everyone)
+            if begins:
+                world.begin(memory)
+            memory.hear(world.watcher, world.domain)
+    except BaseException:
+        if begins:
+            world.close()
+        raise
+    group = _Group(options.store, members, memory, timeout, world, begins)
+    collectives = group.collectives
     made = module.make(
         rank=rank,
         size=size,
         library="" if collectives is None else str(collectives.library.path),
         group=0 if collectives is None else collectives.number,
         places=group.places(),
+        spans_hosts=group.hosts is not None,
         timeout=timeout,
         python=group,
     )
     _BACKENDS.add(made)
+    _GROUPS.add(group)
     return made
 
 
 @atexit.register
 def _shut_down() -> None:
-    """Ends threads before the interpreter, whose lock an error of theirs would need."""
+    """Ends threads before the interpreter, whose lock an error of theirs would need, and says that this rank goes.
+
+    One that ends by an exception goes as one that dies.
+    """
+    for group in list(_GROUPS):
+        group.has_crashed = getattr(sys, "last_value", None) is not None
     for backend in list(_BACKENDS):
         backend.shutdown()
+    for group in list(_GROUPS):
+        group.leave()
 
 
 def as_torch_error(error: BaseException) -> BaseException:
@@ -87,6 +140,7 @@ def as_torch_error(error: BaseException) -> BaseException:
         return error
     made = _torch_kind(type(error))(*error.args)
     made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
     return made
 
 
@@ -118,17 +172,72 @@ class _Places:
 class _Group:
     """What the compiled backend asks of Python: errors, gloo, and backends of parts of the group."""
 
-    def __init__(self, store: Any, members: Members, memory: HostMemory | None, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, members: Members, memory: HostMemory, timeout: timedelta, world: World, is_worlds: bool
+    ) -> None:
+        """`is_worlds`: whether `world` begins and ends with this group."""
         self._store = store
         self._members = members
         self._memory = memory
         self._timeout = timeout
         self._barriers = 0
+        self._world = world
+        self._is_worlds = is_worlds
         self._pid = os.getpid()
+        self.has_crashed = False
+        """Whether this process ends by an exception."""
+        self._context = GroupContext(
+            members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
+            host_memory=memory, watcher=world.watcher, domain=world.domain,
+        )  # fmt: skip
+        self._gloo: Any = None
+        self.hosts: Communicator | None = None
+        """Carries collectives of a group over several hosts."""
+        if len(members.ranks) > 1 and self.collectives is None:
+            self._gloo = self.make_gloo()  # now, while all ranks are here: who transfers first needn't wait for others
+            if memory.problem is None and len(memory.hosts) < len(members.ranks):
+                self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo))
+        self._first_failure: CommunicationError | None = None
+        self.note_failure: Callable[[], None] = lambda: None
+        """Has the compiled backend refuse all later calls with `failed`; set by it."""
+        world.watcher.on_death.append(self._hear)
+
+    @property
+    def collectives(self) -> NativeGroup | None:
+        """Returns those of the group, where it is on one host."""
+        return self._memory.collectives if self._memory.on_one_host else None
+
+    def _hear(self) -> None:
+        if self._context.deaths():
+            self.note_failure()
+            if self._gloo is not None:
+                threading.Thread(target=self._end_waits_in_gloo, daemon=True, name="parallel_state-gloo").start()
+
+    def _end_waits_in_gloo(self) -> None:
+        """Ends waits for ranks that live: gloo's don't look who has died. What the dead sent before may still come."""
+        time.sleep(NOTICE_S)
+        dead = {death.rank for death in self._context.deaths()}
+        peers = [rank for rank in range(self._context.size) if rank != self._context.rank]
+        if self._gloo is not None:  # those first to whom a connection can be made
+            abandon(self._gloo, sorted(peers, key=lambda peer: self._context.ranks[peer] in dead), _NOBODYS_TAG)
+
+    def leave(self) -> None:
+        """Says to the others that this rank goes, on purpose. Twice is fine."""
+        if os.getpid() != self._pid:
+            return
+        if self._hear in self._world.watcher.on_death:
+            self._world.watcher.on_death.remove(self._hear)
+        if self.hosts is not None:
+            self.hosts.close()
+        self._gloo = None
+        if self._memory.collectives is not None and not self.has_crashed:
+            self._memory.collectives.leave()
+        if self._is_worlds:
+            self._world.close()
 
     def places(self) -> _Places | None:
         memory = self._memory
-        if memory is None or memory.channels is None:
+        if memory.channels is None:
             return None
         queues: Any = memory.channels.memory
         return _Places(
@@ -138,50 +247,138 @@ class _Group:
 
     def collective_error(self, status: int, method: str, elapsed_s: float) -> BaseException:
         """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
-        collectives = None if self._memory is None else self._memory.collectives
+        collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
         if status == _COLLECTIVE_INTERRUPTED:
             collectives.library.raise_interruption()
-        return as_torch_error(collectives.failure(status, method, elapsed_s))
+        return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
+
+    def failed(self, operation: str) -> BaseException:
+        """Returns the error for a call that begins after a failure, or after a death that no call has met."""
+        first = self._first_failure
+        if first is not None:
+            error: CommunicationError = failed_earlier(self._context, first)
+            error.__cause__ = first
+            return as_torch_error(error)
+        self._world.watcher.await_death_of(self._context.failure_ranks, 0)  # others may be ending with it
+        return self._failed(died(self._context, operation, time.monotonic()), operation, 0.0)
+
+    def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
+        """Returns the error of a call, with all who died; the group is of no use from then on."""
+        if not isinstance(error, CommunicationError):
+            return error
+        first, collectives = self._first_failure, self._memory.collectives
+        if isinstance(error, PeerDiedError):
+            error = all_died(self._context, operation, time.monotonic() - elapsed_s, error)
+            if first is not None and not error.suspect_ranks:  # this rank's own failure ended the call
+                error = failed_earlier(self._context, first)
+        elif collectives is not None and first is None:
+            collectives.give_up(error)
+        if first is None:
+            self._first_failure = error
+        if collectives is not None:
+            collectives.doom()
+        self.note_failure()
+        return as_torch_error(error)
 
     def transfer_error(
         self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
         elapsed_s: float, sent_bytes: int, expected_bytes: int,
     ) -> BaseException:  # fmt: skip
         """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1."""
-        members = self._members
         if status == _INTERRUPTED:
             native.load().raise_interruption()
+        error = self._transfer_error(
+            status, operation, peer, suspect, reporter, reason, elapsed_s, sent_bytes, expected_bytes
+        )
+        return self._failed(error, operation, elapsed_s)
+
+    def _transfer_error(
+        self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
+        elapsed_s: float, sent_bytes: int, expected_bytes: int,
+    ) -> CommunicationError:  # fmt: skip
+        members = self._members
         who = members.ranks[suspect] if 0 <= suspect < len(members.ranks) else -1
         if sent_bytes >= 0:
             sizes = f"this rank receives {expected_bytes} bytes, and global rank {who} sent {sent_bytes}"
-            return as_torch_error(members.mismatch(operation, sizes, (who,), elapsed_s=elapsed_s))
+            return members.mismatch(operation, sizes, (who,), elapsed_s=elapsed_s)
         if status == _TIMED_OUT and peer < 0:
             text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
-            return as_torch_error(members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s))
+            return members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)
         if status == _TIMED_OUT:
-            return as_torch_error(timed_out(members, operation, who, elapsed_s))
+            return timed_out(members, operation, who, elapsed_s)
         if suspect == OUTSIDE:
-            return as_torch_error(outsider_died(members, operation, elapsed_s))
+            return outsider_died(members, operation, elapsed_s)
         if status == _GIVEN_UP:
-            return as_torch_error(given_up(members, operation, who, elapsed_s, reason, members.ranks[reporter]))
+            return given_up(members, operation, who, elapsed_s, reason, members.ranks[reporter])
         if status == _PEER_DIED:
-            how = "has ended, or has destroyed its group"
-            return as_torch_error(peer_died(members, operation, who, elapsed_s, how))
+            return peer_died(members, operation, who, elapsed_s, "has ended, or has destroyed its group")
         text = (
             f"{operation} of {members}: what global rank {who} wrote is not the next part of a message. {LOST}; every "
             "rank must run the same version of parallel_state"
         )
-        return as_torch_error(members.failure(CommunicationError, text, operation, suspect_ranks=(who,)))
+        return members.failure(CommunicationError, text, operation, suspect_ranks=(who,))
+
+    def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
+        """Returns the error for what gloo said of a call; None where the call itself was wrong."""
+        said = RuntimeError(text)
+        if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
+            return None
+        started = time.monotonic() - elapsed_s
+        if self._context.deaths():  # for which this rank itself has closed gloo's connections, as if by a time-out
+            return self._failed(died(self._context, operation, started), operation, elapsed_s)
+        kind = kind_of_failure(text)
+        error: CommunicationError = self._context.failure(
+            kind,
+            f"{operation} of {self._context} failed after {elapsed_s:.3f} s over gloo: {plain(said)}. {LOST}; "
+            f"{ADVICE[kind]}",
+            operation,
+            suspect_ranks=(self._context.ranks[peer],) if peer >= 0 else (),
+            elapsed_s=elapsed_s,
+            timeout_s=self._context.timeout_s,
+        )
+        if kind is not CollectiveTimeoutError:
+            error = attributed(self._context, operation, started, error)
+        return self._failed(error, operation, elapsed_s)
+
+    def over_hosts(self, operation: str, out: Tensor, x: Tensor, reduction: str, root: int) -> BaseException | None:
+        """Runs a collective of contiguous tensors over the hosts; returns what went wrong."""
+        hosts, started = self.hosts, time.monotonic()
+        if hosts is None:
+            return self._members.destroyed()
+        is_barrier = operation == "barrier"
+        call = UserCall(operation, None if is_barrier else x.dtype, () if is_barrier else tuple(x.shape))
+        before = swap(call._replace(reduce_op=reduction or None, root=root))
+        try:
+            if operation == "all_reduce":
+                hosts.flat_all_reduce_(x, reduction)
+            elif operation == "reduce_scatter":
+                hosts.flat_reduce_scatter(out, x, reduction)
+            elif operation == "all_gather":
+                hosts.flat_all_gather(out, x)
+            elif operation == "broadcast":
+                hosts.ibroadcast_(x, root)
+            else:
+                hosts.barrier()
+        except CommunicationError as error:
+            return self._failed(error, operation, time.monotonic() - started)
+        finally:
+            swap(before)
+        return None
 
     def usage_error(self, text: str) -> BaseException:
         return ForkedError(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """Returns a gloo backend of the same ranks; all of them come here with the same call."""
+        """Returns the gloo backend of the same ranks, all of which come here with the same call."""
+        if self._gloo is not None:
+            return self._gloo
         store = dist.PrefixStore("gloo", self._store)
-        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), timeout=self._timeout)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [_gloo_device(self._world.address)]
+        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), options)
         gloo._set_sequence_number_for_group()
         return gloo
 
@@ -235,9 +432,22 @@ class _Group:
         return create(options)
 
     def __del__(self) -> None:
-        memory = self._memory
-        if memory is not None and os.getpid() == self._pid:
-            memory.close()
+        if os.getpid() == self._pid:
+            self.leave()
+            self._memory.close()
+
+
+def _gloo_device(address: str) -> Any:
+    """Returns a device of gloo's that connects two ranks when they first need it, where this torch can do that."""
+    make: Callable[..., Any] = dist.ProcessGroupGloo.create_device
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    where = {"interface": interface} if interface else {"hostname": address}
+    if not interface and not address:
+        make, where = dist.ProcessGroupGloo.create_default_device, {}
+    try:
+        return make(**where, lazy_init=True)
+    except TypeError:  # all are connected as the group is made
+        return make(**where)
 
 
 class _StoreExchange:

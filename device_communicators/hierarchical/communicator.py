@@ -158,6 +158,11 @@ class HierarchicalCommunicator(PartialCommunicator):
         self._hosts.leaders.close()
 
 
+def over_hosts(context: GroupContext) -> HierarchicalCommunicator:
+    """Returns the communicator of a group for who carries its calls without a route."""
+    return HierarchicalCommunicator(context)
+
+
 def _advance(exchanges: list[Iterator[None]], to_the_end: bool) -> None:
     """Advances each exchange by one stage, the newest first: all leaders start their transfers in one order."""
     for exchange in exchanges[::-1]:

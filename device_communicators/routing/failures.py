@@ -7,7 +7,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from device_communicators.errors import CollectiveTimeoutError, CommunicationError, HostUnreachableError, PeerDiedError
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    GroupFailedError,
+    HostUnreachableError,
+    PeerDiedError,
+)
 from device_communicators.liveness.health import NEWS_S, Watcher
 from device_communicators.routing.communicator import GroupContext
 
@@ -59,6 +65,16 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
         suspect_ranks=[death.rank for death in deaths],
         elapsed_s=elapsed,
         timeout_s=context.timeout_s,
+    )
+
+
+def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFailedError:
+    """Returns the error for a call that begins after the group's first failure."""
+    return context.failure(
+        GroupFailedError,
+        f"{context} failed earlier ({first}); destroy it and initialise again",
+        first.operation,
+        like=first,
     )
 
 

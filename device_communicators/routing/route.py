@@ -25,7 +25,6 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
-    GroupFailedError,
     ParallelStateError,
     PeerDiedError,
     UnsupportedError,
@@ -38,6 +37,7 @@ from device_communicators.routing.failures import (
     all_died,
     attributed,
     died,
+    failed_earlier,
     is_communication_error,
     is_of_transport,
     kind_of_failure,
@@ -411,12 +411,7 @@ class Route:
             if self.context.collectives is not None:
                 # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
                 self.context.collectives.library.raise_interruption()
-            raise self.context.failure(
-                GroupFailedError,
-                f"{self.context} failed earlier ({self.first_failure}); destroy it and initialise again",
-                self.first_failure.operation,
-                like=self.first_failure,
-            ) from self.first_failure
+            raise failed_earlier(self.context, self.first_failure) from self.first_failure
         if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
             if self.context.watcher is not None:
                 self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # others may be ending with it

@@ -58,6 +58,12 @@ class GroupOptions:
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
+    def for_callers(self) -> GroupOptions:
+        """Returns those of the group for CPU tensors that torch.distributed's own calls are given."""
+        chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
+        return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
+
+    @property
     def is_nccl(self) -> bool:
         """Returns True if the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)

@@ -130,19 +130,6 @@ def not_reachable(own: Address, name: str, address: str, *ranks: str, who: str) 
     )
 
 
-def own_address(server: tuple[str, int] | None) -> str:
-    """Returns the address from which this process reaches the store, and at which hosts reach it; "" if unknown."""
-    if server is None:
-        return ""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(*server, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing: it picks the interface
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
-
-
 def first_infiniband() -> str | None:
     """Returns the first InfiniBand interface that is up and has an IPv4 address; None if there is none."""
     with contextlib.suppress(OSError):

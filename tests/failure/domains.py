@@ -27,8 +27,9 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.failure.over_torch import OVER_TORCH, groups_of, torch_world
 from tests.failure.trials import keep, kept, median_of
-from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, settings_of
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, OPERATIONS, calls_of_all, settings_of
 from tests.hosts import Hosts
 from tests.workers import WorkerPool
 
@@ -158,19 +159,23 @@ def _until(true: Callable[[], bool], limit_s: float) -> bool:
 
 
 def _live(transport: str, layout: tuple[int, int, int], seed: int, folder: str) -> list[Told]:
+    if transport == OVER_TORCH:
+        with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
+            return _work(seed, Path(folder), {**groups_of(layout), "world": world}, _CALLS_OVER_TORCH)
     with environment(**settings_of(transport)):
         ps.init_distributed_environment(timeout=LONG_TIMEOUT_S)
         ps.initialize_model_parallel(*layout[:2], data_parallel_size=layout[2])
     try:
-        return _work(seed, Path(folder))
+        world = ps.get_world_group()
+        kinds = {"tp": ps.get_tp_group(), "pp": ps.get_pp_group(), "dp": ps.get_dp_group(), "world": world}
+        groups = {name: group for name, group in kinds.items() if group.world_size > 1}
+        return _work(seed, Path(folder), groups, _CALLS)
     finally:
         ps.destroy_distributed_environment()
 
 
-def _work(seed: int, folder: Path) -> list[Told]:
-    world = ps.get_world_group()
-    kinds = {"tp": ps.get_tp_group(), "pp": ps.get_pp_group(), "dp": ps.get_dp_group(), "world": world}
-    groups = {name: group for name, group in kinds.items() if group.world_size > 1}
+def _work(seed: int, folder: Path, groups: dict[str, Any], calls: Sequence[str]) -> list[Told]:
+    world = groups["world"]
     shared, own = random.Random(seed), random.Random(f"{seed} {world.rank}")
     for name in groups:
         _call(name, groups[name], "all_reduce")
@@ -178,12 +183,13 @@ def _work(seed: int, folder: Path) -> list[Told]:
     told: list[Told] = []
     for _ in range(_STEPS):
         # What all ranks draw alike: the next call. A pipeline's goes from stage to stage, so ranks wait in a chain.
-        name, kind = shared.choice([*groups]), shared.choice(_CALLS)
+        name, kind = shared.choice([*groups]), shared.choice(calls)
         name = name if name in groups and not (name == "world" and shared.random() < 0.7) else next(iter(groups))
         slept = own.random() < 0.02
         if slept:
             _pass_time(own)
-        outcome = attempt(_call, name, groups[name], kind)
+        others = [] if kind != STARTED_IN_ALL else own.sample([*groups], len(groups))
+        outcome = attempt(_call, name, groups[name], kind) if not others else attempt(_start_in_all, groups, others)
         if outcome.kind != "ok":
             told.append(Told(name, outcome, time.monotonic(), slept))
             break
@@ -208,8 +214,26 @@ _CALLS = (
 )
 
 
-def _call(name: str, group: ps.GroupCoordinator, kind: str) -> None:
+STARTED_IN_ALL = "all_reduce_async in all groups"
+_CALLS_OVER_TORCH = (
+    *(name for name in OPERATIONS if name not in ("all_reduce_add_rms_norm", "send_tensor_dict")), "chain", "ring",
+    *[STARTED_IN_ALL] * 4,
+)  # fmt: skip
+
+
+def _start_in_all(groups: dict[str, Any], order: Sequence[str]) -> None:
+    """Two calls of each group, started in this rank's own order of groups, and waited for in another."""
+    started = [(groups[name], groups[name].all_reduce_async(torch.full((5,), 1.0))) for name in (*order, *order)]
+    for group, work in started[::-1]:
+        if not torch.equal(work.wait(), torch.full((5,), float(group.world_size))):
+            raise ValueError(f"a started all_reduce of {group.world_size} ranks is wrong")
+
+
+def _call(name: str, group: Any, kind: str) -> None:
     """One call of all ranks of a group, its answer checked."""
+    if kind not in _CALLS:
+        calls_of_all(group)[kind]()
+        return
     rank, size = group.rank_in_group, group.world_size
     x = torch.full((5,), float(rank))
     total = torch.full((5,), float(size * (size - 1) // 2))

@@ -51,6 +51,10 @@ def _stop_and_go_on(folder: Path) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    check_row_15(ranks, tmp_path, route)
+
+
+def check_row_15(ranks: Ranks, tmp_path: Path, route: str) -> None:
     def trial(folder: Path) -> float:
         thread = threading.Thread(target=_stop_and_go_on, args=(folder,))
         thread.start()

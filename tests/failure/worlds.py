@@ -15,6 +15,7 @@ import torch
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
+from tests.failure.over_torch import OVER_TORCH, torch_world
 
 T = TypeVar("T")
 
@@ -49,7 +50,14 @@ def settings_of(route: str) -> dict[str, str | None]:
 
 @contextmanager
 def world_over(route: str, port: int | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[ps.GroupCoordinator]:
-    """The tp group of all ranks; rank 0 serves the store where there is a `port`, else the test's process does."""
+    """The tp group of all ranks; rank 0 serves the store where there is a `port`, else the test's process does.
+
+    Over `OVER_TORCH` torch's default group, with the same calls.
+    """
+    if route == OVER_TORCH:
+        with torch_world(port, timeout_s) as group:
+            yield group  # type: ignore[misc]
+        return
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     method = "env://" if port is None else f"tcp://127.0.0.1:{port}"
     with environment(**settings_of(route)):

@@ -61,6 +61,16 @@ bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   }
 }
 
+const char* name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum: return "sum";
+    case ReduceOp::kMax: return "max";
+    case ReduceOp::kMin: return "min";
+    case ReduceOp::kProduct: return "product";
+    default: return "avg";
+  }
+}
+
 // As user_call.py numbers reductions, with those that only torch knows behind them.
 int number_of(RedOp op) {
   switch (op) {
@@ -98,6 +108,38 @@ struct Below {
   at::AutoDispatchBelowADInplaceOrView guard;
 };
 
+// Work of gloo's, whose errors `name` turns into the library's where they are gloo's own.
+class Borrowed final : public c10d::Work {
+ public:
+  using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
+
+  Borrowed(int rank, OpType type, Backend::Started work, Name name)
+      : Work(rank, type), work_(std::move(work)), name_(std::move(name)), started_(Clock::now()) {}
+
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  std::exception_ptr exception() const override { return work_->exception(); }
+  int sourceRank() const override { return work_->sourceRank(); }
+  std::vector<Tensor> result() override { return work_->result(); }
+  void synchronize() override { work_->synchronize(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    try {
+      return work_->wait(timeout);
+    } catch (const std::exception& error) {
+      if (timeout > kNoTimeout && !work_->isCompleted()) throw;  // the wait is over, and not the call
+      const double elapsed_s = std::chrono::duration<double>(Clock::now() - started_).count();
+      if (const std::exception_ptr named = name_(error.what(), elapsed_s)) std::rethrow_exception(named);
+      throw;
+    }
+  }
+
+ private:
+  const Backend::Started work_;
+  const Name name_;
+  const Clock::time_point started_;
+};
+
 bool all_contiguous(const std::vector<Tensor>& tensors) {
   for (const Tensor& tensor : tensors) {
     if (!tensor.is_contiguous()) return false;
@@ -108,10 +150,11 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
 }  // namespace
 
 Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-                 std::chrono::milliseconds timeout, Callbacks callbacks)
+                 bool spans_hosts, std::chrono::milliseconds timeout, Callbacks callbacks)
     : c10d::Backend(rank, size),
       library_(std::move(library)),
       group_(group),
+      spans_hosts_(spans_hosts),
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)) {
   is_forked_child();  // from now on it is noticed
@@ -147,12 +190,13 @@ void Backend::check_root(std::int64_t root, const char* method) const {
         root);
 }
 
-void Backend::check_usable() {
+void Backend::check_usable(const char* method) {
   if (is_forked_child()) {
     std::rethrow_exception(callbacks_.usage_error(
         "this process was forked from a rank of the group: it shares its memory, but is no rank. Start processes with "
         "'spawn' or 'forkserver', or initialise torch.distributed in the child"));
   }
+  if (callbacks_.has_failed->load(std::memory_order_relaxed)) std::rethrow_exception(callbacks_.failed(method));
 }
 
 const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
@@ -175,7 +219,7 @@ void Backend::done(int status, const char* method, Clock::time_point started) {
 template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, Body body) {
-  check_usable();
+  check_usable(kind.method);
   const double timeout_s =
       std::chrono::duration<double>(timeout == c10d::kUnsetTimeout ? options_->timeout : timeout).count();
   const std::size_t bytes = bytes_of(inputs);
@@ -206,6 +250,30 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   return kept(std::move(call));
 }
 
+// Starts a call of gloo's; `peer` is that of a transfer, or -1.
+template <typename Start>
+Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start) {
+  check_usable(method);
+  const auto name = [callbacks = callbacks_, method, peer](const char* text, double elapsed_s) {
+    return callbacks.gloo_error(text, method, peer, elapsed_s);
+  };
+  sequence_.fetch_add(1, std::memory_order_relaxed);
+  Started work;
+  try {
+    work = start(*gloo());
+  } catch (const std::exception& error) {
+    if (const std::exception_ptr named = name(error.what(), 0)) std::rethrow_exception(named);
+    throw;
+  }
+  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name));
+}
+
+void Backend::over_hosts(const char* operation, const Tensor& output, const Tensor& input, const char* reduction,
+                         int root) {
+  const std::exception_ptr error = callbacks_.over_hosts(operation, output, input, reduction, root);
+  if (error != nullptr) std::rethrow_exception(error);
+}
+
 Backend::Started Backend::kept(Started work) {
   if (coalescing_) coalesced_.push_back(work);
   return work;
@@ -219,6 +287,10 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op) {
   if (!native_of(x.scalar_type(), op, &how)) {
     reduce_by_gathering(x, op);
     return;
+  }
+  if (spans_hosts_) {
+    const Tensor plain = x.scalar_type() == at::kBool ? x.view(at::kByte) : x;
+    return over_hosts("all_reduce", plain, plain, name_of(how.op));
   }
   const auto started = Clock::now();
   const Told told = tell(Method::kAllReduceInPlace, x, number_of(op));
@@ -289,13 +361,19 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   if (!tensors.empty() && tensors[0].layout() != at::kStrided) return allreduce_sparse(tensors, options);
   const Tensor x = only(tensors, "all_reduce");
   check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
-  if (!shares_memory() && size_ > 1) return kept(gloo()->allreduce(tensors, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::ALLREDUCE, "all_reduce", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
+  }
   return submit({OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"}, {x}, {x}, options.asyncOp,
                 options.timeout, [this, x, op = options.reduceOp] { all_reduce(x, op); });
 }
 
 Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (!shares_memory()) return kept(gloo()->allreduce(tensors, options));
+  if (!shares_memory()) {
+    return by_gloo(OpType::_ALLREDUCE_SPARSE, "all_reduce", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
+  }
   return submit({OpType::_ALLREDUCE_SPARSE, "all_reduce", "parallel_state:all_reduce_sparse"}, {}, tensors,
                 options.asyncOp, options.timeout,
                 [this, tensors, options]() mutable { gloo()->allreduce(tensors, options)->wait(); });
@@ -304,7 +382,10 @@ Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::Allredu
 Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   check(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   for (const Tensor& tensor : tensors) check_dense(tensor, "all_reduce_coalesced");
-  if (!shares_memory() && size_ > 1) return kept(gloo()->allreduce_coalesced(tensors, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::ALLREDUCE_COALESCED, "all_reduce", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allreduce_coalesced(tensors, options); });
+  }
   return submit({OpType::ALLREDUCE_COALESCED, "all_reduce", "parallel_state:all_reduce_coalesced"}, tensors, tensors,
                 options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
                   for (const Tensor& tensor : tensors) all_reduce(tensor, op);
@@ -315,7 +396,9 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
   const Tensor x = only(tensors, "reduce");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "reduce");
-  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce(tensors, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::REDUCE, "reduce", -1, [&](c10d::Backend& gloo) { return gloo.reduce(tensors, options); });
+  }
   return submit({OpType::REDUCE, "reduce", "parallel_state:reduce"}, {x}, {x}, options.asyncOp, options.timeout,
                 [this, x, root, op = options.reduceOp] {
                   if (size_ == 1) return;
@@ -329,17 +412,25 @@ Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptio
   const Tensor x = only(tensors, "broadcast");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "broadcast");
-  if (!shares_memory() && size_ > 1) return kept(gloo()->broadcast(tensors, options));
-  return submit({OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp,
-                options.timeout, [this, x, root] {
-                  if (size_ == 1) return;
-                  const Tensor flat = x.contiguous();
-                  const auto started = Clock::now();
-                  const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
-                  done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
-                       "broadcast", started);
-                  if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
-                });
+  if (is_on_gloo()) {
+    return by_gloo(OpType::BROADCAST, "broadcast", -1,
+                   [&](c10d::Backend& gloo) { return gloo.broadcast(tensors, options); });
+  }
+  return submit(
+      {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"}, {x}, {x}, options.asyncOp, options.timeout,
+      [this, x, root] {
+        if (size_ == 1) return;
+        const Tensor flat = x.contiguous();
+        if (spans_hosts_) {
+          over_hosts("broadcast", flat, flat, "", root);
+        } else {
+          const auto started = Clock::now();
+          const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
+          done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root),
+               "broadcast", started);
+        }
+        if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
+      });
 }
 
 void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
@@ -347,6 +438,8 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
   if (size_ == 1) {
     out.view({-1}).copy_(in.view({-1}));
+  } else if (spans_hosts_) {
+    over_hosts("all_gather", out, in);
   } else {
     const auto started = Clock::now();
     const Told told = tell(Method::kAllGather, in);
@@ -373,6 +466,7 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
     bytes[rank] = outputs[rank].nbytes();
     is_even = is_even && bytes[rank] == in.nbytes();
   }
+  if (spans_hosts_) return all_gather_padded(outputs, in, bytes);
   if (!direct) staged = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options().dtype(at::kByte));
   std::size_t offset = 0;
   static char nowhere;
@@ -399,6 +493,22 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
   }
 }
 
+// Over hosts: what is shorter than the longest part travels with something behind it.
+void Backend::all_gather_padded(const Tensors& outputs, const Tensor& in, const std::vector<std::size_t>& bytes) {
+  const auto longest = static_cast<std::int64_t>(*std::max_element(bytes.begin(), bytes.end()));
+  const at::TensorOptions plain = in.options().dtype(at::kByte);
+  const auto own = static_cast<std::int64_t>(in.nbytes());
+  const Tensor mine = at::zeros({longest}, plain), all = at::empty({size_, longest}, plain);
+  if (own != 0) mine.slice(0, 0, own).copy_(in.view({-1}).view(at::kByte));
+  over_hosts("all_gather", all, mine);
+  for (int rank = 0; rank < size_; ++rank) {
+    const Tensor& output = outputs[rank];
+    if (bytes[rank] == 0) continue;
+    const Tensor part = all[rank].slice(0, 0, static_cast<std::int64_t>(bytes[rank])).clone();
+    output.copy_(part.view(output.scalar_type()).view(output.sizes()));
+  }
+}
+
 void Backend::check_lists(std::size_t outputs, std::size_t inputs, const char* method) const {
   check(outputs == 1 && inputs == 1, method, " takes one tensor, and one list of tensors, a rank, but got ", inputs,
         " and ", outputs);
@@ -418,7 +528,10 @@ Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   }
   check(out[rank_].numel() == x.numel(), "this rank's output of all_gather must have the ", x.numel(),
         " elements of its input, but has ", out[rank_].numel());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather(outputs, inputs, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::ALLGATHER, "all_gather", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allgather(outputs, inputs, options); });
+  }
   return submit({OpType::ALLGATHER, "all_gather", "parallel_state:all_gather"}, {x}, out, options.asyncOp,
                 options.timeout, [this, x, out] { all_gather_list(out, x); });
 }
@@ -432,7 +545,10 @@ Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
           list.size());
   }
   for (const Tensor& input : inputs) check_dense(input, "all_gather_coalesced");
-  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather_coalesced(outputs, inputs, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::ALLGATHER_COALESCED, "all_gather", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allgather_coalesced(outputs, inputs, options); });
+  }
   Tensors flat;
   for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
   return submit({OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced"}, inputs, flat,
@@ -452,7 +568,10 @@ Backend::Started Backend::_allgather_base(Tensor& output, Tensor& input, const c
         input.numel(), " elements, but got ", output.numel());
   check(output.scalar_type() == input.scalar_type(), "all_gather_into_tensor needs an output of dtype ",
         input.scalar_type(), ", but got ", output.scalar_type());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->_allgather_base(output, input, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::_ALLGATHER_BASE, "all_gather", -1,
+                   [&](c10d::Backend& gloo) { return gloo._allgather_base(output, input, options); });
+  }
   return submit({OpType::_ALLGATHER_BASE, "all_gather", "parallel_state:_all_gather_base"}, {input}, {output},
                 options.asyncOp, options.timeout, [this, output, input] { all_gather_into(output, input); });
 }
@@ -461,7 +580,10 @@ Backend::Started Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::AllgatherOptions& options) {
   check(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->allgather_into_tensor_coalesced(outputs, inputs, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::COALESCED, "all_gather", -1,
+                   [&](c10d::Backend& gloo) { return gloo.allgather_into_tensor_coalesced(outputs, inputs, options); });
+  }
   return submit({OpType::COALESCED, "all_gather", "parallel_state:all_gather_into_tensor_coalesced"}, inputs, outputs,
                 options.asyncOp, options.timeout, [this, outputs, inputs] {
                   for (std::size_t index = 0; index < inputs.size(); ++index) {
@@ -485,7 +607,10 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
           "gather needs outputs of the input's ", x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(),
           " × ", output.scalar_type());
   }
-  if (!shares_memory() && size_ > 1) return kept(gloo()->gather(outputs, inputs, options));
+  if (!shares_memory() && size_ > 1) {
+    return by_gloo(OpType::GATHER, "gather", -1,
+                   [&](c10d::Backend& gloo) { return gloo.gather(outputs, inputs, options); });
+  }
   return submit({OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
                 [this, x, out, root] {
                   const Tensor in = x.contiguous();
@@ -529,7 +654,10 @@ Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
     check(input.numel() == x.numel() && input.scalar_type() == x.scalar_type(), "scatter needs inputs of the output's ",
           x.numel(), " × ", x.scalar_type(), ", but got ", input.numel(), " × ", input.scalar_type());
   }
-  if (!shares_memory() && size_ > 1) return kept(gloo()->scatter(outputs, inputs, options));
+  if (!shares_memory() && size_ > 1) {
+    return by_gloo(OpType::SCATTER, "scatter", -1,
+                   [&](c10d::Backend& gloo) { return gloo.scatter(outputs, inputs, options); });
+  }
   return submit({OpType::SCATTER, "scatter", "parallel_state:scatter"}, in, {x}, options.asyncOp, options.timeout,
                 [this, x, in, root] {
                   if (size_ == 1) {
@@ -566,11 +694,17 @@ void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, con
     return;
   }
   const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  const auto started = Clock::now();
-  const Told told = tell(Method::kReduceScatter, in, number_of(op));
-  done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
-                                out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
-       "reduce_scatter", started);
+  if (spans_hosts_) {
+    const bool is_bool = in.scalar_type() == at::kBool;
+    over_hosts("reduce_scatter", is_bool ? out.view(at::kByte) : out, is_bool ? in.view(at::kByte) : in,
+               name_of(how.op));
+  } else {
+    const auto started = Clock::now();
+    const Told told = tell(Method::kReduceScatter, in, number_of(op));
+    done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
+                                  out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
+         "reduce_scatter", started);
+  }
   if (!out.is_same(output)) output.copy_(out);
 }
 
@@ -589,7 +723,10 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   }
   check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
         " elements of its output, but it has ", in[rank_].numel());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter(outputs, inputs, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::REDUCE_SCATTER, "reduce_scatter", -1,
+                   [&](c10d::Backend& gloo) { return gloo.reduce_scatter(outputs, inputs, options); });
+  }
   return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out}, options.asyncOp,
                 options.timeout, [this, out, in, is_even, op = options.reduceOp] {
                   Tensors parts;
@@ -612,7 +749,10 @@ Backend::Started Backend::_reduce_scatter_base(Tensor& output, Tensor& input,
         output.numel(), " elements, but got ", input.numel());
   check(output.scalar_type() == input.scalar_type(), "reduce_scatter_tensor needs an output of dtype ",
         input.scalar_type(), ", but got ", output.scalar_type());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->_reduce_scatter_base(output, input, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", -1,
+                   [&](c10d::Backend& gloo) { return gloo._reduce_scatter_base(output, input, options); });
+  }
   return submit({OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "parallel_state:_reduce_scatter_base"}, {input},
                 {output}, options.asyncOp, options.timeout,
                 [this, output, input, op = options.reduceOp] { reduce_scatter_into(output, input, op); });
@@ -622,7 +762,10 @@ Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::ReduceScatterOptions& options) {
   check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
-  if (!shares_memory() && size_ > 1) return kept(gloo()->reduce_scatter_tensor_coalesced(outputs, inputs, options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", -1,
+                   [&](c10d::Backend& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+  }
   return submit(
       {OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", "parallel_state:reduce_scatter_tensor_coalesced"},
       inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
@@ -665,7 +808,9 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
   const auto in_bytes = bytes_by_rank(input, input_splits, "input"),
              out_bytes = bytes_by_rank(output, output_splits, "output");
   if (!shares_memory() && size_ > 1) {
-    return kept(gloo()->alltoall_base(output, input, output_splits, input_splits, options));
+    return by_gloo(OpType::ALLTOALL_BASE, kMethod, -1, [&](c10d::Backend& gloo) {
+      return gloo.alltoall_base(output, input, output_splits, input_splits, options);
+    });
   }
   return submit({OpType::ALLTOALL_BASE, "all_to_all", "parallel_state:all_to_all"}, {input}, {output}, options.asyncOp,
                 options.timeout, [this, output, input, in_bytes, out_bytes] {
@@ -690,7 +835,10 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
         outputs.size());
   for (const Tensor& each : inputs) check_dense(each, kMethod);
   for (const Tensor& each : outputs) check_dense(each, kMethod);
-  if (!shares_memory() && size_ > 1) return kept(gloo()->alltoall(outputs, inputs, options));
+  if (!shares_memory() && size_ > 1) {
+    return by_gloo(OpType::ALLTOALL, "all_to_all", -1,
+                   [&](c10d::Backend& gloo) { return gloo.alltoall(outputs, inputs, options); });
+  }
   return submit({OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"}, inputs, outputs, options.asyncOp,
                 options.timeout, [this, outputs, inputs] {
                   if (size_ == 1) {
@@ -725,10 +873,13 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
 }
 
 Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
-  if (!shares_memory() && size_ > 1) return kept(gloo()->barrier(options));
+  if (is_on_gloo()) {
+    return by_gloo(OpType::BARRIER, "barrier", -1, [&](c10d::Backend& gloo) { return gloo.barrier(options); });
+  }
   return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout,
                 [this] {
                   if (size_ == 1) return;
+                  if (spans_hosts_) return over_hosts("barrier", {}, {});
                   const auto started = Clock::now();
                   const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
                   done(library_->barrier(group_, told.word, told.shape), "barrier", started);
@@ -736,7 +887,7 @@ Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  check_usable();
+  check_usable("monitored_barrier");
   callbacks_.monitored_barrier(options.timeout == c10d::kUnsetTimeout ? options_->timeout : options.timeout,
                                wait_all_ranks);
 }
@@ -744,7 +895,7 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
 // Transfers.
 
 Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag) {
-  check_usable();
+  check_usable(kind.method);
   const Tensor x = only(tensors, kind.method);
   const bool sends = kind.type == OpType::SEND;
   if (peer != Pairs::kAnySource) {
@@ -769,17 +920,24 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
 }
 
 Backend::Started Backend::send(Tensors& tensors, int dst, int tag) {
-  if (!shares_memory()) return kept(gloo()->send(tensors, dst, tag));
+  if (!shares_memory()) {
+    return by_gloo(OpType::SEND, "send", dst, [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
+  }
   return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag);
 }
 
 Backend::Started Backend::recv(Tensors& tensors, int src, int tag) {
-  if (!shares_memory()) return kept(gloo()->recv(tensors, src, tag));
+  if (!shares_memory()) {
+    return by_gloo(OpType::RECV, "recv", src, [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
+  }
   return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag);
 }
 
 Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (!shares_memory()) return kept(gloo()->recvAnysource(tensors, tag));
+  if (!shares_memory()) {
+    return by_gloo(OpType::RECVANYSOURCE, "recv", -1,
+                   [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
+  }
   return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag);
 }
 
@@ -876,6 +1034,7 @@ void Backend::abort() {
   if (shares_memory()) library_->group_doom(group_);
   lane_->close(error);
   if (pairs_) pairs_->close(error);
+  callbacks_.leave();
   if (gloo_) gloo_->abort();
 }
 
@@ -889,6 +1048,7 @@ void Backend::shutdown() {
   }
   lane_->close(error);
   if (pairs_) pairs_->close(error);
+  callbacks_.leave();
   const std::lock_guard<std::mutex> lock(gloo_mutex_);
   if (gloo_) gloo_->shutdown();
 }

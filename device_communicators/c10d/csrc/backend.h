@@ -1,8 +1,8 @@
 // torch.distributed's collectives and transfers over the memory that a host's ranks share.
 //
-// A group whose ranks are all on one host works in its segment (device_communicators/cpu). Every other group, and every
-// call that shared memory has no form of, is gloo's, which is made when the first such call comes: whether it does is
-// decided by facts that all ranks have alike.
+// A group whose ranks are all on one host works in its segment (device_communicators/cpu). One over several hosts has
+// the library's transport between hosts for what that carries. All else is gloo's: whether it is, is decided by facts
+// that all ranks have alike.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -18,7 +18,17 @@ struct Callbacks {
   Pairs::Raise pair_error;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
+  // Set by Python once the group is of no use: a call that begins then raises what `failed` gives.
+  std::shared_ptr<std::atomic<bool>> has_failed = std::make_shared<std::atomic<bool>>(false);
+  std::function<std::exception_ptr(const char* method)> failed;
+  std::function<void()> leave;  // tells the other ranks that this one goes on purpose
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
+  // The error for what gloo said of a call; null where it isn't of the transport. `peer`: of a transfer, or -1.
+  std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
+  // Runs a collective of contiguous tensors over the group's hosts; returns what went wrong, or null.
+  std::function<std::exception_ptr(const char* operation, const at::Tensor& output, const at::Tensor& input,
+                                   const char* reduction, int root)>
+      over_hosts;
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                                   std::chrono::milliseconds timeout, const std::string& name)>
       split;
@@ -31,8 +41,9 @@ class Backend final : public c10d::Backend {
   };
 
   // `group` is the number of the shared-memory group, 0 where there is none; `library` may be null then.
+  // `spans_hosts`: the callback `over_hosts` carries collectives.
   Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
-          std::chrono::milliseconds timeout, Callbacks callbacks);
+          bool spans_hosts, std::chrono::milliseconds timeout, Callbacks callbacks);
   ~Backend() override;
 
   const std::string getBackendName() const override { return "parallel_state"; }
@@ -94,9 +105,15 @@ class Backend final : public c10d::Backend {
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
 
+  template <typename Start>
+  Started by_gloo(c10d::OpType type, const char* method, int peer, Start start);
+  void over_hosts(const char* operation, const at::Tensor& output, const at::Tensor& input, const char* reduction = "",
+                  int root = -1);
+
   bool shares_memory() const { return group_ != 0; }
+  bool is_on_gloo() const { return size_ > 1 && !shares_memory() && !spans_hosts_; }
   const c10::intrusive_ptr<c10d::Backend>& gloo();
-  void check_usable();
+  void check_usable(const char* method);
   template <typename... Parts>
   void check(bool holds, const Parts&... parts) const;
   const at::Tensor& only(const Tensors& tensors, const char* method) const;
@@ -111,10 +128,12 @@ class Backend final : public c10d::Backend {
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_gather_into(const at::Tensor& output, const at::Tensor& input);
   void all_gather_list(const Tensors& outputs, const at::Tensor& input);
+  void all_gather_padded(const Tensors& outputs, const at::Tensor& in, const std::vector<std::size_t>& bytes);
   void reduce_scatter_into(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
 
   const std::shared_ptr<const Library> library_;
   const std::uint64_t group_;
+  const bool spans_hosts_;
   const c10::intrusive_ptr<Options> options_;
   const Callbacks callbacks_;
   std::shared_ptr<Lane> lane_;

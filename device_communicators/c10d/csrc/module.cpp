@@ -36,7 +36,7 @@ bool is_finalizing() {
 #endif
 }
 
-// What `make` returns or raises in Python, as C++ carries it.
+// What `make` returns or raises in Python, as C++ carries it; null for None.
 template <typename Make>
 std::exception_ptr python_error(const char* otherwise, Make make) {
   if (Py_IsInitialized() == 0 || is_finalizing()) {
@@ -49,6 +49,7 @@ std::exception_ptr python_error(const char* otherwise, Make make) {
   } catch (py::error_already_set& raised) {  // Ctrl-C, for one
     error = raised.value();
   }
+  if (error.is_none()) return nullptr;
   const std::string text = py::str(error);
   return std::make_exception_ptr(PythonError(text, error.release().ptr()));
 }
@@ -83,6 +84,28 @@ Callbacks callbacks_of(const py::object& python) {
     const py::gil_scoped_acquire gil;
     owner->attr("monitored_barrier")(timeout, wait_all_ranks);
   };
+  made.failed = [owner](const char* method) {
+    return python_error("the group failed earlier", [&] { return owner->attr("failed")(method); });
+  };
+  made.leave = [owner] {
+    if (Py_IsInitialized() == 0 || is_finalizing()) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      owner->attr("leave")();
+    } catch (py::error_already_set& raised) {  // it is called in a destructor
+      raised.discard_as_unraisable("leave");
+    }
+  };
+  python.attr("note_failure") =
+      py::cpp_function([flag = made.has_failed] { flag->store(true, std::memory_order_relaxed); });
+  made.gloo_error = [owner](const char* text, const char* method, int peer, double elapsed_s) {
+    return python_error(text, [&] { return owner->attr("gloo_error")(text, method, peer, elapsed_s); });
+  };
+  made.over_hosts = [owner](const char* operation, const at::Tensor& output, const at::Tensor& input,
+                            const char* reduction, int root) {
+    return python_error("a collective over hosts failed",
+                        [&] { return owner->attr("over_hosts")(operation, output, input, reduction, root); });
+  };
   made.make_gloo = [owner] {
     const py::gil_scoped_acquire gil;
     return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();
@@ -112,10 +135,11 @@ QueuePlaces places_of(const py::object& given) {
 }
 
 c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& library, std::uint64_t group,
-                                 const py::object& places, std::chrono::milliseconds timeout,
+                                 const py::object& places, bool spans_hosts, std::chrono::milliseconds timeout,
                                  const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  return c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), timeout, callbacks_of(python));
+  return c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), spans_hosts, timeout,
+                                      callbacks_of(python));
 }
 
 }  // namespace
@@ -136,5 +160,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("library"), py::arg("group"),
-             py::arg("places"), py::arg("timeout"), py::arg("python"));
+             py::arg("places"), py::arg("spans_hosts"), py::arg("timeout"), py::arg("python"));
 }

@@ -1,0 +1,82 @@
+"""The failure domain of the backend's groups: the ranks of the default process group in which they were made.
+
+A rank may wait in one group for a live one that waits in another for a dead one, and so won't come. So each rank
+watches all others, and the death of any of them ends the calls of all groups. That begins with the first group of all
+ranks, as a rule the default group. As long as there is none, nobody has met all ranks, and each group is a domain of
+its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from device_communicators.cpu.host_memory import HostMemory
+from device_communicators.cpu.watching import watch_ranks
+from device_communicators.host import address_towards
+from device_communicators.liveness.health import FailureDomain, Watcher
+
+
+class World:
+    """The ranks whose deaths fail the groups of one default process group, or one group alone."""
+
+    _current: ClassVar[World | None] = None
+    """That of all ranks, by _LOCK."""
+
+    def __init__(self, store: Any, ranks: Sequence[int]) -> None:
+        """`ranks`: global. `store`: that of the group with which it begins, and ends."""
+        self.watcher = Watcher()
+        self.domain = FailureDomain(ranks)
+        self.address = _address_of(store)
+        """Where other hosts reach this process, where that is known."""
+        self.neighbours: tuple[int, ...] = ()
+        """The cores of each rank on this host, a bit each."""
+        self.begun = False
+        self._store = store
+
+    @classmethod
+    def of(cls, store: Any, ranks: Sequence[int], is_default: bool) -> World:
+        """Returns the one that a new group of global `ranks` is in; it may be the first to be in it."""
+        with _LOCK:
+            current = cls._current
+            if not is_default and current is not None and current.domain.ranks.issuperset(ranks):
+                return current
+            made = cls(store, ranks)
+            if is_default or len(ranks) == dist.get_world_size():
+                cls._current = made
+            return made
+
+    def begin(self, memory: HostMemory) -> None:
+        """Watches the ranks of the group with which it begins; each of them calls it."""
+        self.begun = True
+        self.neighbours = memory.cores
+        self.watcher.open_store = self._open_store
+        watch_ranks(memory, self.watcher, self._open_store, self.address)
+
+    def close(self) -> None:
+        """Ends the watch. Twice is fine."""
+        with _LOCK:
+            if World._current is self:
+                World._current = None
+        self._store = None
+        self.watcher.close()
+
+    def _open_store(self) -> Any:
+        """Returns a connection of its own to the store; None if it can't give another one."""
+        try:
+            return None if self._store is None else dist.PrefixStore("world", self._store.clone())
+        except (AttributeError, RuntimeError, ValueError):
+            return None
+
+
+def _address_of(store: Any) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    known = (store.host, store.port) if isinstance(store, dist.TCPStore) else getattr(store, "address", None)
+    return address_towards(known)
+
+
+_LOCK = threading.Lock()

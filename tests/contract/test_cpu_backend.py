@@ -1,0 +1,41 @@
+"""PARALLEL_STATE_CPU_BACKEND=parallel_state: groups give process groups of our backend to torch.distributed's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import parallel_state as ps
+from tests.contract.attempts import environment, world
+from tests.workers import WorkerPool
+
+Pools = Callable[[int], WorkerPool]
+
+
+def _between_own_calls(backend: str) -> tuple[str, str, str]:
+    with environment(PARALLEL_STATE_CPU_BACKEND=backend), world(2):
+        tp = ps.get_tp_group()
+        for step in range(20):
+            x = torch.full((1 + 1000 * step,), float(tp.rank_in_group + 1))
+            first = tp.all_reduce(x)
+            started = dist.all_reduce(second := x.clone(), group=tp.device_group, async_op=True)
+            third = tp.all_reduce(x)
+            dist.all_reduce(fourth := x.clone(), group=tp.cpu_group)
+            fifth = tp.all_reduce(x)
+            started.wait()
+            for total in (first, second, third, fourth, fifth):
+                assert total.eq(3).all(), (step, total)
+        assert tp.cpu_group is tp.device_group
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone, group=ps.get_world_group().cpu_group)
+        assert everyone.item() == ps.get_world_group().world_size
+        return tuple(str(dist.get_backend(group)) for group in (tp.device_group, ps.get_world_group().cpu_group, None))
+
+
+@pytest.mark.parametrize("backend", ["parallel_state", "gloo"])
+def test_calls_of_torch_between_calls_of_the_group(pools: Pools, backend: str) -> None:
+    for told in pools(4).run(_between_own_calls, backend, timeout_s=120.0):
+        assert told == (backend, backend, "gloo")

@@ -1,0 +1,78 @@
+"""The backend "parallel_state" of torch.distributed over several hosts: what gloo gives, and who died, by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.contract.test_c10d import _collectives
+from tests.failure.over_torch import OVER_TORCH, torch_world
+from tests.failure.test_killed import killed_in
+from tests.failure.trials import late, median_of
+from tests.failure.worlds import DEADLINE_S
+from tests.hosts import HostRanks, Hosts, problem
+
+reason = problem()
+pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be made here: {reason}")
+
+
+def _compare_with_gloo() -> int:
+    """How many calls gave what gloo's give."""
+    with torch_world() as world:
+        gloo = dist.new_group(backend="gloo")
+        found = []
+        for group in (None, gloo):
+            torch.manual_seed(world.rank)
+            found.append(list(_collectives(group, world.rank, world.world_size)))
+        for (name, ours), (_, theirs) in zip(*found, strict=True):
+            for mine, reference in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
+        # Where each rank is alone on its host gloo carries all, which takes one size only.
+        uneven = [torch.empty(rank + 1 if world.world_size > 2 else 1) for rank in range(world.world_size)]
+        dist.all_gather(uneven, torch.full((len(uneven[world.rank]),), float(world.rank)))
+        assert [out.tolist() for out in uneven] == [[float(rank)] * len(uneven[rank]) for rank in world.ranks]
+        works = [world.isend(torch.full((9,), float(world.rank)), peer) for peer in world.ranks if peer != world.rank]
+        for peer in world.ranks:
+            if peer != world.rank:
+                assert world.recv((9,), torch.float32, peer).eq(peer).all()
+        for work in works:
+            work.wait()
+        world.barrier()
+        return len(found[0])
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1)], ids=str)
+def test_collectives_and_transfers_give_what_gloo_gives(placement: Sequence[int]) -> None:
+    with Hosts(2) as hosts, hosts.ranks(placement) as ranks:
+        assert min(ranks.run(_compare_with_gloo, timeout_s=3 * DEADLINE_S)) >= 60
+
+
+def _kill(ranks: HostRanks, operation: str, victim: int, folder: Path) -> float:
+    folder.mkdir()
+    told = ranks.survivors(killed_in, operation, OVER_TORCH, [victim], str(folder), timeout_s=2 * DEADLINE_S)
+    assert sorted(told) == [rank for rank in range(4) if rank != victim]
+    killed_s = float((folder / str(victim)).read_text())
+    latest_s = 0.0
+    for rank, (each, _) in told.items():
+        assert each.outcome.kind == "PeerDiedError", (rank, each)
+        assert each.outcome.suspect_ranks == (victim,), (rank, each)
+        assert each.again.kind == "GroupFailedError", (rank, each)
+        latest_s = max(latest_s, each.at_s - killed_s)
+    return latest_s
+
+
+@pytest.mark.parametrize(
+    ("operation", "victim"), [("all_reduce", 3), ("all_reduce", 2), ("all_to_all", 1), ("send and recv", 3)]
+)
+def test_a_killed_rank_is_named_on_both_hosts(operation: str, victim: int, tmp_path: Path) -> None:
+    def run() -> float:
+        with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
+            return _kill(ranks, operation, victim, tmp_path / str(time.monotonic_ns()))
+
+    trial: Callable[[], float] = run
+    assert not late([(0, median_of(trial, trial()))])
