@@ -230,6 +230,20 @@ def test_the_installed_package_works_outside_of_the_checkout(installed: Path, tm
     assert "--report" in run(installed, "-m", "parallel_state", "bench", "--help", cwd=tmp_path)
 
 
+def test_torch_finds_the_backend_by_the_installed_package_s_entry_point(installed: Path, tmp_path: Path) -> None:
+    """As torch 2.14 and later look for a name that nobody has registered."""
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "import torch.distributed as dist\n"
+        "(found,) = entry_points(group='torch.distributed.backends', name='parallel_state')\n"
+        "assert 'PARALLEL_STATE' not in dist.Backend._plugins\n"
+        "found.load()()\n"
+        "assert dist.Backend._plugins['PARALLEL_STATE'].extended_api\n"
+        "print(dist.Backend.backend_capability['parallel_state'])\n"
+    )
+    assert run(installed, "-c", code, cwd=tmp_path) == "['cpu']\n"
+
+
 LIBRARY = (
     "from device_communicators.cpu import native\n"
     "library = native.load()\n"
