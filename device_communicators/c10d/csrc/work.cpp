@@ -49,15 +49,15 @@ void Operation::settle(std::exception_ptr error) {
   done_.store(true, std::memory_order_release);
 }
 
-void Operation::announce() {
+c10::intrusive_ptr<c10::ivalue::Future> Operation::take_future() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::move(future_to_complete_);
+}
+
+void Operation::announce(const c10::intrusive_ptr<c10::ivalue::Future>& future) {
   if (recordFunctionEndCallback_) {
     recordFunctionEndCallback_();
     recordFunctionEndCallback_ = nullptr;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    future.swap(future_to_complete_);
   }
   if (future) complete_future(*future);
 }
@@ -119,12 +119,20 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
   TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed or aborted: it takes no more calls");
   queue_.push_back(std::move(call));
   prompt_ = prompt_ || prompt || queue_.size() > 1;
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  if (resting_ || prompt_) posted_.notify_one();
+  ensure_server();
+  if (looking_ == 0 || prompt_) posted_.notify_one();
+}
+
+// Of what is posted while the thread is in a callback, the callback may be what waits for it. What was queued before is
+// left to the thread: callbacks begin in the order of their calls.
+void Lane::ensure_server() {
+  if (servers_ != 0 || closed_) return;
+  ++servers_;
+  threads_.emplace_back([this] { serve(); });
 }
 
 // Runs the first call that is queued; nothing else runs.
-void Lane::run_front(std::unique_lock<std::mutex>& lock) {
+void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
   const c10::intrusive_ptr<Call> call = std::move(queue_.front());
   queue_.pop_front();
   running_ = true;
@@ -138,13 +146,17 @@ void Lane::run_front(std::unique_lock<std::mutex>& lock) {
   }
   call->body = nullptr;
   call->settle(std::move(error));
+  const auto future = call->take_future();
   lock.lock();
   running_ = false;
   if (waiters_ != 0) finished_.notify_all();
+  const bool leaves = is_server && future != nullptr;
+  if (leaves) --servers_;
   if (!queue_.empty()) posted_.notify_one();
   lock.unlock();
-  call->announce();
+  call->announce(future);
   lock.lock();
+  if (leaves) ++servers_;
 }
 
 bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
@@ -152,7 +164,7 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
   while (!call.isCompleted()) {
     // With a deadline of its own a waiter must not be caught in a call whose deadline is another.
     if (!running_ && !queue_.empty() && !deadline) {
-      run_front(lock);
+      run_front(lock, /*is_server=*/false);
       continue;
     }
     if (deadline && !queue_.empty() && !running_) {
@@ -176,11 +188,11 @@ void Lane::serve() {
     if (running_ || queue_.empty()) {
       if (looks < kLooks && !running_) {
         ++looks;
+        ++looking_;
         posted_.wait_for(lock, kLeft);
+        --looking_;
       } else {
-        resting_ = true;
         posted_.wait(lock);
-        resting_ = false;
         looks = 0;
       }
       continue;
@@ -188,14 +200,16 @@ void Lane::serve() {
     if (!prompt_) {
       const auto* const first = queue_.front().get();
       const auto until = Clock::now() + kLeft;
+      ++looking_;
       while (!closed_ && !prompt_ && !running_ && !queue_.empty() && queue_.front().get() == first) {
         if (posted_.wait_until(lock, until) == std::cv_status::timeout) break;
       }
+      --looking_;
       looks = 0;
       if (closed_ || running_ || queue_.empty() || (queue_.front().get() != first && !prompt_)) continue;
     }
     looks = 0;
-    run_front(lock);
+    run_front(lock, /*is_server=*/true);
   }
 }
 
@@ -216,12 +230,12 @@ bool Lane::drain(Clock::time_point deadline) {
 
 void Lane::close(const std::exception_ptr& error) {
   std::deque<c10::intrusive_ptr<Call>> left;
-  std::thread thread;
+  std::vector<std::thread> threads;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closed_ = true;
     left.swap(queue_);
-    thread.swap(thread_);
+    threads.swap(threads_);
     posted_.notify_all();
   }
   for (const auto& call : left) {
@@ -237,11 +251,12 @@ void Lane::close(const std::exception_ptr& error) {
       --waiters_;
     }
   }
-  if (!thread.joinable()) return;
-  if (is_forked_child() || thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();
-  } else {
-    thread.join();
+  for (std::thread& thread : threads) {
+    if (is_forked_child() || thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
   }
 }
 

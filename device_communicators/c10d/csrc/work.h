@@ -2,7 +2,8 @@
 //
 // A group has one *lane*: its collectives run one after the other, in the order of the calls, on every rank alike. Who
 // runs one is whoever has the time: the caller itself where it waits and nothing is queued, a thread in `wait`, which
-// takes over what is queued before its own call, or the lane's thread, which takes what nobody has come for.
+// takes over what is queued before its own call, or the lane's thread, which takes what nobody has come for. While that
+// one is in the callbacks of a future, which may wait for further calls of the lane, another thread stands in for it.
 #pragma once
 
 #include <condition_variable>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -38,11 +40,14 @@ class Operation : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
 
   void settle(std::exception_ptr error);
-  void announce();
+  void announce() { announce(take_future()); }
   void finish(std::exception_ptr error) {
     settle(std::move(error));
     announce();
   }
+  // In two steps: the future, null where nobody has asked for it, and then the rest with it.
+  c10::intrusive_ptr<c10::ivalue::Future> take_future();
+  void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   void set_source_rank(int rank) { source_rank_ = rank; }
 
  protected:
@@ -92,20 +97,22 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool drain(Clock::time_point deadline);
 
  private:
-  void run_front(std::unique_lock<std::mutex>& lock);
+  void run_front(std::unique_lock<std::mutex>& lock, bool is_server);
+  void ensure_server();
   void serve();
 
   void (*const wait_gently_)(int);
   std::mutex mutex_;
-  std::condition_variable posted_;    // for the thread
+  std::condition_variable posted_;    // for the threads
   std::condition_variable finished_;  // for those who wait for a call
   std::deque<c10::intrusive_ptr<Call>> queue_;
   bool running_ = false;
   bool closed_ = false;
   bool prompt_ = false;  // what is queued is not to be left to its caller
-  bool resting_ = true;  // the thread sleeps until it is woken
+  int servers_ = 0;      // threads that are not in callbacks
+  int looking_ = 0;      // threads that look again by themselves; others sleep until they are woken
   int waiters_ = 0;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 // Whether this process was forked from the one that loaded this library: it has the memory, but is no rank.
