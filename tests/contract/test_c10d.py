@@ -384,6 +384,21 @@ def test_a_monitored_barrier_names_all_who_are_missing(pools: Pools) -> None:
     assert "Ranks 1, 2 failed to pass" in pools(3).run(miss_a_barrier, timeout_s=DEADLINE_S)[0]
 
 
+def split() -> float | None:
+    """What `dist.split_group` does, which refuses machines without an accelerator."""
+    with torch_world() as (rank, _):
+        ranks = [0, 1] if rank < 2 else [2]
+        part = dist.group.WORLD.split_group(ranks, timeout=timedelta(seconds=60), group_name=f"part{ranks[0]}")
+        work = part.allreduce([x := torch.tensor([rank + 1.0])])
+        work.wait()
+        part.shutdown()
+        return x.item()
+
+
+def test_a_group_is_split(pools: Pools) -> None:
+    assert pools(3).run(split, timeout_s=DEADLINE_S) == [3.0, 3.0, 3.0]
+
+
 # What torch builds on it.
 
 
