@@ -10,6 +10,7 @@ tests of torch's RPC, with 4 ranks each, that make a process group as well.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import inspect
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,15 +66,17 @@ def run(
         chosen.seek(0)
         command = [sys.executable, "-m", "tests.torch_suite", backend, str(size), *(["--rpc"] if rpc else [])]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+            command, cwd=ROOT, env=environment, stdin=chosen, stdout=subprocess.PIPE, stderr=errors, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 outcome = Outcome(**json.loads(line))
                 found[outcome.name] = outcome
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with ranks that it has left
             process.wait()
     missing = set(names) - set(found)
     if missing or not found:
