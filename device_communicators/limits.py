@@ -143,9 +143,10 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
             "`ulimit -v`), or a container's (`--pids-limit`)"
         )
     if number == errno.ENOMEM:
+        available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return (
             f"memory ran out: this process may map {_limit(resource.RLIMIT_AS)} bytes, and the machine has "
-            f"{_available_bytes() >> 20} MiB available; raise the limit (`ulimit -v`) or free some"
+            f"{available_bytes >> 20} MiB available; raise the limit (`ulimit -v`) or free some"
         )
     if number == errno.EFBIG:
         return (
@@ -171,10 +172,6 @@ def _is_open(descriptor: int) -> bool:  # a look into /proc/self/fd would need a
         return True
     except OSError:
         return False
-
-
-def _available_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _space(path: str | os.PathLike[str] | None) -> str:

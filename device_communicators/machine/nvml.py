@@ -96,9 +96,6 @@ class Nvml:
     def _uuid(self, gpu: int) -> str:
         return _text(self._pynvml.nvmlDeviceGetUUID(self._handle(gpu)))
 
-    def _pci_id(self, gpu: int) -> str:
-        return _text(self._pynvml.nvmlDeviceGetPciInfo(self._handle(gpu)).busId)
-
     def _name(self, gpu: int) -> str:
         return _text(self._pynvml.nvmlDeviceGetName(self._handle(gpu)))
 
@@ -112,7 +109,8 @@ class Nvml:
 
     def _sysfs_numa_node(self, gpu: int) -> int:
         """Returns the node that the kernel knows, for drivers that don't."""
-        domain, bus, device = self._pci_id(gpu).lower().split(":")
+        pci_id = _text(self._pynvml.nvmlDeviceGetPciInfo(self._handle(gpu)).busId)
+        domain, bus, device = pci_id.lower().split(":")
         return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text())
 
     def _cores(self, gpu: int) -> list[int]:

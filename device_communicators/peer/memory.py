@@ -162,8 +162,9 @@ class _Ipc:
             if peer == self._context.rank:
                 addresses.append(self._tensor.data_ptr())
                 continue
-            _, *handle = [_from_json(each) for each in offer[self._context.rank]]
-            self._mapped.append(new_shared(own, *handle))
+            _, *handle = offer[self._context.rank]
+            values = (bytes.fromhex(each["bytes"]) if isinstance(each, dict) else each for each in handle)
+            self._mapped.append(new_shared(own, *values))
             addresses.append(int(self._mapped[-1].data_ptr()))
         return addresses
 
@@ -174,10 +175,6 @@ class _Ipc:
 
 def _as_json(value: Any) -> Any:
     return {"bytes": value.hex()} if isinstance(value, bytes) else value
-
-
-def _from_json(value: Any) -> Any:
-    return bytes.fromhex(value["bytes"]) if isinstance(value, dict) else value
 
 
 def _index(device: torch.device) -> int:

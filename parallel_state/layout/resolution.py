@@ -196,7 +196,8 @@ def _expert_grid(
             sizes[name], rest = rest, 1
         sizes["efsdp"] = rest
         instead = {"tp": "etp", "dp_shard": "efsdp"}
-        names = [instead.get(name, name) for name in expanded if not _cuts_sequence(name)]
+        kept = (name for name in expanded if name not in BY_NAME or not BY_NAME[name].cuts_sequence)
+        names = [instead.get(name, name) for name in kept]
         if "ep" not in names and sizes["ep"] == 1:
             names.append("ep")
         check_order(preset.order, names, sizes)
@@ -207,10 +208,6 @@ def _expert_grid(
             raise
         return f"with these sizes the layers with experts don't fit ({error})"
     return experts
-
-
-def _cuts_sequence(name: str) -> bool:
-    return name in BY_NAME and BY_NAME[name].cuts_sequence
 
 
 def _rest_for_experts(world_size: int, sizes: Mapping[str, int]) -> int:

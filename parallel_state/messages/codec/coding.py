@@ -155,12 +155,9 @@ def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) ->
     body_at = _HEADER.size + table_bytes
     if body_at > len(view):
         raise MessageDecodeError(f"metadata is {len(view)} bytes, but its tensor table claims {table_bytes}")
-    tensors = _decode_table(view[_HEADER.size : body_at]) if table_bytes else []
+    table, problem = view[_HEADER.size : body_at], "the tensor table of a message is malformed"
+    tensors = _decoded(problem, codec_types.read_tensor_rows, table) if table_bytes else []
     return Message(tensors, view[body_at:], allow_pickle)
-
-
-def _decode_table(data: memoryview) -> list[TensorMetadata]:
-    return _decoded("the tensor table of a message is malformed", codec_types.read_tensor_rows, data)
 
 
 def _decode(body: bytes | memoryview, tensors: Sequence[torch.Tensor], allow_pickle: bool) -> Any:

@@ -129,13 +129,10 @@ class Encoder:
             return to_msgpack(value)
         if found == 2:
             try:
-                return msgspec.msgpack.Encoder(enc_hook=self._hook).encode(value)
+                return msgspec.msgpack.Encoder(enc_hook=lambda x: self.tensor(x, 0)).encode(value)
             except RefusedError:  # without its path
                 self.tensors, self._indices = [], {}
         return to_msgpack(self.pack(value))
-
-    def _hook(self, value: torch.Tensor) -> object:
-        return self.tensor(value, 0)
 
     def pack(self, value: object, depth: int = 0) -> object:
         """Returns the value, or what stands for it; raises RefusedError."""

@@ -21,7 +21,7 @@ TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T"
 
 
 def make(name: str, settings: dict[str, Any]) -> MpiTeam:
-    return MpiTeam(peers.mpi_named(name))
+    return MpiTeam(next(mpi for mpi in (*peers.MPIS, *peers.OWN_MPIS) if mpi.name == name))
 
 
 class MpiTeam(TensorTeam):

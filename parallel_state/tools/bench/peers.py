@@ -74,10 +74,6 @@ MPIS = (
 OWN_MPIS = (Mpi("the system's Open MPI", arguments=_OPEN_MPI), Mpi("the system's MPI"))
 
 
-def mpi_named(name: str) -> Mpi:
-    return next(mpi for mpi in (*MPIS, *OWN_MPIS) if mpi.name == name)
-
-
 @functools.cache
 def own_mpi() -> Mpi | None:
     """Returns the MPI of the caller's own environment, if it has mpi4py and mpiexec."""

@@ -123,11 +123,6 @@ def dumps(about: Mapping[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _rounded(row: Row) -> dict[str, Any]:
-    values = dataclasses.asdict(row)
-    values["us"] = {name: [_nanoseconds(sample) for sample in samples] for name, samples in row.us.items()}
-    return values
-
-
-def _nanoseconds(us: float) -> float:
-    """Rounds to nanoseconds, but what takes only some of them to thousandths."""
-    return round(us, 3 if us >= 1 else 6)
+    """Rounds samples to nanoseconds, but what takes only some of them to thousandths."""
+    us = {name: [round(sample, 3 if sample >= 1 else 6) for sample in samples] for name, samples in row.us.items()}
+    return {**dataclasses.asdict(row), "us": us}

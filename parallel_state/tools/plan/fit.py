@@ -109,7 +109,7 @@ def _sizes(request: Request, count: int) -> Iterator[Change]:
     # Of two that are equally near, rather pp than tp, which the model and the node set.
     options.sort(key=lambda option: (option[0], [(-_TABLE.index(name), value or 0) for name, value in option[1]]))
     sizes = ({**request.sizes, **dict(option)} for _, option in options)
-    plausible = (given for given in sizes if _divides(given, request.world_size))
+    plausible = (given for given in sizes if request.world_size % _product(given) == 0)
     for given in islice(plausible, MAX_TRIES):
         kept = {name: size for name, size in given.items() if size is not None}
         if _fits(replace(request, sizes=kept)):
@@ -164,10 +164,6 @@ def _worlds(request: Request) -> list[Change]:
 
 def _first_that_fits(request: Request, worlds: Iterable[int]) -> list[int]:
     return list(islice((world for world in worlds if _fits(replace(request, world_size=world))), 1))
-
-
-def _divides(sizes: Mapping[str, int | None], world_size: int) -> bool:
-    return world_size % _product(sizes) == 0
 
 
 def _product(sizes: Mapping[str, int | None]) -> int:

@@ -187,10 +187,10 @@ def abbreviate(ranks: Sequence[int]) -> str:
         return " ".join(map(str, ranks)) or "none"
     run = _run_length(ranks)
     if run == len(ranks):
-        return _spell(ranks)
+        return f"{ranks[0]}–{ranks[-1]}" if ranks[1] - ranks[0] == 1 else _shorten(list(map(str, ranks)))
     runs = [ranks[start : start + run] for start in range(0, len(ranks), run)]
     if any([rank - part[0] for rank in part] != [rank - ranks[0] for rank in runs[0]] for part in runs):
-        return _shorten([str(rank) for rank in ranks])
+        return _shorten(list(map(str, ranks)))
     return _shorten([_span(part) for part in runs])
 
 
@@ -200,10 +200,6 @@ def _run_length(ranks: Sequence[int]) -> int:
     while length < len(ranks) and ranks[length] - ranks[length - 1] == ranks[1] - ranks[0]:
         length += 1
     return length
-
-
-def _spell(ranks: Sequence[int]) -> str:
-    return f"{ranks[0]}–{ranks[-1]}" if ranks[1] - ranks[0] == 1 else _shorten([str(rank) for rank in ranks])
 
 
 def _span(ranks: Sequence[int]) -> str:
