@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,8 +56,30 @@ def open_nvml() -> Iterator[Nvml]:
             pynvml.nvmlShutdown()
 
 
+def _text(value: str | bytes) -> str:
+    """Decodes the bytes that older versions of pynvml give."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+_CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
+    "driver_version": ("nvmlSystemGetDriverVersion", 0, _text),
+    "cuda_version": ("nvmlSystemGetCudaDriverVersion_v2", 0, int),
+    "gpu_count": ("nvmlDeviceGetCount", 0, int),
+    "uuid": ("nvmlDeviceGetUUID", 1, _text),
+    "name": ("nvmlDeviceGetName", 1, _text),
+    "memory_bytes": ("nvmlDeviceGetMemoryInfo", 1, lambda info: int(info.total)),
+    "max_slices": ("nvmlDeviceGetMaxMigDeviceCount", 1, int),
+    "link_is_active": ("nvmlDeviceGetNvLinkState", 1, bool),
+    "link_remote_type": ("nvmlDeviceGetNvLinkRemoteDeviceType", 1, int),
+    "link_remote_pci_id": ("nvmlDeviceGetNvLinkRemotePciInfo", 1, lambda info: _text(info.busId)),
+    "common_ancestor": ("nvmlDeviceGetTopologyCommonAncestor", 2, int),
+    "p2p_status": ("nvmlDeviceGetP2PStatus", 2, int),
+}
+"""Question → function, how many of its first arguments are GPUs, and the form of its answer."""
+
+
 class Nvml:
-    """Asks NVML itself; a question is a method below."""
+    """Asks NVML itself; a question is a row of `_CALLS`, or a method below."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml
@@ -65,42 +87,23 @@ class Nvml:
 
     def ask(self, question: str, *where: int) -> Any:
         try:
-            return getattr(self, f"_{question}")(*where)
+            if question not in _CALLS:
+                return getattr(self, f"_{question}")(*where)
+            function, gpus, form = _CALLS[question]
+            return form(getattr(self._pynvml, function)(*map(self._handle, where[:gpus]), *where[gpus:]))
         except self._pynvml.NVMLError as error:
             raise NoAnswerError(str(error)) from error
         except (AttributeError, ctypes.ArgumentError, OSError, ValueError) as error:
             # An older pynvml lacks a function, an older driver fills a structure otherwise.
             raise NoAnswerError(f"{type(error).__name__}: {error}") from error
 
-    # The machine.
-
-    def _driver_version(self) -> str:
-        return _text(self._pynvml.nvmlSystemGetDriverVersion())
-
-    def _cuda_version(self) -> int:
-        return int(self._pynvml.nvmlSystemGetCudaDriverVersion_v2())
-
-    def _gpu_count(self) -> int:
-        return int(self._pynvml.nvmlDeviceGetCount())
-
     def _max_links(self) -> int:
         return int(self._pynvml.NVML_NVLINK_MAX_LINKS)
-
-    # A GPU.
 
     def _handle(self, gpu: int) -> Any:
         if gpu not in self._handles:
             self._handles[gpu] = self._pynvml.nvmlDeviceGetHandleByIndex(gpu)
         return self._handles[gpu]
-
-    def _uuid(self, gpu: int) -> str:
-        return _text(self._pynvml.nvmlDeviceGetUUID(self._handle(gpu)))
-
-    def _name(self, gpu: int) -> str:
-        return _text(self._pynvml.nvmlDeviceGetName(self._handle(gpu)))
-
-    def _memory_bytes(self, gpu: int) -> int:
-        return int(self._pynvml.nvmlDeviceGetMemoryInfo(self._handle(gpu)).total)
 
     def _numa_nodes(self, gpu: int) -> list[int]:
         """Returns nodes of the CPU memory next to the GPU. (nvmlDeviceGetNumaNodeId is about the GPU's own memory.)"""
@@ -133,9 +136,6 @@ class Nvml:
         current, _ = self._pynvml.nvmlDeviceGetMigMode(self._handle(gpu))
         return bool(current == self._pynvml.NVML_DEVICE_MIG_ENABLE)
 
-    def _max_slices(self, gpu: int) -> int:
-        return int(self._pynvml.nvmlDeviceGetMaxMigDeviceCount(self._handle(gpu)))
-
     def _slice(self, gpu: int, number: int) -> dict[str, Any]:
         pynvml = self._pynvml
         handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(self._handle(gpu), number)
@@ -145,25 +145,6 @@ class Nvml:
             "gpu_instance": int(pynvml.nvmlDeviceGetGpuInstanceId(handle)),
             "compute_instance": int(pynvml.nvmlDeviceGetComputeInstanceId(handle)),
         }
-
-    # A link of a GPU.
-
-    def _link_is_active(self, gpu: int, link: int) -> bool:
-        return bool(self._pynvml.nvmlDeviceGetNvLinkState(self._handle(gpu), link))
-
-    def _link_remote_type(self, gpu: int, link: int) -> int:
-        return int(self._pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(self._handle(gpu), link))
-
-    def _link_remote_pci_id(self, gpu: int, link: int) -> str:
-        return _text(self._pynvml.nvmlDeviceGetNvLinkRemotePciInfo(self._handle(gpu), link).busId)
-
-    # Two GPUs.
-
-    def _common_ancestor(self, gpu: int, other: int) -> int:
-        return int(self._pynvml.nvmlDeviceGetTopologyCommonAncestor(self._handle(gpu), self._handle(other)))
-
-    def _p2p_status(self, gpu: int, other: int, capability: int) -> int:
-        return int(self._pynvml.nvmlDeviceGetP2PStatus(self._handle(gpu), self._handle(other), capability))
 
 
 class Recorder:
@@ -213,11 +194,6 @@ class Recording:
         if isinstance(answer, dict) and _NO_ANSWER in answer:
             raise NoAnswerError(answer[_NO_ANSWER])
         return answer
-
-
-def _text(value: str | bytes) -> str:
-    """Decodes the bytes that older versions of pynvml give."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _bits(words: Any) -> list[int]:
