@@ -16,31 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel_state.store.protocol import (
-    ADD,
-    APPEND,
-    CHECK,
-    COMPARE_SET,
-    COUNT,
-    DELETE,
-    DONE,
-    GET,
-    GREETING_BYTES,
-    HEADER,
-    MAGIC,
-    MULTI_SET,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    REFUSED,
-    SET,
-    WAIT,
-    Direction,
-    Message,
-    keys_of,
-    length_in,
-    packed,
-    proof,
-)
+from parallel_state.store import protocol
 
 _PAUSE_S = 0.02
 _CONNECT_S = 2.0
@@ -90,37 +66,37 @@ class ControlStore(dist.Store):
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(SET, [key, value])
+        self._ask(protocol.SET, [key, value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._ask(MULTI_SET, [part for pair in zip(keys, values, strict=True) for part in pair])
+        self._ask(protocol.MULTI_SET, [part for pair in zip(keys, values, strict=True) for part in pair])
 
     def get(self, key: str) -> bytes:
-        return self._ask(GET, [key], waits=True)[0]
+        return self._ask(protocol.GET, [key], waits=True)[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._ask(GET, keys, waits=True))
+        return list(self._ask(protocol.GET, keys, waits=True))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(WAIT, keys, waits=True, timeout=timeout)
+        self._ask(protocol.WAIT, keys, waits=True, timeout=timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(CHECK, keys) == [b"1"]
+        return self._ask(protocol.CHECK, keys) == [b"1"]
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(ADD, [key, str(amount)])[0])
+        return int(self._ask(protocol.ADD, [key, str(amount)])[0])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(COMPARE_SET, [key, expected_value, desired_value])[0]
+        return self._ask(protocol.COMPARE_SET, [key, expected_value, desired_value])[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(APPEND, [key, value])
+        self._ask(protocol.APPEND, [key, value])
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(DELETE, [key]) == [b"1"]
+        return self._ask(protocol.DELETE, [key]) == [b"1"]
 
     def num_keys(self) -> int:
-        return int(self._ask(COUNT, [])[0])
+        return int(self._ask(protocol.COUNT, [])[0])
 
     def has_extended_api(self) -> bool:
         return True
@@ -133,7 +109,8 @@ class ControlStore(dist.Store):
         self, code: int, parts: Sequence[str | bytes], waits: bool = False, timeout: timedelta | None = None
     ) -> Sequence[bytes]:
         """Returns the answer; DistStoreError if what is waited for doesn't come, DistNetworkError without a server."""
-        request = packed(Message(code, [part.encode() if isinstance(part, str) else bytes(part) for part in parts]))
+        encoded = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]
+        request = protocol.packed(protocol.Message(code, encoded))
         own: timedelta = self.timeout  # type: ignore[attr-defined]  # kept by torch: it is set through prefixes, too
         limit_s = (own if timeout is None else timeout).total_seconds()
         deadline = time.monotonic() + limit_s
@@ -155,7 +132,7 @@ class ControlStore(dist.Store):
             connection.close()
             raise
         self._give_back(connection)
-        if reply.code != DONE:
+        if reply.code != protocol.DONE:
             raise dist.DistStoreError(b"".join(reply.parts).decode(errors="replace"))
         return reply.parts
 
@@ -200,24 +177,24 @@ class _Connection:
             raise
 
     def _shake_hands(self, secret: bytes, deadline: float) -> None:
-        greeting = self._receive(GREETING_BYTES, deadline)
-        if not greeting.startswith(MAGIC):
+        greeting = self._receive(protocol.GREETING_BYTES, deadline)
+        if not greeting.startswith(protocol.MAGIC):
             raise PermissionError("what listens there is no store of this library")
-        own = os.urandom(NONCE_BYTES)
-        nonces = bytes(greeting[len(MAGIC) :]) + own
-        self._send(own + proof(secret, b"client", nonces), deadline)
-        theirs = self._receive(PROOF_BYTES, deadline)
-        if theirs == REFUSED:
+        own = os.urandom(protocol.NONCE_BYTES)
+        nonces = bytes(greeting[len(protocol.MAGIC) :]) + own
+        self._send(own + protocol.proof(secret, b"client", nonces), deadline)
+        theirs = self._receive(protocol.PROOF_BYTES, deadline)
+        if theirs == protocol.REFUSED:
             raise PermissionError("it refused the proof; each node needs the same secret_file")
-        if not hmac.compare_digest(theirs, proof(secret, b"server", nonces)):
+        if not hmac.compare_digest(theirs, protocol.proof(secret, b"server", nonces)):
             raise PermissionError("it can't prove that it knows it; another process may have taken the port")
-        keys = keys_of(secret, nonces)
-        self._outgoing, self._incoming = Direction(keys.to_server), Direction(keys.to_client)
+        keys = protocol.keys_of(secret, nonces)
+        self._outgoing, self._incoming = protocol.Direction(keys.to_server), protocol.Direction(keys.to_client)
 
-    def ask(self, request: bytes, deadline: float) -> Message:
+    def ask(self, request: bytes, deadline: float) -> protocol.Message:
         try:
             self._send(self._outgoing.seal(request), deadline)
-            length, mac = length_in(self._receive(HEADER.size, deadline))
+            length, mac = protocol.length_in(self._receive(protocol.HEADER.size, deadline))
             return self._incoming.open(mac, self._receive(length, deadline))
         except EOFError as error:
             raise ConnectionResetError(str(error)) from error

@@ -23,32 +23,7 @@ from collections.abc import Callable, Sequence
 
 from device_communicators.errors import MessageDecodeError
 from device_communicators.liveness.health import WakeEvent
-from parallel_state.store.protocol import (
-    ADD,
-    ANSWER_BYTES,
-    APPEND,
-    CHECK,
-    COMPARE_SET,
-    COUNT,
-    DELETE,
-    DONE,
-    FAILED,
-    GET,
-    HEADER,
-    MAGIC,
-    MAX_CONTENT_BYTES,
-    MULTI_SET,
-    NONCE_BYTES,
-    REFUSED,
-    SET,
-    WAIT,
-    Direction,
-    Message,
-    keys_of,
-    length_in,
-    packed,
-    proof,
-)
+from parallel_state.store import protocol
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +35,7 @@ _CLOSE_S = 5.0
 _READ_BYTES = 256 << 10
 _OVERHEAD_BYTES = 1024  # of a reply, at most
 
-Reply = Callable[[Message], None]
+Reply = Callable[[protocol.Message], None]
 
 
 class ControlServer:
@@ -215,7 +190,7 @@ class _Connection:
         self._server = server
         self._writes = False
 
-    def read(self) -> Message | None:
+    def read(self) -> protocol.Message | None:
         """Reads what is there, up to a request. EOFError at the end."""
         while True:
             try:
@@ -241,7 +216,7 @@ class _Connection:
             self._writes = bool(output)
             self._server.expect(self, selectors.EVENT_READ | (selectors.EVENT_WRITE if output else 0))
 
-    def reply(self, message: Message) -> None:
+    def reply(self, message: protocol.Message) -> None:
         """Answers its request, which may be another connection's doing: so nothing may be raised here."""
         if not self.open:
             return
@@ -261,15 +236,15 @@ class Session:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._nonce = os.urandom(NONCE_BYTES)
-        self._incoming: Direction | None = None
-        self._outgoing: Direction | None = None
+        self._nonce = os.urandom(protocol.NONCE_BYTES)
+        self._incoming: protocol.Direction | None = None
+        self._outgoing: protocol.Direction | None = None
         self._input = bytearray()
-        self._wanted = ANSWER_BYTES
+        self._wanted = protocol.ANSWER_BYTES
         self._mac: bytes | None = None
         self.asked = False
         """True while a request waits for its reply; a client sends none meanwhile."""
-        self.output = bytearray(MAGIC + self._nonce)
+        self.output = bytearray(protocol.MAGIC + self._nonce)
 
     @property
     def authenticated(self) -> bool:
@@ -281,7 +256,7 @@ class Session:
         """Returns how many bytes to read: never more than what is due, so that nobody fills the memory."""
         return min(self._wanted - len(self._input), _READ_BYTES)
 
-    def feed(self, data: bytes) -> Message | None:
+    def feed(self, data: bytes) -> protocol.Message | None:
         """Takes what came, `may_read` bytes at most; a request where one is complete. MessageDecodeError: close it."""
         if self.asked:
             raise MessageDecodeError("a client must wait for the reply, but sent more")
@@ -292,7 +267,7 @@ class Session:
         if self._incoming is None:
             self._authenticate(received)
         elif self._mac is None:
-            self._wanted, self._mac = length_in(received)
+            self._wanted, self._mac = protocol.length_in(received)
             return None
         else:
             request = self._incoming.open(self._mac, received)
@@ -303,23 +278,23 @@ class Session:
         return None
 
     def _await_header(self) -> None:
-        self._wanted, self._mac = HEADER.size, None
+        self._wanted, self._mac = protocol.HEADER.size, None
 
-    def reply(self, message: Message) -> None:
+    def reply(self, message: protocol.Message) -> None:
         """Answers the request that `feed` gave."""
         if self._outgoing is None or not self.asked:
             raise MessageDecodeError("a reply must follow a request")
         self.asked = False
-        self.output += self._outgoing.seal(packed(message))
+        self.output += self._outgoing.seal(protocol.packed(message))
 
     def _authenticate(self, answer: bytearray) -> None:
-        nonces = self._nonce + answer[:NONCE_BYTES]
-        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"client", nonces)):
-            self.output += REFUSED
+        nonces = self._nonce + answer[: protocol.NONCE_BYTES]
+        if not hmac.compare_digest(answer[protocol.NONCE_BYTES :], protocol.proof(self._secret, b"client", nonces)):
+            self.output += protocol.REFUSED
             raise MessageDecodeError("a client must prove that it knows the job's secret, but its MAC is wrong")
-        keys = keys_of(self._secret, nonces)
-        self._incoming, self._outgoing = Direction(keys.to_server), Direction(keys.to_client)
-        self.output += proof(self._secret, b"server", nonces)
+        keys = protocol.keys_of(self._secret, nonces)
+        self._incoming, self._outgoing = protocol.Direction(keys.to_server), protocol.Direction(keys.to_client)
+        self.output += protocol.proof(self._secret, b"server", nonces)
 
 
 class Table:
@@ -330,31 +305,31 @@ class Table:
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
-        self._asking: dict[Reply, tuple[Message, set[bytes]]] = {}
+        self._asking: dict[Reply, tuple[protocol.Message, set[bytes]]] = {}
         self._waiting: dict[bytes, dict[Reply, None]] = {}
         self._acts = {
-            SET: self._set,
-            ADD: self._add,
-            CHECK: self._check,
-            COMPARE_SET: self._compare_set,
-            DELETE: self._delete,
-            COUNT: self._count,
-            APPEND: self._append,
-            MULTI_SET: self._set,
+            protocol.SET: self._set,
+            protocol.ADD: self._add,
+            protocol.CHECK: self._check,
+            protocol.COMPARE_SET: self._compare_set,
+            protocol.DELETE: self._delete,
+            protocol.COUNT: self._count,
+            protocol.APPEND: self._append,
+            protocol.MULTI_SET: self._set,
         }
 
-    def ask(self, request: Message, reply: Reply) -> None:
+    def ask(self, request: protocol.Message, reply: Reply) -> None:
         """Calls `reply`, once, now or later; each asker has one of its own, and one request at a time."""
-        if request.code in (GET, WAIT):
+        if request.code in (protocol.GET, protocol.WAIT):
             self._await(request, reply)
             return
         act = self._acts.get(request.code)
         try:
             if act is None:
                 raise ValueError(f"there is no request of code {request.code}")
-            answer = Message(DONE, act(request.parts))
+            answer = protocol.Message(protocol.DONE, act(request.parts))
         except ValueError as error:
-            answer = Message(FAILED, [str(error).encode()])
+            answer = protocol.Message(protocol.FAILED, [str(error).encode()])
         reply(answer)
 
     def forget(self, reply: Reply) -> None:
@@ -363,19 +338,20 @@ class Table:
         for key in missing:
             self._stop_waiting(key, reply)
 
-    def _await(self, request: Message, reply: Reply) -> None:
+    def _await(self, request: protocol.Message, reply: Reply) -> None:
         missing = {key for key in request.parts if key not in self._values}
         if missing:
             self._asking[reply] = request, missing
             for key in missing:
                 self._waiting.setdefault(key, {})[reply] = None
             return
-        found = [self._values[key] for key in request.parts] if request.code == GET else []
+        found = [self._values[key] for key in request.parts] if request.code == protocol.GET else []
         size = sum(map(len, found)) + 8 * len(found) + _OVERHEAD_BYTES
-        if size > MAX_CONTENT_BYTES:
-            reply(Message(FAILED, [f"{len(found)} values have {size} bytes; ask for fewer at once".encode()]))
+        if size > protocol.MAX_CONTENT_BYTES:
+            problem = f"{len(found)} values have {size} bytes; ask for fewer at once"
+            reply(protocol.Message(protocol.FAILED, [problem.encode()]))
         else:
-            reply(Message(DONE, found))
+            reply(protocol.Message(protocol.DONE, found))
 
     def _stop_waiting(self, key: bytes, reply: Reply) -> None:
         waiting = self._waiting.get(key, {})
@@ -384,8 +360,8 @@ class Table:
             self._waiting.pop(key, None)
 
     def _store(self, key: bytes, value: bytes) -> None:
-        if len(key) + len(value) > MAX_CONTENT_BYTES - _OVERHEAD_BYTES:
-            raise ValueError(f"a value and its key must have less than {MAX_CONTENT_BYTES} bytes")
+        if len(key) + len(value) > protocol.MAX_CONTENT_BYTES - _OVERHEAD_BYTES:
+            raise ValueError(f"a value and its key must have less than {protocol.MAX_CONTENT_BYTES} bytes")
         self._values[key] = value
         for reply in self._waiting.pop(key, ()):
             request, missing = self._asking[reply]
