@@ -66,6 +66,7 @@ _CALLS: dict[str, tuple[str, int, Callable[[Any], Any]]] = {
     "cuda_version": ("nvmlSystemGetCudaDriverVersion_v2", 0, int),
     "gpu_count": ("nvmlDeviceGetCount", 0, int),
     "uuid": ("nvmlDeviceGetUUID", 1, _text),
+    "pci_id": ("nvmlDeviceGetPciInfo", 1, lambda info: _text(info.busId)),
     "name": ("nvmlDeviceGetName", 1, _text),
     "memory_bytes": ("nvmlDeviceGetMemoryInfo", 1, lambda info: int(info.total)),
     "max_slices": ("nvmlDeviceGetMaxMigDeviceCount", 1, int),
@@ -112,8 +113,7 @@ class Nvml:
 
     def _sysfs_numa_node(self, gpu: int) -> int:
         """Returns the node that the kernel knows, for drivers that don't."""
-        pci_id = _text(self._pynvml.nvmlDeviceGetPciInfo(self._handle(gpu)).busId)
-        domain, bus, device = pci_id.lower().split(":")
+        domain, bus, device = self.ask("pci_id", gpu).lower().split(":")
         return int(Path(f"/sys/bus/pci/devices/{domain[-4:]}:{bus}:{device}/numa_node").read_text())
 
     def _cores(self, gpu: int) -> list[int]:
