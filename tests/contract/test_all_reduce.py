@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from device_communicators import REDUCE_OPS
@@ -70,6 +71,7 @@ def _in_place_body(member: Member) -> None:
                 check_reduced(x, expected, reduce_op=op, alone=True)
 
 
+@pytest.mark.slow
 def test_all_reduce_in_place(carrier: Carrier) -> None:
     carrier.run(_in_place_body)
 

@@ -798,6 +798,7 @@ def compiled_exchange() -> None:
         assert same(got, expected)
 
 
+@pytest.mark.slow
 def test_compiled_with_a_spec(pools: Pools) -> None:
     pools(2).run(compiled_exchange, tp=1, timeout_s=90)
 
@@ -856,6 +857,7 @@ def compiled_by_inductor() -> None:
         }
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_with_a_spec(pools: Pools) -> None:
     pools(2).run(compiled_by_inductor, tp=1, timeout_s=90)
 
@@ -882,5 +884,6 @@ def compiled_slices() -> None:
     assert list(carried.values()) == [Traffic(1, FRAME_BYTES + 24 * 4 // 2 + 3 * 8 + 4 * 8)]
 
 
+@pytest.mark.slow
 def test_compiled_slices_with_a_spec(pools: Pools) -> None:
     pools(4).run(compiled_slices, tp=2, pp=2, timeout_s=90)
