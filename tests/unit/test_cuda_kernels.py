@@ -31,6 +31,8 @@ from device_communicators.peer.kernels import (
 from tests.cuda_on_cpu import CUDA_SOURCES, DEADLINE_S, EMULATION, CpuKernels, KernelTrappedError
 from tests.cuda_ranks import CpuRanks, bits, sum_in_rank_order
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HOWS = ("push", "pull", "two_shot")
 BLOCKS, THREADS = 2, 3

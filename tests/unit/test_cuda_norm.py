@@ -24,6 +24,8 @@ from device_communicators.peer.kernels import (
 from tests import fp8
 from tests.cuda_on_cpu import CpuKernels, KernelTrappedError
 
+pytestmark = pytest.mark.slow
+
 EPS = 1e-5
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 PLAIN, STATIC, TOKEN = (

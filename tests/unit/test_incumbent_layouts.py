@@ -38,6 +38,8 @@ from parallel_state.layout.resolution import resolve_layout
 from tests.extent import LONG
 from tests.references import TORCHTITAN
 
+pytestmark = pytest.mark.slow
+
 CASES = int(os.environ.get("LAYOUT_CASES", "10000" if LONG else "1000"))
 SEED = int(os.environ.get("LAYOUT_SEED", "0"))
 MIN_SHARE = 0.2  # of the accepted and of the refused cases: a sample of one kind would compare nothing

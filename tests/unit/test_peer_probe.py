@@ -15,6 +15,8 @@ from device_communicators.machine.nvml import NoAnswerError, open_nvml
 from device_communicators.machine.peer_probe import Pair, Probe, forget_probes, probe_peers
 from tests.machines import stand_in
 
+pytestmark = pytest.mark.slow
+
 A, B, C = (f"GPU-{digit * 8}-0000-1111-2222-333333333333" for digit in "abc")
 PAIRS = [(A, B), (B, A)]
 

@@ -9,6 +9,8 @@ import pytest
 import device_communicators
 from tests.unit.queue_model import CODE, Model, Variant, Violation
 
+pytestmark = pytest.mark.slow
+
 CSRC = Path(device_communicators.__file__).parent / "cpu" / "csrc"
 
 

@@ -249,6 +249,7 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stand_in("stand_in_nvml.cpp", tmp_path_factory.mktemp("nvml"), "libnvidia-ml.so.1").parent
 
 
+@pytest.mark.slow
 def test_through_pynvml(nvml_folder: Path) -> None:
     """Its structures and functions, on a library that answers as NVML's headers say."""
     done = run_command(nvml_folder, "--json", CUDA_VISIBLE_DEVICES="1,0")
@@ -271,6 +272,7 @@ def test_through_pynvml(nvml_folder: Path) -> None:
     assert one["unknown"] == {"mig": "Not Supported"}
 
 
+@pytest.mark.slow
 def test_without_a_driver_the_command_says_none(nvml_folder: Path) -> None:
     done = run_command(nvml_folder, STAND_IN="no-driver")
     assert (done.returncode, done.stderr) == (0, "")
