@@ -73,7 +73,6 @@ _COLLECTIVE_INTERRUPTED = 5
 """`kInterrupted` in csrc/group.h."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _NOBODYS_TAG = (1 << 31) - 1
-_BACKENDS: weakref.WeakSet[Any] = weakref.WeakSet()
 _GROUPS: weakref.WeakSet[_Group] = weakref.WeakSet()
 
 
@@ -105,7 +104,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         raise
     group = _Group(options.store, members, memory, timeout, world, begins)
     collectives = group.collectives
-    made = module.make(
+    backend = module.make(
         rank=rank,
         size=size,
         library="" if collectives is None else str(collectives.library.path),
@@ -115,9 +114,8 @@ def create(options: Any, backend_options: Any = None) -> Any:
         timeout=timeout,
         python=group,
     )
-    _BACKENDS.add(made)
     _GROUPS.add(group)
-    return made
+    return backend
 
 
 @atexit.register
@@ -128,8 +126,8 @@ def _shut_down() -> None:
     """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None
-    for backend in list(_BACKENDS):
-        backend.shutdown()
+    for group in list(_GROUPS):
+        group.shut_down()
     for group in list(_GROUPS):
         group.leave()
 
@@ -200,6 +198,8 @@ class _Group:
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
         """Has the compiled backend refuse all later calls with `failed`; set by it."""
+        self.shut_down: Callable[[], None] = lambda: None
+        """Ends the compiled backend, if there still is one; set by it."""
         world.watcher.on_death.append(self._hear)
 
     @property

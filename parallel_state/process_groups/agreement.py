@@ -27,7 +27,7 @@ from device_communicators.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.health import NEWS_S, Watcher
 
 T = TypeVar("T")
 Request = Mapping[str, str]
@@ -106,11 +106,11 @@ class Agreement:
         scope = f"{self._prefix}/{digest((what, tuple(ranks)))}"
         number = self._asked[scope] = self._asked[scope] + 1
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
-        started = time.monotonic()
+        started, watched = time.monotonic(), {*ranks, *domain}
         try:
-            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, {*ranks, *domain})
+            verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, watched)
         except dist.DistError as error:
-            raise self._no_store(what, _words(mine), started, timeout_s, error) from error
+            raise self._no_store(what, _words(mine), watched, started, timeout_s, error) from error
         facts = {"suspects": verdict.get("ranks", ()), "started": started, "timeout_s": timeout_s}
         if verdict["kind"] == "same" and wrong is None:
             return
@@ -170,7 +170,7 @@ class Agreement:
         except dist.DistStoreError as error:
             raise self._nobody(what, key, name, ranks, watched, started, timeout_s) from error
         except dist.DistError as error:
-            raise self._no_store(what, "", started, timeout_s, error) from error
+            raise self._no_store(what, "", watched, started, timeout_s, error) from error
         except BaseException as error:  # an interrupt: the others needn't wait
             self.fail(f"{key}/{name or self._name_at(key)}", f"{type(error).__name__}: {error}")
             raise
@@ -316,14 +316,18 @@ class Agreement:
         )
 
     def _no_store(
-        self, what: str, words: str, started: float, timeout_s: float, error: Exception
+        self, what: str, words: str, watched: Collection[int], started: float, timeout_s: float, error: Exception
     ) -> CommunicationError:
         asked = f" ({words})" if words else ""
+        deaths = self._watcher.await_death_of(watched, NEWS_S)  # a connection breaks a moment before its server's end
+        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
         return self._error(
             f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree doesn't answer: "
-            f"{str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the launcher",
-            started=started,
-            timeout_s=timeout_s,
+            f"{who or str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the launcher",
+            PeerDiedError if any(death.certain for death in deaths) else CommunicationError,
+            [death.rank for death in deaths],
+            started,
+            timeout_s,
         )
 
     def _verdict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -323,7 +324,12 @@ def fork_a_child() -> None:
                 try:
                     dist.all_reduce(torch.ones(1))
                 except ps.UsageError as error:
-                    os._exit(0 if "forked" in str(error) else 2)
+                    if "forked" not in str(error):
+                        os._exit(2)
+                    dist.destroy_process_group()  # which the others don't notice
+                    dist.init_process_group("parallel_state", store=dist.HashStore(), rank=0, world_size=1)
+                    dist.all_reduce(torch.ones(1))
+                    os._exit(0)
                 os._exit(1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         dist.barrier()
@@ -331,6 +337,107 @@ def fork_a_child() -> None:
 
 def test_a_forked_child_is_no_rank(pools: Pools) -> None:
     pools(2).run(fork_a_child, timeout_s=DEADLINE_S)
+
+
+def misuse() -> None:
+    """What one rank sees by itself is refused before anything is sent: the group goes on."""
+    with torch_world() as (rank, size):
+        group = dist.group.WORLD
+        x, out = torch.ones(1000), torch.empty(1)
+        with pytest.raises(ValueError, match="1000 elements"):
+            group.allgather_into_tensor_coalesced([out], [x])
+        with pytest.raises(ValueError, match="input of"):
+            group.reduce_scatter_tensor_coalesced([out], [x])
+        with pytest.raises(ValueError, match="dtype"):
+            group.reduce_scatter([torch.ones(1)], [[torch.ones(1, dtype=torch.float64)] * size])
+        with pytest.raises(ValueError, match="PREMUL_SUM"):
+            dist.reduce(x, 0, op=dist._make_nccl_premul_sum(2.0))
+        with pytest.raises(ValueError, match="expanded"):
+            dist.irecv(torch.zeros(1).expand(4), 1 - rank)
+        dist.all_reduce(x)
+        assert x.eq(size).all()
+
+
+def test_what_is_wrong_on_one_rank_is_refused_there(pools: Pools) -> None:
+    pools(2).run(misuse, timeout_s=DEADLINE_S)
+
+
+def receive_in_a_callback() -> None:
+    with torch_world() as (rank, _):
+        if rank == 1:
+            for value in (1.0, 2.0):
+                dist.send(torch.tensor([value]), 0)
+        else:
+            first, second = torch.empty(1), torch.empty(1)
+            future = dist.irecv(first, 1).get_future()
+            future.then(lambda done: dist.recv(second, 1)).wait()
+            assert (first.item(), second.item()) == (1.0, 2.0)
+        dist.barrier()
+
+
+def test_a_callback_may_receive_from_the_same_rank(pools: Pools) -> None:
+    pools(2).run(receive_in_a_callback, timeout_s=DEADLINE_S)
+
+
+def call_in_a_handler() -> str:
+    """Rank 0 is in a call, for which rank 1 comes too late, when its handler of a signal calls the group."""
+    with torch_world() as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["handled"])
+            return ""
+
+        def handle(number: int, frame: object) -> None:
+            try:
+                dist.barrier()
+            finally:
+                store.set("handled", "")
+
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            dist.all_reduce(torch.ones(4))
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    raise AssertionError("unreachable")
+
+
+def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Pools) -> None:
+    assert "in a call of the group already" in pools(2).run(call_in_a_handler, timeout_s=DEADLINE_S)[0]
+
+
+def transfer_under_detail() -> None:
+    """Transfers between some ranks leave the numbers that torch compares before collectives as they are."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with torch_world() as (rank, size):
+            x = torch.ones(1)
+            if rank == 0:
+                dist.send(x, 1)
+            elif rank == 1:
+                dist.recv(x, 0)
+            dist.all_reduce(x)
+            assert x == size
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_transfers_count_for_nothing_in_torch_s_checks(pools: Pools) -> None:
+    pools(3).run(transfer_under_detail, timeout_s=DEADLINE_S)
+
+
+def reduce_to_different_ranks() -> str:
+    with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.reduce(torch.ones(2), rank)
+        return type(caught.value).__name__
+    raise AssertionError("unreachable")
+
+
+def test_reductions_to_different_ranks_are_a_mismatch(pools: Pools) -> None:
+    assert pools(2).run(reduce_to_different_ranks, timeout_s=DEADLINE_S) == ["CollectiveMismatchError"] * 2
 
 
 def differ() -> tuple[str, ...]:

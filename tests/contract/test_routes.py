@@ -409,7 +409,7 @@ def _warnings(reason: str | None, variables: dict[str, str]) -> tuple[list[str],
     def unavailable() -> NativeLibrary:
         raise native.NativeUnavailableError(str(reason))
 
-    catalog._TOLD.clear()
+    catalog._WARNED.clear()
     logger.addHandler(handler)
     native.load = unavailable if reason else load
     try:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
@@ -49,6 +50,12 @@ from tests.failure.worlds import (
 HERE = tuple(name for name in OPERATIONS if name not in ("all_reduce_add_rms_norm", "send_tensor_dict"))
 DEFAULT = "0"
 """What torch calls the default group."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Before any deadline starts."""
+    creation.load()
 
 
 @pytest.fixture(scope="module")

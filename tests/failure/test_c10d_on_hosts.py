@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from device_communicators.c10d import creation
 from tests.contract.test_c10d import _collectives
 from tests.failure.over_torch import OVER_TORCH, torch_world
 from tests.failure.test_killed import killed_in
@@ -19,6 +20,12 @@ from tests.hosts import HostRanks, Hosts, problem
 
 reason = problem()
 pytestmark = pytest.mark.skipif(reason is not None, reason=f"no hosts can be made here: {reason}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Before any deadline starts."""
+    creation.load()
 
 
 def _compare_with_gloo() -> int:

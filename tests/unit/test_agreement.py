@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -154,6 +155,32 @@ def test_a_death_ends_the_wait_of_those_that_ask() -> None:
     assert _kinds(outcomes) == {PeerDiedError}
     assert all(outcome.suspect_ranks == (3,) for outcome in outcomes)  # type: ignore[attr-defined]
     assert time.monotonic() - started < 1.0
+
+
+class GoneStore:
+    """A store whose server has ended: each call says that its connection broke."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return call
+
+
+@pytest.mark.parametrize("asks", ["agree", "meet"])
+def test_a_store_that_is_gone_names_the_rank_that_served_it(asks: str) -> None:
+    """Its connections break a moment before its process is known to have ended."""
+    watcher = Watcher()
+    agreement = Agreement(GoneStore(), "world", 1, watcher)
+    news = threading.Timer(0.05, watcher.report, (0, "has ended"))
+    news.start()
+    with pytest.raises(PeerDiedError, match="global rank 0 has ended") as caught:
+        if asks == "agree":
+            agreement.agree("a group", EVERYONE, {}, 5.0)
+        else:
+            agreement.meet("a group", EVERYONE, 5.0)
+    news.join()
+    assert caught.value.suspect_ranks == (0,)
 
 
 def test_a_problem_of_one_ends_the_meeting_of_all() -> None:

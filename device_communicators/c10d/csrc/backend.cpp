@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <torch/csrc/distributed/c10d/exception.h>
 
@@ -156,16 +157,18 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
       group_(group),
       spans_hosts_(spans_hosts),
       options_(c10::make_intrusive<Options>(timeout)),
-      callbacks_(std::move(callbacks)) {
-  is_forked_child();  // from now on it is noticed
+      callbacks_(std::move(callbacks)),
+      made_in_(fork_generation()) {
   lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently);
   if (shares_memory()) {
-    pairs_ = std::make_shared<Pairs>(*library_, group_, rank, size, places, callbacks_.pair_error);
+    pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
   }
   init();
 }
 
-Backend::~Backend() { shutdown(); }
+Backend::~Backend() {
+  callbacks_.without_interpreter([this] { shutdown(); });  // whose lock the threads may need to end
+}
 
 // What a caller may get wrong raises what torch's own backends raise for it.
 template <typename... Parts>
@@ -183,6 +186,20 @@ void Backend::check_dense(const Tensor& tensor, const char* method) const {
   check(tensor.layout() == at::kStrided, method, " takes dense tensors only, but got one of layout ", tensor.layout());
   check(tensor.is_cpu(), method, " of backend 'parallel_state' takes CPU tensors, but got one on ", tensor.device(),
         ": for GPUs initialise with \"cpu:parallel_state,cuda:nccl\"");
+}
+
+// What is gathered into `output` from ranks that each have `input`; the other way round for what is scattered.
+void Backend::check_parts(const Tensor& whole, const Tensor& part, const char* method, const char* which) const {
+  check_dense(part, method);
+  check_dense(whole, method);
+  check(whole.numel() == part.numel() * size_, method, " needs an ", which, " of ", size_, " × ", part.numel(),
+        " elements, but got ", whole.numel());
+  check(whole.scalar_type() == part.scalar_type(), method, " needs an ", which, " of dtype ", part.scalar_type(),
+        ", but got ", whole.scalar_type());
+}
+
+void Backend::check_reduction(const c10d::ReduceOp& op) const {
+  check(op != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
 }
 
 void Backend::check_root(std::int64_t root, const char* method) const {
@@ -257,7 +274,7 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
   const auto name = [callbacks = callbacks_, method, peer](const char* text, double elapsed_s) {
     return callbacks.gloo_error(text, method, peer, elapsed_s);
   };
-  sequence_.fetch_add(1, std::memory_order_relaxed);
+  if (peer < 0 && type != OpType::RECVANYSOURCE) sequence_.fetch_add(1, std::memory_order_relaxed);
   Started work;
   try {
     work = start(*gloo());
@@ -281,7 +298,8 @@ Backend::Started Backend::kept(Started work) {
 
 // Collectives.
 
-void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op) {
+// With a root it is what `reduce` makes of it, and told to the other ranks as such.
+void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int root) {
   if (size_ == 1) return;
   Native how;
   if (!native_of(x.scalar_type(), op, &how)) {
@@ -293,11 +311,11 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op) {
     return over_hosts("all_reduce", plain, plain, name_of(how.op));
   }
   const auto started = Clock::now();
-  const Told told = tell(Method::kAllReduceInPlace, x, number_of(op));
+  const Told told = tell(root < 0 ? Method::kAllReduceInPlace : kReduceMethod, x, number_of(op), root);
   void* const data = x.mutable_data_ptr();
   done(library_->all_reduce(group_, told.word, told.shape, data, data, x.numel(), static_cast<int>(how.dtype),
                             static_cast<int>(how.op)),
-       "all_reduce", started);
+       root < 0 ? "all_reduce" : "reduce", started);
 }
 
 // What the kernels don't reduce: every rank gets every rank's numbers, and reduces them in the ranks' order.
@@ -316,7 +334,6 @@ void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
     return;
   }
   check(op != RedOp::AVG, "AVG takes floating-point or complex numbers, but got ", dtype);
-  check(op != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
   const bool is_bitwise = op == RedOp::BAND || op == RedOp::BOR || op == RedOp::BXOR;
   check(!is_bitwise || at::isIntegralType(dtype, /*includeBool=*/true), "bitwise reductions take integers, but got ",
         dtype);
@@ -360,7 +377,7 @@ void Backend::all_reduce(const Tensor& x, const c10d::ReduceOp& op) {
 Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (!tensors.empty() && tensors[0].layout() != at::kStrided) return allreduce_sparse(tensors, options);
   const Tensor x = only(tensors, "all_reduce");
-  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  check_reduction(options.reduceOp);
   if (is_on_gloo()) {
     return by_gloo(OpType::ALLREDUCE, "all_reduce", -1,
                    [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
@@ -382,6 +399,7 @@ Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::Allredu
 Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   check(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   for (const Tensor& tensor : tensors) check_dense(tensor, "all_reduce_coalesced");
+  check_reduction(options.reduceOp);
   if (is_on_gloo()) {
     return by_gloo(OpType::ALLREDUCE_COALESCED, "all_reduce", -1,
                    [&](c10d::Backend& gloo) { return gloo.allreduce_coalesced(tensors, options); });
@@ -396,6 +414,7 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
   const Tensor x = only(tensors, "reduce");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "reduce");
+  check_reduction(options.reduceOp);
   if (is_on_gloo()) {
     return by_gloo(OpType::REDUCE, "reduce", -1, [&](c10d::Backend& gloo) { return gloo.reduce(tensors, options); });
   }
@@ -403,7 +422,7 @@ Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& op
                 [this, x, root, op = options.reduceOp] {
                   if (size_ == 1) return;
                   const Tensor total = x.clone(at::MemoryFormat::Contiguous);
-                  all_reduce_flat(total, op);  // the other ranks' tensors stay as they are
+                  all_reduce_flat(total, op, root);  // the other ranks' tensors stay as they are
                   if (rank_ == root) x.copy_(total);
                 });
 }
@@ -544,7 +563,15 @@ Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
     check(list.size() == inputs.size(), "all_gather_coalesced needs ", inputs.size(), " outputs a rank, but got ",
           list.size());
   }
-  for (const Tensor& input : inputs) check_dense(input, "all_gather_coalesced");
+  for (std::size_t index = 0; index < inputs.size(); ++index) {
+    check_dense(inputs[index], "all_gather_coalesced");
+    for (const Tensors& list : outputs) {
+      check_dense(list[index], "all_gather_coalesced");
+      check(list[index].numel() == inputs[index].numel() && list[index].scalar_type() == inputs[index].scalar_type(),
+            "all_gather_coalesced needs outputs of the input's ", inputs[index].numel(), " × ",
+            inputs[index].scalar_type(), ", but got ", list[index].numel(), " × ", list[index].scalar_type());
+    }
+  }
   if (is_on_gloo()) {
     return by_gloo(OpType::ALLGATHER_COALESCED, "all_gather", -1,
                    [&](c10d::Backend& gloo) { return gloo.allgather_coalesced(outputs, inputs, options); });
@@ -562,12 +589,7 @@ Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
 }
 
 Backend::Started Backend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
-  check_dense(input, "all_gather_into_tensor");
-  check_dense(output, "all_gather_into_tensor");
-  check(output.numel() == input.numel() * size_, "all_gather_into_tensor needs an output of ", size_, " × ",
-        input.numel(), " elements, but got ", output.numel());
-  check(output.scalar_type() == input.scalar_type(), "all_gather_into_tensor needs an output of dtype ",
-        input.scalar_type(), ", but got ", output.scalar_type());
+  check_parts(output, input, "all_gather_into_tensor", "output");
   if (is_on_gloo()) {
     return by_gloo(OpType::_ALLGATHER_BASE, "all_gather", -1,
                    [&](c10d::Backend& gloo) { return gloo._allgather_base(output, input, options); });
@@ -580,6 +602,9 @@ Backend::Started Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::AllgatherOptions& options) {
   check(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
+  for (std::size_t index = 0; index < inputs.size(); ++index) {
+    check_parts(outputs[index], inputs[index], "all_gather_into_tensor_coalesced", "output");
+  }
   if (is_on_gloo()) {
     return by_gloo(OpType::COALESCED, "all_gather", -1,
                    [&](c10d::Backend& gloo) { return gloo.allgather_into_tensor_coalesced(outputs, inputs, options); });
@@ -715,10 +740,12 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   const Tensors in = inputs[0];
   check(static_cast<int>(in.size()) == size_, "reduce_scatter needs an input for each of the ", size_,
         " ranks, but got ", in.size());
-  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
+  check_reduction(options.reduceOp);
   bool is_even = true;
   for (const Tensor& input : in) {
     check_dense(input, "reduce_scatter");
+    check(input.scalar_type() == out.scalar_type(), "reduce_scatter needs inputs of dtype ", out.scalar_type(),
+          ", but got ", input.scalar_type());
     is_even = is_even && input.numel() == out.numel();
   }
   check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
@@ -742,13 +769,8 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
 
 Backend::Started Backend::_reduce_scatter_base(Tensor& output, Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
-  check_dense(input, "reduce_scatter_tensor");
-  check_dense(output, "reduce_scatter_tensor");
-  check(options.reduceOp != RedOp::PREMUL_SUM, "PREMUL_SUM is NCCL's: multiply first, then reduce with SUM");
-  check(input.numel() == output.numel() * size_, "reduce_scatter_tensor needs an input of ", size_, " × ",
-        output.numel(), " elements, but got ", input.numel());
-  check(output.scalar_type() == input.scalar_type(), "reduce_scatter_tensor needs an output of dtype ",
-        input.scalar_type(), ", but got ", output.scalar_type());
+  check_parts(input, output, "reduce_scatter_tensor", "input");
+  check_reduction(options.reduceOp);
   if (is_on_gloo()) {
     return by_gloo(OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", -1,
                    [&](c10d::Backend& gloo) { return gloo._reduce_scatter_base(output, input, options); });
@@ -762,6 +784,10 @@ Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
                                                           const c10d::ReduceScatterOptions& options) {
   check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
+  check_reduction(options.reduceOp);
+  for (std::size_t index = 0; index < inputs.size(); ++index) {
+    check_parts(inputs[index], outputs[index], "reduce_scatter_tensor_coalesced", "input");
+  }
   if (is_on_gloo()) {
     return by_gloo(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", -1,
                    [&](c10d::Backend& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
@@ -902,8 +928,10 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
     check(peer >= 0 && peer < size_ && peer != rank_, kind.method, ": the other rank must be one of the group's ",
           size_, " and not this one, ", rank_, ", but is ", peer);
   }
+  check(sends || at::has_internal_overlap(x) != at::MemOverlap::Yes, kind.method,
+        " needs a tensor whose elements are apart, but got an expanded one");
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
-                                                   sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
+                                                   sequence_.load(std::memory_order_relaxed));  // of collectives
   work->owner = pairs_;
   work->is_send = sends;
   work->peer = peer;
@@ -969,7 +997,11 @@ class Together final : public Operation {
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& work : works_) work->wait(timeout);
+    const auto deadline = Clock::now() + timeout;
+    for (const auto& work : works_) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+      work->wait(timeout > kNoTimeout ? std::max(left, std::chrono::milliseconds(1)) : timeout);
+    }
     return true;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -1028,29 +1060,36 @@ c10d::ErrorType Backend::getError() { return c10d::ErrorType::SUCCESS; }
 
 // Ends.
 
-void Backend::abort() {
-  if (closed_.exchange(true)) return;
-  const auto error = error_of("the group was aborted");
-  if (shares_memory()) library_->group_doom(group_);
-  lane_->close(error);
-  if (pairs_) pairs_->close(error);
-  callbacks_.leave();
-  if (gloo_) gloo_->abort();
-}
+void Backend::abort() { end(/*in_order=*/false); }
 
-void Backend::shutdown() {
+void Backend::shutdown() { end(/*in_order=*/true); }
+
+// A forked child has the memory, the locks and the connections of its parent's, and leaves all as it is.
+void Backend::end(bool in_order) {
   if (closed_.exchange(true)) return;
-  const auto error = error_of("the group was destroyed while the call was under way");
-  if (!is_forked_child()) {
-    const auto deadline = Clock::now() + kShutdownGrace;
-    const bool done = lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
-    if (!done && shares_memory()) library_->group_doom(group_);
+  if (is_forked_child()) {
+    new std::pair(lane_, pairs_);  // for ever: their threads are the parent's
+    return;
+  }
+  const auto deadline = Clock::now() + (in_order ? kShutdownGrace : std::chrono::seconds(0));
+  const bool done = in_order && lane_->drain(deadline) && (!pairs_ || pairs_->drain(deadline));
+  if (!done && shares_memory()) library_->group_doom(group_);
+  // First what the thread may be waiting in, and only then the thread.
+  const auto error =
+      error_of(in_order ? "the group was destroyed while the call was under way" : "the group was aborted");
+  c10::intrusive_ptr<c10d::Backend> gloo;
+  {
+    const std::lock_guard<std::mutex> lock(gloo_mutex_);
+    gloo = gloo_;
+  }
+  if (!done) {
+    if (spans_hosts_) callbacks_.leave();
+    if (gloo) gloo->abort();
   }
   lane_->close(error);
   if (pairs_) pairs_->close(error);
   callbacks_.leave();
-  const std::lock_guard<std::mutex> lock(gloo_mutex_);
-  if (gloo_) gloo_->shutdown();
+  if (gloo && done) gloo->shutdown();
 }
 
 }  // namespace parallel_state

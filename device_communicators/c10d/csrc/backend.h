@@ -23,6 +23,8 @@ struct Callbacks {
   std::function<std::exception_ptr(const char* method)> failed;
   std::function<void()> leave;  // tells the other ranks that this one goes on purpose
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
+  // Runs what is given without the interpreter's lock, if this thread has it.
+  std::function<void(const std::function<void()>&)> without_interpreter;
   // The error for what gloo said of a call; null where it isn't of the transport. `peer`: of a transfer, or -1.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   // Runs a collective of contiguous tensors over the group's hosts; returns what went wrong, or null.
@@ -110,6 +112,8 @@ class Backend final : public c10d::Backend {
   void over_hosts(const char* operation, const at::Tensor& output, const at::Tensor& input, const char* reduction = "",
                   int root = -1);
 
+  // Whether this process was forked from the one that made this: it has the memory, but is no rank.
+  bool is_forked_child() const { return made_in_ != fork_generation(); }
   bool shares_memory() const { return group_ != 0; }
   bool is_on_gloo() const { return size_ > 1 && !shares_memory() && !spans_hosts_; }
   const c10::intrusive_ptr<c10d::Backend>& gloo();
@@ -119,12 +123,15 @@ class Backend final : public c10d::Backend {
   const at::Tensor& only(const Tensors& tensors, const char* method) const;
   void check_dense(const at::Tensor& tensor, const char* method) const;
   void check_lists(std::size_t outputs, std::size_t inputs, const char* method) const;
+  void check_parts(const at::Tensor& whole, const at::Tensor& part, const char* method, const char* which) const;
+  void check_reduction(const c10d::ReduceOp& op) const;
   void check_root(std::int64_t root, const char* method) const;
+  void end(bool in_order);
   void done(int status, const char* method, Clock::time_point started);
 
   // The steps of the calls, in whichever thread runs them.
   void all_reduce(const at::Tensor& x, const c10d::ReduceOp& op);
-  void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op);
+  void all_reduce_flat(const at::Tensor& x, const c10d::ReduceOp& op, int root = -1);
   void reduce_by_gathering(const at::Tensor& x, const c10d::ReduceOp& op);
   void all_gather_into(const at::Tensor& output, const at::Tensor& input);
   void all_gather_list(const Tensors& outputs, const at::Tensor& input);
@@ -136,6 +143,7 @@ class Backend final : public c10d::Backend {
   const bool spans_hosts_;
   const c10::intrusive_ptr<Options> options_;
   const Callbacks callbacks_;
+  const int made_in_;
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Pairs> pairs_;
   std::mutex gloo_mutex_;

@@ -106,6 +106,11 @@ Callbacks callbacks_of(const py::object& python) {
     return python_error("a collective over hosts failed",
                         [&] { return owner->attr("over_hosts")(operation, output, input, reduction, root); });
   };
+  made.without_interpreter = [](const std::function<void()>& run) {
+    if (Py_IsInitialized() == 0 || is_finalizing() || PyGILState_Check() == 0) return run();
+    const py::gil_scoped_release released;
+    run();
+  };
   made.make_gloo = [owner] {
     const py::gil_scoped_acquire gil;
     return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();
@@ -138,8 +143,15 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& library,
                                  const py::object& places, bool spans_hosts, std::chrono::milliseconds timeout,
                                  const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  return c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), spans_hosts, timeout,
-                                      callbacks_of(python));
+  auto made = c10::make_intrusive<Backend>(rank, size, loaded, group, places_of(places), spans_hosts, timeout,
+                                           callbacks_of(python));
+  // Python's object of a backend goes with its last user there, the backend with its process group.
+  python.attr("shut_down") = py::cpp_function(
+      [weak = c10::weak_intrusive_ptr<Backend>(made)] {
+        if (const auto backend = weak.lock()) backend->shutdown();
+      },
+      py::call_guard<py::gil_scoped_release>());
+  return made;
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 namespace parallel_state {
 namespace {
@@ -21,14 +22,15 @@ const char* name_of(bool sends) { return sends ? "send" : "recv"; }
 
 }  // namespace
 
-Pairs::Pairs(const Library& library, std::uint64_t group, int rank, int size, QueuePlaces places, Raise raise)
-    : library_(library),
+Pairs::Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size, QueuePlaces places,
+             Raise raise)
+    : library_(std::move(library)),
       group_(group),
       rank_(rank),
       size_(size),
       places_(places),
       raise_(std::move(raise)),
-      liveness_(library.liveness_of(group)) {
+      liveness_(library_->liveness_of(group)) {
   TORCH_CHECK(liveness_ != nullptr, "the group is gone");
   for (int peer = 0; peer < size; ++peer) {
     outgoing_.push_back(std::make_unique<Outgoing>());
@@ -39,12 +41,12 @@ Pairs::Pairs(const Library& library, std::uint64_t group, int rank, int size, Qu
 Pairs::~Pairs() {
   close(nullptr);
   for (auto& out : outgoing_) {
-    if (out->end != nullptr) library_.queue_writer_delete(out->end);
+    if (out->end != nullptr) library_->queue_writer_delete(out->end);
   }
   for (auto& in : incoming_) {
-    if (in->end != nullptr) library_.queue_reader_delete(in->end);
+    if (in->end != nullptr) library_->queue_reader_delete(in->end);
   }
-  library_.liveness_delete(liveness_);
+  library_->liveness_delete(liveness_);
 }
 
 void* Pairs::open(int src, int dst, QueueReport* report) {
@@ -52,23 +54,24 @@ void* Pairs::open(int src, int dst, QueueReport* report) {
   const std::size_t index = (static_cast<std::size_t>(src) * size_ + dst) * places_.kinds;
   const std::size_t bytes = places_.chunk_bytes * places_.chunks, offset = index * bytes;
   constexpr std::size_t kControlBytes = 3 * sizeof(Counter);  // who has left, and both ends' counters
-  void* const data = places_.control == nullptr ? nullptr : library_.windows_at(places_.windows, offset, bytes);
-  const bool backed =
-      data != nullptr && (!writes || library_.back(data, bytes, places_.descriptor, places_.data_offset + offset) != 0);
+  void* const data = places_.control == nullptr ? nullptr : library_->windows_at(places_.windows, offset, bytes);
+  const bool backed = data != nullptr &&
+                      (!writes || library_->back(data, bytes, places_.descriptor, places_.data_offset + offset) != 0);
   TORCH_CHECK(backed, "there are no ", bytes >> 10, " KiB of shared memory for messages between ranks ", src, " and ",
               dst, ": make /dev/shm larger, or allow more address space (ulimit -v)");
   char* const control = places_.control + index * kControlBytes;
   const int ranks[] = {src, dst};
-  return writes ? library_.queue_writer_new(control, data, places_.chunk_bytes, places_.chunks, 1, ranks, liveness_,
-                                            places_.spin_ns, places_.yields, report)
-                : library_.queue_reader_new(control, data, places_.chunk_bytes, places_.chunks, 1, ranks, 1, liveness_,
-                                            places_.spin_ns, places_.yields, report);
+  return writes ? library_->queue_writer_new(control, data, places_.chunk_bytes, places_.chunks, 1, ranks, liveness_,
+                                             places_.spin_ns, places_.yields, report)
+                : library_->queue_reader_new(control, data, places_.chunk_bytes, places_.chunks, 1, ranks, 1, liveness_,
+                                             places_.spin_ns, places_.yields, report);
 }
 
 void Pairs::start(Held transfer) {
   const int peer = transfer->peer;
   const bool sends = transfer->is_send;
   transfer->pairs = this;
+  Ended ended;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_ != nullptr) std::rethrow_exception(failure_);
@@ -79,47 +82,97 @@ void Pairs::start(Held transfer) {
   }
   if (sends) {
     push(peer, 0);
-  } else if (!take_unexpected(transfer)) {
+  } else if (take_unexpected(transfer, &ended)) {
+    announce(ended);
+  } else {
     peer == kAnySource ? pull_all() : static_cast<void>(pull(peer, 0));
   }
   if (transfer->isCompleted()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  if (open_.size() == 1) wake_.notify_one();
+  if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+  if (sleeps_) wake_.notify_one();
 }
 
 bool Pairs::push(int peer, double timeout_s, Transfer* goal) {
   Outgoing& out = *outgoing_[peer];
-  const std::unique_lock<std::mutex> turn(out.turn, std::try_to_lock);
-  if (!turn) return false;
+  Ended ended;
+  {
+    const std::unique_lock<std::mutex> turn(out.turn, std::try_to_lock);
+    if (!turn) return false;
+    try {
+      push_in_turn(out, peer, timeout_s, goal, &ended);
+    } catch (...) {  // no memory, for one
+      ended.error = std::current_exception();
+    }
+  }
+  announce(ended);
+  return true;
+}
+
+bool Pairs::pull(int peer, double timeout_s, Transfer* goal) {
+  Incoming& in = *incoming_[peer];
+  Ended ended;
+  {
+    const std::unique_lock<std::mutex> turn(in.turn, std::try_to_lock);
+    if (!turn) return false;
+    try {
+      pull_in_turn(in, peer, timeout_s, goal, &ended);
+    } catch (...) {
+      ended.error = std::current_exception();
+    }
+  }
+  announce(ended);
+  return true;
+}
+
+void Pairs::announce(const Ended& ended) {
+  for (const Held& transfer : ended.done) transfer->announce();
+  if (ended.error != nullptr) {
+    fail_all(ended.error);
+  } else if (ended.operation != nullptr) {
+    fail(ended.operation, ended.failure, ended.first);
+  }
+}
+
+bool Pairs::has_failed() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_ != nullptr;
+}
+
+void Pairs::push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Ended* ended) {
   while (goal == nullptr || !goal->isCompleted()) {
     int status;
     if (out.current) {
-      status = library_.queue_resume(out.end, timeout_s);
+      if (has_failed()) {
+        out.current = nullptr;
+        return;
+      }
+      status = library_->queue_resume(out.end, timeout_s);
     } else {
+      Held next;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (failure_ != nullptr || out.waiting.empty()) return true;
-        out.current = std::move(out.waiting.front());
+        if (failure_ != nullptr || out.waiting.empty()) return;
+        next = std::move(out.waiting.front());
         out.waiting.pop_front();
       }
       if (out.end == nullptr) out.end = open(rank_, peer, &out.report);
+      out.current = std::move(next);
       const at::Tensor& tensor = out.current->tensor;
       const Piece piece{tensor.data_ptr(), tensor.nbytes()};
       out.head = {out.current->tag, static_cast<std::int64_t>(piece.bytes)};
-      status = library_.queue_send(out.end, reinterpret_cast<const char*>(&out.head), sizeof out.head, &piece,
-                                   piece.bytes == 0 ? 0 : 1, 0, 0, timeout_s);
+      status = library_->queue_send(out.end, reinterpret_cast<const char*>(&out.head), sizeof out.head, &piece,
+                                    piece.bytes == 0 ? 0 : 1, 0, 0, timeout_s);
     }
-    if (status_of(status) == QueueStatus::kTimedOut) return true;
-    const Held done = std::move(out.current);
+    if (status_of(status) == QueueStatus::kTimedOut) return;
+    const Held done = std::exchange(out.current, nullptr);
     if (status_of(status) != QueueStatus::kDone) {
-      fail(status_of(status), true, peer, out.report, done);
-      return true;
+      note_failure(status_of(status), true, peer, out.report, done, ended);
+      return;
     }
-    finish(done);
+    finish(done, ended);
   }
-  return true;
 }
 
 // Finds the receive of a message that begins: the first that was started for its tag, from its source or from any.
@@ -135,19 +188,19 @@ Pairs::Held Pairs::match(Incoming& in, int tag) {
   return found;
 }
 
-bool Pairs::begin_message(Incoming& in, int peer, double timeout_s) {
+bool Pairs::begin_message(Incoming& in, int peer, double timeout_s, Ended* ended) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_ != nullptr || (in.posted.empty() && any_source_.empty())) return false;
   }
   if (in.end == nullptr) in.end = open(peer, rank_, &in.report);
-  const int status = library_.queue_next(in.end, reinterpret_cast<char*>(&in.head), sizeof in.head, timeout_s);
+  const int status = library_->queue_next(in.end, reinterpret_cast<char*>(&in.head), sizeof in.head, timeout_s);
   if (status_of(status) == QueueStatus::kTimedOut) return false;
   const bool sound = status_of(status) == QueueStatus::kDone && in.report.head_bytes == sizeof in.head &&
                      in.report.left_bytes == in.head.bytes;
   if (!sound) {
-    fail(status_of(status) == QueueStatus::kDone ? QueueStatus::kMalformed : status_of(status), false, peer, in.report,
-         nullptr);
+    note_failure(status_of(status) == QueueStatus::kDone ? QueueStatus::kMalformed : status_of(status), false, peer,
+                 in.report, nullptr, ended);
     return false;
   }
   in.done_bytes = 0;
@@ -156,7 +209,7 @@ bool Pairs::begin_message(Incoming& in, int peer, double timeout_s) {
     in.current = match(in, static_cast<int>(in.head.tag));
   }
   if (in.current && static_cast<std::int64_t>(in.current->tensor.nbytes()) != in.head.bytes) {
-    deliver(std::move(in.current), peer, in.head, nullptr);  // which fails
+    deliver(std::exchange(in.current, nullptr), peer, in.head, nullptr, ended);  // which fails
     return false;
   }
   if (!in.current) in.spare = {static_cast<int>(in.head.tag), std::vector<char>(in.head.bytes)};
@@ -164,25 +217,26 @@ bool Pairs::begin_message(Incoming& in, int peer, double timeout_s) {
   return true;
 }
 
-bool Pairs::pull(int peer, double timeout_s, Transfer* goal) {
-  Incoming& in = *incoming_[peer];
-  const std::unique_lock<std::mutex> turn(in.turn, std::try_to_lock);
-  if (!turn) return false;
+void Pairs::pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Ended* ended) {
   while (goal == nullptr || !goal->isCompleted()) {
-    if (!in.in_message && !begin_message(in, peer, timeout_s)) return true;
+    if (!in.in_message && !begin_message(in, peer, timeout_s, ended)) return;
+    if (has_failed()) {
+      in.current = nullptr;
+      return;
+    }
     if (in.done_bytes < in.head.bytes) {
       char* const to = in.current ? static_cast<char*>(in.current->tensor.data_ptr()) : in.spare.bytes.data();
       const Piece piece{to + in.done_bytes, static_cast<std::uint64_t>(in.head.bytes - in.done_bytes)};
-      const int status = library_.queue_read(in.end, &piece, 1, timeout_s);
+      const int status = library_->queue_read(in.end, &piece, 1, timeout_s);
       in.done_bytes = in.head.bytes - in.report.left_bytes;
-      if (status_of(status) == QueueStatus::kTimedOut) return true;
+      if (status_of(status) == QueueStatus::kTimedOut) return;
       if (status_of(status) != QueueStatus::kDone) {
-        fail(status_of(status), false, peer, in.report, in.current);
-        return true;
+        note_failure(status_of(status), false, peer, in.report, std::exchange(in.current, nullptr), ended);
+        return;
       }
     }
     in.in_message = false;
-    Held receiver = std::move(in.current);
+    Held receiver = std::exchange(in.current, nullptr);
     if (!receiver) {
       const std::lock_guard<std::mutex> lock(mutex_);
       receiver = match(in, in.spare.tag);  // it may have been started meanwhile
@@ -191,13 +245,12 @@ bool Pairs::pull(int peer, double timeout_s, Transfer* goal) {
         continue;
       }
     }
-    deliver(receiver, peer, in.head, in.spare.bytes.empty() ? nullptr : in.spare.bytes.data());
+    deliver(receiver, peer, in.head, in.spare.bytes.empty() ? nullptr : in.spare.bytes.data(), ended);
     in.spare.bytes = {};
   }
-  return true;
 }
 
-bool Pairs::take_unexpected(const Held& transfer) {
+bool Pairs::take_unexpected(const Held& transfer, Ended* ended) {
   const auto take = [&](Incoming& in, Unexpected* found) {
     const auto at = std::find_if(in.unexpected.begin(), in.unexpected.end(),
                                  [&](const Unexpected& message) { return message.tag == transfer->tag; });
@@ -219,21 +272,16 @@ bool Pairs::take_unexpected(const Held& transfer) {
       return false;
     }
   }
-  deliver(transfer, source, {found.tag, static_cast<std::int64_t>(found.bytes.size())}, found.bytes.data());
+  deliver(transfer, source, {found.tag, static_cast<std::int64_t>(found.bytes.size())}, found.bytes.data(), ended);
   return true;
 }
 
-void Pairs::deliver(const Held& transfer, int peer, const Message& head, const char* bytes) {
+void Pairs::deliver(const Held& transfer, int peer, const Message& head, const char* bytes, Ended* ended) {
   const auto expected = static_cast<std::int64_t>(transfer->tensor.nbytes());
   if (expected != head.bytes) {
-    PairFailure failure{};
-    failure.status = QueueStatus::kMalformed;
-    failure.peer = peer;
-    failure.suspect = peer;
-    failure.reporter = -1;
-    failure.sent_bytes = head.bytes;
-    failure.expected_bytes = expected;
-    fail("recv", failure, transfer);
+    note_failure(QueueStatus::kMalformed, false, peer, QueueReport{}, transfer, ended);
+    ended->failure.sent_bytes = head.bytes;
+    ended->failure.expected_bytes = expected;
     return;
   }
   if (bytes != nullptr && expected != 0) std::memcpy(transfer->tensor.data_ptr(), bytes, expected);
@@ -242,30 +290,31 @@ void Pairs::deliver(const Held& transfer, int peer, const Message& head, const c
     transfer->target.copy_(transfer->tensor);
   }
   transfer->set_source_rank(peer);
-  finish(transfer);
+  finish(transfer, ended);
 }
 
-void Pairs::finish(const Held& transfer) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto at = std::find(open_.begin(), open_.end(), transfer);
-    if (at == open_.end()) return;  // it failed with another
-    open_.erase(at);
-    transfer->settle(nullptr);
-    finished_.notify_all();
-  }
-  transfer->announce();
+void Pairs::finish(const Held& transfer, Ended* ended) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find(open_.begin(), open_.end(), transfer);
+  if (at == open_.end()) return;  // it failed with another
+  ended->done.push_back(transfer);
+  open_.erase(at);
+  transfer->tensor.reset();
+  transfer->target.reset();
+  transfer->settle(nullptr);
+  finished_.notify_all();
 }
 
-void Pairs::fail(QueueStatus status, bool sends, int peer, const QueueReport& report, const Held& first) {
-  PairFailure failure{};
-  failure.status = status;
-  failure.peer = peer;
-  failure.suspect = status == QueueStatus::kMalformed ? peer : report.suspect;
-  failure.reporter = report.reporter;
-  failure.reason = report.reason;
-  failure.sent_bytes = -1;
-  fail(name_of(sends), failure, first);
+void Pairs::note_failure(QueueStatus status, bool sends, int peer, const QueueReport& report, const Held& first,
+                         Ended* ended) {
+  ended->operation = name_of(sends);
+  ended->first = first;
+  ended->failure.status = status;
+  ended->failure.peer = peer;
+  ended->failure.suspect = status == QueueStatus::kMalformed ? peer : report.suspect;
+  ended->failure.reporter = report.reporter;
+  ended->failure.reason = report.reason;
+  ended->failure.sent_bytes = -1;
 }
 
 void Pairs::fail(const char* operation, PairFailure failure, const Held& first) {
@@ -360,25 +409,39 @@ void Pairs::look_for_losses() {
     if (open_.empty()) return;
     first = open_.front();
   }
-  const int awaited = first->peer == kAnySource ? (rank_ + 1) % size_ : first->peer;
+  // Any rank may be the source; that one has gone on purpose is a loss once all have.
+  const bool is_any = first->peer == kAnySource;
+  int awaited = is_any ? 0 : first->peer;
+  const int end = is_any ? size_ : awaited + 1;
   QueueReport report;
-  report.suspect = library_.group_loss(group_, awaited, &report.reporter, &report.reason);
-  if (report.suspect < 0 && report.reporter < 0) return;
-  // What it sent before it ended is there.
-  push_all();
-  pull_all();
+  for (; awaited < end; ++awaited) {
+    if (awaited == rank_) continue;
+    report.suspect = library_->group_loss(group_, awaited, &report.reporter, &report.reason);
+    if (report.suspect < 0 && report.reporter < 0) return;
+    if (report.suspect != awaited || report.reporter >= 0) break;
+  }
+  awaited = std::min(awaited, end - 1);
+  // What was sent before the end is there; another thread may be reading it.
+  for (int peer = is_any ? 0 : awaited; peer < end; ++peer) {
+    if (peer != rank_ && !(first->is_send ? push(peer, 0) : pull(peer, 0))) return;
+  }
   if (first->isCompleted()) return;
-  fail(report.reporter < 0 ? QueueStatus::kPeerDied : QueueStatus::kGivenUp, first->is_send, awaited, report, first);
+  Ended ended;
+  note_failure(report.reporter < 0 ? QueueStatus::kPeerDied : QueueStatus::kGivenUp, first->is_send, awaited, report,
+               first, &ended);
+  announce(ended);
 }
 
 void Pairs::serve() {
-  library_.wait_gently(1);
+  library_->wait_gently(1);
   auto nap = std::chrono::duration_cast<std::chrono::microseconds>(kShortestNap);
   auto next_look = Clock::now() + kBetweenLooks;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!closed_) {
     if (open_.empty()) {
+      sleeps_ = true;
       wake_.wait(lock);
+      sleeps_ = false;
       nap = kShortestNap;
       continue;
     }
@@ -413,18 +476,15 @@ void Pairs::close(const std::exception_ptr& error) {
   if (error != nullptr) fail_all(error);
   for (auto& out : outgoing_) {
     const std::lock_guard<std::mutex> turn(out->turn);
-    if (out->end != nullptr) library_.queue_writer_leave(out->end);
+    out->current = nullptr;
+    if (out->end != nullptr) library_->queue_writer_leave(out->end);
   }
   for (auto& in : incoming_) {
     const std::lock_guard<std::mutex> turn(in->turn);
-    if (in->end != nullptr) library_.queue_reader_leave(in->end);
+    in->current = nullptr;
+    if (in->end != nullptr) library_->queue_reader_leave(in->end);
   }
-  if (!thread.joinable()) return;
-  if (is_forked_child() || thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();
-  } else {
-    thread.join();
-  }
+  if (thread.joinable()) thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();
 }
 
 }  // namespace parallel_state

@@ -40,7 +40,7 @@ struct PairFailure {
   std::int64_t expected_bytes;
 };
 
-class Pairs {
+class Pairs : public std::enable_shared_from_this<Pairs> {
  public:
   using Raise = std::function<std::exception_ptr(const char* operation, const PairFailure&)>;
   static constexpr int kAnySource = -1;
@@ -63,7 +63,8 @@ class Pairs {
   };
   using Held = c10::intrusive_ptr<Transfer>;
 
-  Pairs(const Library& library, std::uint64_t group, int rank, int size, QueuePlaces places, Raise raise);
+  Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size, QueuePlaces places,
+        Raise raise);
   ~Pairs();
 
   void start(Held transfer);
@@ -104,29 +105,44 @@ class Pairs {
     std::list<Held> posted;
   };
 
+  // What a thread whose turn it was has brought to its end. It is told once the turn is given back: callbacks may begin
+  // transfers with the same peer.
+  struct Ended {
+    std::vector<Held> done;
+    const char* operation = nullptr;  // that failed, by `failure`
+    PairFailure failure{};
+    Held first;                // to fail; may be null
+    std::exception_ptr error;  // or what was raised
+  };
+
   // Each moves what can be moved to or from `peer`, waiting at most `timeout_s`, until `goal` is done or nothing more
   // comes. False where another thread is at it.
   bool push(int peer, double timeout_s, Transfer* goal = nullptr);
   bool pull(int peer, double timeout_s, Transfer* goal = nullptr);
+  void push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Ended* ended);
+  void pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goal, Ended* ended);
+  void announce(const Ended& ended);
   void push_all();
   void pull_all();
 
   void* open(int src, int dst, QueueReport* report);
-  bool begin_message(Incoming& in, int peer, double timeout_s);
+  bool begin_message(Incoming& in, int peer, double timeout_s, Ended* ended);
   Held match(Incoming& in, int tag);  // under mutex_
-  bool take_unexpected(const Held& transfer);
-  void deliver(const Held& transfer, int peer, const Message& head, const char* bytes);
-  void finish(const Held& transfer);
+  bool take_unexpected(const Held& transfer, Ended* ended);
+  void deliver(const Held& transfer, int peer, const Message& head, const char* bytes, Ended* ended);
+  void finish(const Held& transfer, Ended* ended);
+  bool has_failed();
 
   // Every transfer that is open fails, and every later one.
   void fail(const char* operation, PairFailure failure, const Held& first);
-  void fail(QueueStatus status, bool sends, int peer, const QueueReport& report, const Held& first);
+  static void note_failure(QueueStatus status, bool sends, int peer, const QueueReport& report, const Held& first,
+                           Ended* ended);
   void fail_all(const std::exception_ptr& error);
   void expire();
   void look_for_losses();
   void serve();
 
-  const Library& library_;
+  const std::shared_ptr<const Library> library_;
   const std::uint64_t group_;
   const int rank_, size_;
   const QueuePlaces places_;
@@ -139,6 +155,7 @@ class Pairs {
   std::uint64_t order_ = 0;
   std::list<Held> open_;  // all that aren't done
   bool closed_ = false;
+  bool sleeps_ = false;  // the thread, until it is woken
   std::exception_ptr failure_;
   std::condition_variable wake_;
   std::condition_variable finished_;

@@ -13,14 +13,14 @@ constexpr auto kLeft = std::chrono::microseconds(1000);
 // For how many such times the thread looks again before it sleeps until it is woken.
 constexpr int kLooks = 20;
 
-std::atomic<bool> forked{false};
+std::atomic<int> forks{0};
 
 }  // namespace
 
-bool is_forked_child() {
-  static const int watched = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+int fork_generation() {
+  static const int watched = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
   static_cast<void>(watched);
-  return forked.load(std::memory_order_relaxed);
+  return forks.load(std::memory_order_relaxed);
 }
 
 Operation::Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
@@ -99,10 +99,18 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+// A call runs handlers of signals while it waits, which may not wait for the same group.
+void Lane::check_not_inside() const {
+  TORCH_CHECK_WITH(DistBackendError, !runs_here(),
+                   "this thread is in a call of the group already: a handler of signals, say, can't wait for another");
+}
+
 bool Lane::begin_inline() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  check_not_inside();
   if (running_ || closed_ || !queue_.empty()) return false;
   running_ = true;
+  runner_ = std::this_thread::get_id();
   return true;
 }
 
@@ -128,7 +136,7 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
 void Lane::ensure_server() {
   if (servers_ != 0 || closed_) return;
   ++servers_;
-  threads_.emplace_back([this] { serve(); });
+  threads_.emplace_back([self = shared_from_this()] { self->serve(); });
 }
 
 // Runs the first call that is queued; nothing else runs.
@@ -136,6 +144,7 @@ void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
   const c10::intrusive_ptr<Call> call = std::move(queue_.front());
   queue_.pop_front();
   running_ = true;
+  runner_ = std::this_thread::get_id();
   prompt_ = !queue_.empty();
   lock.unlock();
   std::exception_ptr error;
@@ -162,6 +171,7 @@ void Lane::run_front(std::unique_lock<std::mutex>& lock, bool is_server) {
 bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!call.isCompleted()) {
+    check_not_inside();
     // With a deadline of its own a waiter must not be caught in a call whose deadline is another.
     if (!running_ && !queue_.empty() && !deadline) {
       run_front(lock, /*is_server=*/false);
@@ -169,6 +179,7 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
     }
     if (deadline && !queue_.empty() && !running_) {
       prompt_ = true;
+      ensure_server();
       posted_.notify_one();
     }
     ++waiters_;
@@ -216,8 +227,10 @@ void Lane::serve() {
 bool Lane::drain(Clock::time_point deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (running_ || !queue_.empty()) {
+    if (runs_here()) return false;
     if (!running_) {
       prompt_ = true;
+      ensure_server();
       posted_.notify_one();
     }
     ++waiters_;
@@ -245,18 +258,12 @@ void Lane::close(const std::exception_ptr& error) {
   {
     std::unique_lock<std::mutex> lock(mutex_);
     finished_.notify_all();
-    if (!is_forked_child()) {  // a call that runs uses what its group has
-      ++waiters_;
-      finished_.wait(lock, [this] { return !running_; });
-      --waiters_;
-    }
+    ++waiters_;  // a call that runs uses what its group has
+    finished_.wait(lock, [this] { return !running_ || runs_here(); });
+    --waiters_;
   }
   for (std::thread& thread : threads) {
-    if (is_forked_child() || thread.get_id() == std::this_thread::get_id()) {
-      thread.detach();
-    } else {
-      thread.join();
-    }
+    thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();
   }
 }
 

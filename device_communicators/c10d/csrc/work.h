@@ -97,6 +97,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool drain(Clock::time_point deadline);
 
  private:
+  bool runs_here() const { return running_ && runner_ == std::this_thread::get_id(); }
+  void check_not_inside() const;
   void run_front(std::unique_lock<std::mutex>& lock, bool is_server);
   void ensure_server();
   void serve();
@@ -107,6 +109,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::condition_variable finished_;  // for those who wait for a call
   std::deque<c10::intrusive_ptr<Call>> queue_;
   bool running_ = false;
+  std::thread::id runner_;  // in which thread, where something runs
   bool closed_ = false;
   bool prompt_ = false;  // what is queued is not to be left to its caller
   int servers_ = 0;      // threads that are not in callbacks
@@ -115,7 +118,8 @@ class Lane : public std::enable_shared_from_this<Lane> {
   std::vector<std::thread> threads_;
 };
 
-// Whether this process was forked from the one that loaded this library: it has the memory, but is no rank.
-bool is_forked_child();
+// How often this process and its ancestors were forked since this was first called: what was made when it was another
+// number belongs to an ancestor.
+int fork_generation();
 
 }  // namespace parallel_state
