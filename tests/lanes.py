@@ -59,12 +59,12 @@ PROGRAMS = _files(
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
     Lane("failures", ("tests/failure",)),
-    Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=5),
-    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=10),
-    Lane("compiles", ("tests/compile", *COMPILERS), niceness=10),
+    Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
+    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=3),
+    Lane("compiles", ("tests/compile", *COMPILERS), niceness=3),
 )
-"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, which are
-as nice as they are busy; the last two, of one process each, are left at the end, for two cores."""
+"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, none
+of which may starve: they have deadlines, too. The last two, of one process each, are left at the end, for two cores."""
 
 CHECK = (
     Lane("units", ("tests/unit",)),

@@ -180,7 +180,7 @@ def test_the_sdist_is_the_checkout(sdist: Path) -> None:
 
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    suffixes = (".py", ".pyi", ".c", ".cpp", ".h", ".inc", ".cu", ".cuh", ".json")
+    suffixes = (".py", ".pyi", ".c", ".cpp", ".h", ".inc", ".cu", ".cuh", ".json", ".html", ".css", ".js")
     expected = {
         str(path.relative_to(ROOT))
         for package in PACKAGES

@@ -262,9 +262,9 @@ def test_nearest_size_is_the_nearest() -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("world_size", [16384, 15120])
 def test_the_search_is_quick(world_size: int, sizes: dict[str, int]) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     changes_that_fit(Request(world_size, sizes, "megatron", 8))
-    assert time.monotonic() - start < FIT_S
+    assert time.process_time() - start < FIT_S
 
 
 # --- The command
