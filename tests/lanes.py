@@ -5,13 +5,16 @@
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
-end, of the others the summary; the last line counts all tests in pytest's words. The exit code is 1 where a
-lane failed or ran no test. Ctrl-C ends all lanes with everything below them.
+end, of the others the summary. Many tests have ranks that must notice something in time, with four lanes on few cores:
+up to MOST_AGAIN that failed run once more, with the machine to themselves, and those that pass then are named. The last
+line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test. Ctrl-C ends all
+lanes with everything below them.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import signal
@@ -29,8 +32,10 @@ from tests.failure.leftovers import descendants
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
-NO_TESTS = 5
-"""pytest's exit code where nothing was collected, or -k left nothing over: no failure of one lane among several."""
+SOME_FAILED, NO_TESTS = 1, 5
+"""pytest's exit codes. The second: nothing was collected, or -k left nothing over; no failure of one among several."""
+MOST_AGAIN = 10
+"""More failures than these don't come from a busy machine."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """The lanes have the cores among them."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
@@ -90,7 +95,9 @@ class Run:
         self.lane = lane
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
+        self._cache = LOGS / f"{lane.name}.cache"
         command = [*apart(), sys.executable, "-m", "pytest", *lane.paths, *(f"--ignore={path}" for path in lane.but)]
+        command += ["-o", f"cache_dir={self._cache}", "--cache-clear"]
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
                 [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
@@ -108,6 +115,13 @@ class Run:
     def code(self) -> int | None:
         """How it ended; None while it runs."""
         return self._process.poll()
+
+    def failures(self) -> list[str]:
+        """Returns the names of the tests that failed, or of files that couldn't be read; none where pytest itself failed."""
+        try:
+            return list(json.loads((self._cache / "v/cache/lastfailed").read_text())) if self.code == SOME_FAILED else []
+        except OSError:  # options without a cache
+            return []
 
     def kill(self) -> None:
         """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""
@@ -196,8 +210,25 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
     failed = [run for run in runs if run.failed]
     for run in failed:
         run.report()
+    names = [run.failures() for run in failed]
+    again = sorted(name for each in names for name in each)
+    if all(names) and 0 < len(again) <= MOST_AGAIN and _passes(again):
+        print("failed beside the other lanes and passed alone:", *again, sep="\n    ")
+        failed = []
+        total.update({"passed": len(again), "failed": -total["failed"], "error": -total["error"]})
     print(last_line(total, time.monotonic() - started_s), flush=True)
     return 1 if failed or not total["passed"] else 0
+
+
+def _passes(names: Sequence[str]) -> bool:
+    run = Run(Lane("again", tuple(names)), ())
+    print(f"again, alone: {len(names)} tests in {run.log.relative_to(ROOT)}", flush=True)
+    try:
+        list(ended([run]))
+    finally:
+        run.kill()
+    run.report()
+    return not run.failed
 
 
 def _stop(number: int, frame: object) -> None:

@@ -34,7 +34,8 @@ SLOW_S = 1.0
 """The length of a wait, or of a time without calls, from which on others may read of it."""
 _LOOK_S = 0.4
 _KEEP_S = 3.0
-"""The time for which others may read of a wait that has ended: those that fail with it ask a moment later."""
+"""The time for which others may read of a wait that has ended: those that fail with it ask a moment later, or as much
+later as they came to it."""
 _ASK_S = 0.5
 _MOST_ASKED = 16
 """Ranks whose waits are read at a failure."""
@@ -91,6 +92,7 @@ class Stalls:
         self._store: Any = None
         self._published: Any = None
         self._published_at = 0.0
+        self._failed_at = -_KEEP_S
         self._calls = 0
         self._last_call_s = time.monotonic()
         self._logged = 0.0, 0.0
@@ -103,6 +105,10 @@ class Stalls:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-stalls")
             self._thread.start()
+
+    def keep(self) -> None:
+        """Leaves the wait that was told last where others can read it: it has failed, and theirs may last longer."""
+        self._failed_at = time.monotonic()
 
     def close(self) -> None:
         self._stop.set()
@@ -124,7 +130,7 @@ class Stalls:
                 return
         elif self._has_called():
             self._last_call_s = now
-        elif now - self._last_call_s >= SLOW_S:
+        elif now - self._last_call_s >= SLOW_S and now - self._failed_at > _KEEP_S:
             self._tell_of_no_call(now)
             return
         if self._published is not None and now - self._published_at > _KEEP_S:
@@ -255,6 +261,10 @@ def add_calls(context: GroupContext, failure: CommunicationError) -> None:
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)][:_MOST_ASKED]
     watcher = context.watcher
-    states = watcher.ask_store(lambda store: _read(store, ranks), _ASK_S) if watcher is not None else None
+    if watcher is None:
+        return
+    if watcher.stalls is not None:
+        watcher.stalls.keep()
+    states = watcher.ask_store(lambda store: _read(store, ranks), _ASK_S)
     if states:
         failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_in_words(states, context))}",)

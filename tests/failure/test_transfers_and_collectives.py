@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,27 @@ def test_row_09_a_transfer_and_a_collective(pool_of: Callable[[str], Any], route
 
 
 LONG_WAIT_S = SLOW_S + 1.0
+
+
+def _others_come_later() -> Outcome:
+    with world_over("gloo", timeout_s=TIMEOUT_S) as world:
+
+        def call(group: ps.GroupCoordinator) -> object:
+            if group.rank == 0:
+                return TRANSFERS["recv"](group)
+            time.sleep(LONG_WAIT_S)
+            return METHODS["all_gather"](group)
+
+        told = in_a_group("gloo", world, call)
+        time.sleep(LONG_WAIT_S + 1.0 if world.rank == 0 else 1.0)  # others may ask the store still, which is rank 0's
+        return told
+
+
+def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
+    """Though the rank has been in no call for longer than it takes to tell of that."""
+    for rank, told in enumerate(pool_of("gloo").run(_others_come_later, timeout_s=DEADLINE_S)):
+        assert told.kind == "CollectiveTimeoutError", (rank, told)
+        assert rank == 0 or re.search(r"global rank 0 is in recv\(", told.text), (rank, told)
 
 
 def _later(call: Callable[[], object]) -> threading.Thread:

@@ -12,6 +12,17 @@ from tests.lanes import LANES, ROOT, Lane
 
 PASSES = "def test_one():\n    pass\n\n\ndef test_two():\n    pass\n"
 FAILS = "import pytest\n\n\ndef test_no():\n    assert 1 == 2\n\n\n@pytest.mark.skip\ndef test_left():\n    pass\n"
+BUSY = """
+import pathlib, pytest
+
+@pytest.mark.parametrize("ranks", ["3 ranks", "4 ranks"])
+def test_late(ranks):
+    seen = pathlib.Path(__file__).with_name(ranks)
+    was_there = seen.exists()
+    seen.touch()
+    assert ranks == "4 ranks" or was_there
+"""
+"""Fails at the first time."""
 
 
 @pytest.mark.parametrize(
@@ -46,12 +57,31 @@ def test_a_lane_that_fails_is_printed_and_counted(
     for name, content in {"passes": PASSES, "fails": FAILS, "empty": ""}.items():
         (tmp_path / f"test_{name}.py").write_text(content)
     passes, fails, empty = (Lane(name, (f"test_{name}.py",)) for name in ("passes", "fails", "empty"))
-    options = ["-p", "no:cacheprovider"]
+    options = ["-p", "no:doctest"]
     assert lanes.main(options, [passes, fails]) == 1
     said = capsys.readouterr().out
-    assert "assert 1 == 2" in said
+    for name in ("fails", "again"):
+        assert "assert 1 == 2" in said.partition(f"== lane {name} ==")[2].partition("== lane ")[0]
     assert said.splitlines()[-1].startswith("2 passed, 1 failed, 1 skipped in ")
     assert lanes.main(options, [passes, empty]) == 0, "a lane in which the options leave nothing over"
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 passed, 0 failed, 0 skipped in ")
     assert lanes.main([], [empty]) == 1, "all were asked for"
     assert lanes.names_paths(["-x", "test_passes.py::test_one"]) and not lanes.names_paths(["-k", "test_one", ""])
+
+
+@pytest.mark.slow
+def test_what_passes_alone_is_named_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lanes, "LOGS", tmp_path)
+    monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    (tmp_path / "test_busy.py").write_text(BUSY)
+    lane = Lane("busy", ("test_busy.py",))
+    assert lanes.main([], [lane]) == 0
+    said = capsys.readouterr().out
+    assert "passed alone:\n    test_busy.py::test_late[3 ranks]\n" in said
+    assert said.splitlines()[-1].startswith("2 passed, 0 failed, 0 skipped in ")
+    (tmp_path / "3 ranks").unlink()
+    monkeypatch.setattr(lanes, "MOST_AGAIN", 0)
+    assert lanes.main([], [lane]) == 1, "too many to come from the machine"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 passed, 1 failed, 0 skipped in ")
