@@ -121,7 +121,7 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def in_ranks(options: argparse.Namespace) -> bool:
-    """Whether ranks run the benchmark themselves, and not teams that this process asks."""
+    """Returns True if ranks run the benchmark themselves, and not teams that this process asks."""
     return options.device == "cuda" or environment.detect(rendezvous=False).world_size > 1
 
 

@@ -1,4 +1,4 @@
-"""What a call costs: alone, where no byte moves, and as the small all-reduce that an engine's layers make most.
+"""Times a call: alone, where no byte moves, and as the small all-reduce that an engine's layers make most.
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
     python benchmarks/dispatch.py --sizes 8192 --modes inference_mode --json found.json

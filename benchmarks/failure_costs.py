@@ -1,4 +1,4 @@
-"""What it costs a call that failures can be told: its record, the checks, the comparison of calls between ranks.
+"""Times what failure handling adds to a call: its record, the checks, the comparison of calls between ranks.
 
     python benchmarks/failure_costs.py                           all parts
     python benchmarks/failure_costs.py --parts C++ --json found.json
@@ -51,7 +51,7 @@ PIECES = {
     "note of the call": ("tick, note", "tick"),
     "comparison, a peer": ("tick, note, comparison", "tick, note"),
 }
-"""What is added, and the two loops that differ by it."""
+"""Names of what is added -> the two loops that differ by it."""
 WHOLES = {"call": ("group, recorded", "group alone"), "exchange": ("exchange, compared", "exchange")}
 
 
@@ -236,7 +236,7 @@ def bytes_of(library: str, ranks: int) -> int:
 
 
 CALL_BYTES = 512
-"""What each rank tells of its call in debug mode."""
+"""The size of a call's description, which each rank sends in debug mode."""
 
 
 class CallTeam:
@@ -277,7 +277,7 @@ class CallTeam:
         }
 
     def _record(self, x: Tensor) -> Tensor:
-        """What a call that Python carries adds to the ring; its number is the next one on every rank."""
+        """Adds to the ring what a call that Python carries adds; its number is the next one on every rank."""
         self.group.route.note("all_reduce_", x).ended_s = time.monotonic()
         return x
 

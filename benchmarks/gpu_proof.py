@@ -1,4 +1,4 @@
-"""What one GPU can prove in half an hour, in stages that each fit their minutes; evidence is written as it comes.
+"""Proves what one GPU can in half an hour, in stages that each fit their minutes; evidence is written as it comes.
 
     python benchmarks/gpu_proof.py all OUT --budget-s 570       stages 0 to 9, or 0,1,4: what doesn't fit is left out
     python benchmarks/gpu_proof.py all OUT --dry                without a GPU: works this script, proves nothing
@@ -240,7 +240,7 @@ def _waited_for(process: subprocess.Popen[bytes], limit_s: float) -> int | None:
 
 
 def _kept(log: Path, begin: int) -> str:
-    """What the log has from `begin` on; where it is too much, the middle goes."""
+    """Returns the log from `begin` on; where it is too much, the middle goes."""
     content = log.read_bytes()
     said = content[begin:]
     if len(said) > KEPT_BYTES:
@@ -261,7 +261,7 @@ def _outcome(code: int | None, said: str, is_tests: bool) -> tuple[str, str]:
 
 
 def _facts_in(said: str) -> dict[str, Any]:
-    """What a step tells by a line of JSON."""
+    """Returns what a step printed as a line of JSON."""
     lines = [line for line in said.splitlines() if line.startswith('{"')]
     with contextlib.suppress(ValueError, IndexError):
         found: dict[str, Any] = json.loads(lines[-1])
@@ -298,7 +298,7 @@ def _collect() -> frozenset[str]:
 
 
 def unproven(gpus: int) -> list[str]:
-    """What this library has for several GPUs, and ranks that share one can't show."""
+    """Returns the features for several GPUs that ranks which share one can't show."""
     if gpus > 1:
         return []
     return [
@@ -313,7 +313,7 @@ def unproven(gpus: int) -> list[str]:
 
 
 def mps() -> str:
-    """Whether a control daemon of MPS serves this machine's GPUs."""
+    """Returns True if a control daemon of MPS serves this machine's GPUs."""
     for status in Path("/proc").glob("[0-9]*/comm"):
         try:
             if status.read_text().strip().startswith("nvidia-cuda-mps"):

@@ -1,4 +1,4 @@
-"""What start-up costs as the world grows: real ranks timed and counted, and one of up to 16,384 counted.
+"""Measures start-up as the world grows: real ranks timed and counted, and one of up to 16,384 counted.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
     python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
@@ -272,21 +272,21 @@ def divisions(world_size: int) -> list[Division]:
 
 
 class Trial(NamedTuple):
-    """What is measured once."""
+    """One measurement."""
 
     division: Division
     variant: str
     lazy: bool
-    """Whether gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1) instead of all at creation."""
+    """True if gloo connects two ranks at their first message (TORCH_GLOO_LAZY_INIT=1) instead of all at creation."""
 
 
 class Report(NamedTuple):
-    """What a rank tells beside its times."""
+    """Figures of a rank beside its times."""
 
     steps: dict[str, dict[str, int]]
     """After each step: operations on the store by kind, where they are counted, `groups` it is in, `calls` for them."""
     modules: list[str]
-    """What was imported meanwhile."""
+    """The modules imported meanwhile."""
 
 
 def preload(deadline: float) -> list[str]:

@@ -72,9 +72,9 @@ class Result(NamedTuple):
     """Of one rank."""
 
     marks: dict[str, float]
-    """When each step ended, in seconds since the common start."""
+    """The end of each step, in seconds since the common start."""
     cpu: dict[str, float]
-    """How many seconds of a core the rank had used until then, in all its threads."""
+    """The seconds of a core that the rank had used until then, in all its threads."""
     before: Footprint
     after: Footprint
     value: Any
@@ -354,7 +354,7 @@ class StoreOfOneRank(CountingStore):
 
 @contextmanager
 def calls_counted() -> Iterator[Counter[str]]:
-    """How often what makes process groups is called within: `new_group`, and `make`, which all ways come to."""
+    """Counts the calls of what makes process groups: `new_group`, and `make`, which all ways come to."""
     counts: Counter[str] = Counter()
     originals = {name: getattr(c10d, name) for name in ("_new_group_with_tag", "_new_process_group_helper")}
 
@@ -390,7 +390,7 @@ class Cost(NamedTuple):
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
-    """What `initialize_model_parallel(**sizes)` costs rank `rank` of `world_size`, on torch's `fake` backend.
+    """Measures `initialize_model_parallel(**sizes)` on rank `rank` of `world_size`, on torch's `fake` backend.
 
     The other ranks don't exist. The process must have no default group, and has none afterwards.
     """

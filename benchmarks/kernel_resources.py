@@ -1,4 +1,4 @@
-"""What the GPU kernels need on each architecture: registers, spills, stack and shared memory, as the assembler says.
+"""Lists registers, spills, stack and shared memory of the GPU kernels on each architecture, as the assembler says.
 
     python benchmarks/kernel_resources.py [--save results/kernel_resources.json]
 

@@ -140,7 +140,7 @@ class Worker:
             raise RuntimeError("a barrier failed")
 
     def distance(self) -> None:
-        """How far apart the ranks are just now; under a hypervisor that changes, and every figure with it."""
+        """Returns how far apart the ranks are just now; under a hypervisor that changes, and every figure with it."""
         times = []
         for _ in range(5):
             started = time.perf_counter()
@@ -160,7 +160,7 @@ class Worker:
         return found
 
     def call(self, who: str, collective: str, size_bytes: int) -> tuple[Call, int, int]:
-        """What to call, and how many bytes it reads and writes. `size_bytes`: of the tensor that is whole on a rank."""
+        """Returns the call and the bytes it reads and writes. `size_bytes`: of the tensor that is whole on a rank."""
         width, dtype = WIDTHS[self.options.dtype], self.options.dtype
         group = self.groups.get(who)
         out = group.arena if group is not None and collective.endswith("symmetric") else self.private.address

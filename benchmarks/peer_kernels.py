@@ -70,7 +70,7 @@ class KernelRow(Row):
 
 @dataclass(frozen=True)
 class Target:
-    """What is wanted, and what was found."""
+    """The goal, and the figure found."""
 
     what: str
     ranks: int
@@ -82,7 +82,7 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """What a kernel reads and writes for a rank's tensor of `nbytes`; None for candidates that aren't one kernel."""
+    """Returns the bytes moved for a rank's tensor of `nbytes`; None for candidates that aren't one kernel."""
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None

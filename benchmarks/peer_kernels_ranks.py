@@ -49,7 +49,7 @@ from parallel_state.tools.bench.worker import Timing
 # Regions, and the machine.
 
 EPOCH = 8
-"""What has gone before: not the first epochs, in which a block clears the next slot."""
+"""The number of epochs gone before: beyond the first ones, in which a block clears the next slot."""
 DEADLINE_S = 20.0
 """Nobody waits long here, but for a sanitizer."""
 _REPORT, _ABORT, _IGNORED_REPORT, _ALWAYS_ABORT, _WORDS = 0, 16, 32, 48, 64
@@ -179,13 +179,13 @@ class Regions:
             parts[:, (EPOCH + 1) % 2, :blocks, 0, :, :members].zero_()
 
     def problem(self) -> str | None:
-        """What a kernel that gave up has reported. Synchronized before."""
+        """Returns the report of a kernel that gave up. Synchronized before."""
         report = read_report(self._words[_REPORT])
         return None if report is None else f"a kernel gave up: {report}"
 
 
 def takes_one_epoch(how: str, nbytes: int, blocks: int) -> bool:
-    """Whether a kernel that moves so many bytes with so many blocks does it at one go."""
+    """Returns True if a kernel that moves so many bytes with so many blocks does it at one go."""
     unit, most = (8, PART_PACKETS) if how == "push" else (16, STAGE_BYTES // 16)
     things = math.ceil(nbytes / unit)
     return math.ceil(things / blocks) <= most
@@ -275,7 +275,7 @@ MANY, FEW, MANY_BYTES = 20, 4, 256 << 10
 
 
 Check = Callable[[list[Tensor]], "str | None"]
-"""What is wrong with the results of several calls."""
+"""Returns what is wrong with the results of several calls."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ class KernelTeam:
         return Timing(elapsed_s=self.machine.clock.seconds(run) / (times * candidate.step) * calls)
 
     def host_us(self, name: str, rounds: int = 10) -> list[float]:
-        """What a call costs the host: from Python to the driver and back, the device not waited for."""
+        """Times a call on the host: from Python to the driver and back, the device not waited for."""
         candidate, found = self._candidates[name], []
         for _ in range(rounds if candidate.each else 0):
             self._arrive(candidate)
@@ -560,7 +560,7 @@ class KernelTeam:
             self._candidates[label] = Candidate(graph.replay, self.sets, check, arrive, key)
 
     def _graph(self, several: Callable[[], list[Tensor]]) -> Any:
-        """What starts at a first use can't be captured, so all is done once before, on the capture's stream."""
+        """Runs all once before the capture, which can't hold what starts at a first use, on the capture's stream."""
         stream = self.machine.capture_stream()
         if stream is None:
             return captured(several, None)

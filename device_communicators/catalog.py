@@ -149,7 +149,7 @@ _STREAM = Paths("registered op, on the current stream", "the same op", "recorded
 _PEERS = Paths("registered op, on the current stream", "the same op", "recorded")
 
 _WARNED: set[str] = set()
-"""Why groups of this process go without shared memory."""
+"""The reason that groups of this process go without shared memory."""
 
 CATALOG: tuple[Row, ...] = (
     Row(

@@ -1,4 +1,4 @@
-"""Who belongs to which group, and how a tensor gets from one rank to another.
+"""Groups of ranks, and the ways of a tensor from one rank to another.
 
     init_distributed_environment()               # torchrun, SLURM, MPI, explicit arguments, or alone
     initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)

@@ -117,11 +117,9 @@ class Run:
         return self._process.poll()
 
     def failures(self) -> list[str]:
-        """Returns the names of the tests that failed, or of files that couldn't be read; none where pytest itself failed."""
-        try:
-            return list(json.loads((self._cache / "v/cache/lastfailed").read_text())) if self.code == SOME_FAILED else []
-        except OSError:  # options without a cache
-            return []
+        """Returns the names of tests that failed and of files that couldn't be read; none if pytest itself failed."""
+        found = self._cache / "v/cache/lastfailed"
+        return list(json.loads(found.read_text())) if self.code == SOME_FAILED and found.exists() else []
 
     def kill(self) -> None:
         """Ends it with all that descends from it: ranks, compilers, and programs in sessions of their own."""

@@ -280,7 +280,7 @@ class Driver:
         self.console.print(f'[bold]best matches[/] of "{escape(self.options.query)}"', table, "", sep="\n")
 
     def check(self, embeddings: Tensor) -> bool:
-        """Whether the plain model, alone on this process, gives the same embeddings."""
+        """Compares with the embeddings of the plain model, alone on this process."""
         model, expected = minilm.PlainModel(), torch.empty_like(embeddings)
         model(self.batches[-1]["token_ids"].cpu())  # warms up, as the engine did
         started = time.perf_counter()
@@ -296,7 +296,7 @@ class Driver:
 
 
 class Place(NamedTuple):
-    """Where a rank stands in the layout."""
+    """Returns a rank's place in the layout."""
 
     stage: int
     replica: int
@@ -318,7 +318,7 @@ def show_layout(console: Console, title: str, places: Sequence[Place]) -> None:
 
 
 def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
+    """Lists who carries what in each group; the groups of one axis mostly share a route, which is shown once."""
     console.print("[bold]routes[/]")
     for axis in survey[0]:
         groups = defaultdict(list)
@@ -376,7 +376,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the arguments, or None; fills in `dp` and `sentences`."""
+    """Returns what is wrong with the arguments, or None; fills in `dp` and `sentences`."""
     config = minilm.load_config()
     for name in ("tp", "pp", "dp", "top", "batch_size"):
         value = getattr(options, name)

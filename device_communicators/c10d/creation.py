@@ -154,7 +154,7 @@ _TORCH_KINDS: dict[type[CommunicationError], type[CommunicationError]] = {}
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the queues between ranks lie: `QueuePlaces` in csrc/pairs.h."""
+    """The places of the queues between ranks: `QueuePlaces` in csrc/pairs.h."""
 
     control_address: int
     windows: int
@@ -168,7 +168,7 @@ class _Places:
 
 
 class _Group:
-    """What the compiled backend asks of Python: errors, gloo, and backends of parts of the group."""
+    """The callbacks of the compiled backend into Python: errors, gloo, and backends of parts of the group."""
 
     def __init__(
         self, store: Any, members: Members, memory: HostMemory, timeout: timedelta, world: World, is_worlds: bool
@@ -183,7 +183,7 @@ class _Group:
         self._is_worlds = is_worlds
         self._pid = os.getpid()
         self.has_crashed = False
-        """Whether this process ends by an exception."""
+        """Returns True if this process ends by an exception."""
         self._context = GroupContext(
             members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
             host_memory=memory, watcher=world.watcher, domain=world.domain,

@@ -24,14 +24,14 @@ class World:
     """The ranks whose deaths fail the groups of one default process group, or one group alone."""
 
     _current: ClassVar[World | None] = None
-    """That of all ranks, by _LOCK."""
+    """The one of all ranks; guarded by _LOCK."""
 
     def __init__(self, store: Any, ranks: Sequence[int]) -> None:
         """`ranks`: global. `store`: that of the group with which it begins, and ends."""
         self.watcher = Watcher()
         self.domain = FailureDomain(ranks)
         self.address = _address_of(store)
-        """Where other hosts reach this process, where that is known."""
+        """The address at which other hosts reach this process, if known."""
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
         self.begun = False

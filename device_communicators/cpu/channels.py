@@ -125,7 +125,7 @@ class Channels:
     ) -> None:
         self.members = members
         self.broadcasts = 0
-        """How many messages were sent to all ranks, by whomever: they must agree about which one they are in."""
+        """The number of messages sent to all ranks, by whomever: they must agree about which one they are in."""
         self._library = library
         self.memory = memory
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What those ranks of a group that share a host have in common: who they are, and the segment that they work in.
+"""The ranks of a group that share a host, and the segment that they work in.
 
 It is attached once, when the group's gloo group is made, by all ranks together: so whether there is shared memory is
 a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
@@ -57,13 +57,13 @@ class HostMemory:
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """Ranks in the group by host, in the order of the hosts' first ranks; known after `attach`."""
         self.problem: str | None = "it isn't attached yet"
-        """Why no rank of the group uses shared memory; None where all that have a neighbour do. The same on all."""
+        """The reason that no rank of the group uses shared memory, equal on all; None where all with a neighbour do."""
         self.collectives: NativeGroup | None = None
         """Of this host's ranks; None where this rank is alone on its host, or where there is a problem."""
         self.channels: Channels | None = None
         """The message queues; None where the ranks are on several hosts."""
         self.debug = False
-        """Whether one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
+        """True if one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
         self.watched_together: tuple[tuple[int, ...], ...] = ()

@@ -127,7 +127,7 @@ class NativeLibrary:
         self.has_ops = has_ops
         """True if the registered ops' CPU kernels are in it; else they go through Python."""
         self.note = note
-        """Why it has no ops, for `explain()`."""
+        """The reason that it has no ops, for `explain()`."""
         self.path = path
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():

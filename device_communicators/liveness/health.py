@@ -1,4 +1,4 @@
-"""Which ranks have ended: one thread per process that watches the others, and a table that waits look at.
+"""Notes the ranks that have ended: one thread per process watches the others and fills a table that waits look at.
 
 Ranks on this host are watched by pidfd, which tells of their end at once; hosts by the heartbeats of `heartbeat`.
 Nobody asks here on a fast path: who waits looks at `deaths_of` between two slices of its wait. A rank that left on
@@ -22,10 +22,10 @@ from typing import Any
 logger = logging.getLogger("parallel_state")
 
 NEWS_S = 0.5
-"""How long after a transport's own error a death may come to be known: a kernel closes the connections of a process
-before it tells of its end, and on a busy machine some time lies between."""
+"""The time after a transport's own error in which a death may come to be known: a kernel closes the connections of a
+process before it tells of its end, and on a busy machine some time lies between."""
 NOTICE_S = 0.2
-"""How long after a death an operation may still be completed by what the dead rank sent before."""
+"""The time after a death in which an operation may still be completed by what the dead rank sent before."""
 
 _FAREWELL_S = 0.1
 _TOGETHER_S = 0.1
@@ -152,7 +152,7 @@ class Watcher:
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._linked: set[int] = set()
         self.bound_s = NEWS_S
-        """How long after a connection broke a death may come to be known: over hosts, the heartbeats' limit."""
+        """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
         self._has_left: Callable[[int], bool] = lambda rank: False
         self._thread: threading.Thread | None = None
         self._wake: WakeEvent | None = None
@@ -162,9 +162,9 @@ class Watcher:
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
         self.stalls: Any = None
-        """What this process tells of its long waits."""
+        """The record of this process' long waits, for the others."""
         self.on_close: list[Callable[[], None]] = []
-        """What else feeds the table, and ends with it."""
+        """Other sources of the table, which end with it."""
 
     def ask_store(self, question: Callable[[Any], Any], limit_s: float) -> Any:
         """Returns `question(store)` over a connection of its own; None without a store, or an answer in time."""

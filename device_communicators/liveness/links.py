@@ -81,7 +81,7 @@ class Links:
         self._where: dict[int, _Peer] = {}
         self._links: dict[socket.socket, int] = {}
         self._strangers: dict[socket.socket, float] = {}
-        """Who has connected and not yet said its token -> until when it may."""
+        """Connections that haven't said their token yet -> until when they may."""
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._wake, self._waker = socket.socketpair()

@@ -155,7 +155,7 @@ class Topology:
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
-    """Why there is none."""
+    """The reason that there is none."""
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> tuple[Gpu, Slice | None] | None:

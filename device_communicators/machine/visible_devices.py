@@ -1,4 +1,4 @@
-"""Which GPUs, and MIG slices of GPUs, a process's CUDA shows, from CUDA_VISIBLE_DEVICES: pure text and arithmetic.
+"""The GPUs, and MIG slices of GPUs, that a process's CUDA shows, from CUDA_VISIBLE_DEVICES: pure text and arithmetic.
 
 After CUDA's programming guide (environment variables) and NVIDIA's MIG guide. What both leave open, repeated and
 ambiguous entries, follows what torch.cuda does, with which a test compares this. Entries may be indices, UUIDs of GPUs

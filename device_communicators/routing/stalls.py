@@ -96,7 +96,7 @@ class Stalls:
         self._calls = 0
         self._last_call_s = time.monotonic()
         self._logged = 0.0, 0.0
-        """When the wait began that the log has, and how long that was when it was logged last."""
+        """The beginning of the wait that the log has, and its length when it was logged last."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 

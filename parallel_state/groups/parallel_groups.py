@@ -53,7 +53,7 @@ class VirtualPipeline:
     size: int
     """Stages on each rank."""
     rank: int = 0
-    """Which of them is being run: Megatron's global; stages that are told theirs need it not."""
+    """The one that is being run: Megatron's global; stages that are told theirs need it not."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which ranks share this host's memory: by a shared segment that they find or don't find, not by host names."""
+"""Finds the ranks that share this host's memory: by a shared segment that they see or don't, not by host names."""
 
 from __future__ import annotations
 

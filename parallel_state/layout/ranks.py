@@ -111,7 +111,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which ranks share a group, for every kind of group; `resolve_layout` makes one from sizes and an order.
+    """The ranks that share a group, for every kind of group; `resolve_layout` makes one from sizes and an order.
 
     Names are those of axes (`tp`), and of what is made of them (`dp`, `model`); each method that takes names takes
     several, for the group that spans them all. Ranks are global ones, from `rank_offset` on.
