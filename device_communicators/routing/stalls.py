@@ -34,8 +34,7 @@ SLOW_S = 1.0
 """The length of a wait, or of a time without calls, from which on others may read of it."""
 _LOOK_S = 0.4
 _KEEP_S = 3.0
-"""The time for which others may read of a wait that has ended: those that fail with it ask a moment later, or as much
-later as they came to it."""
+"""The time for which others may read of a wait that has ended: those that fail with it ask a moment later."""
 _ASK_S = 0.5
 _MOST_ASKED = 16
 """Ranks whose waits are read at a failure."""
@@ -92,7 +91,7 @@ class Stalls:
         self._store: Any = None
         self._published: Any = None
         self._published_at = 0.0
-        self._failed_at = -_KEEP_S
+        self._keep_until_s = 0.0
         self._calls = 0
         self._last_call_s = time.monotonic()
         self._logged = 0.0, 0.0
@@ -106,9 +105,9 @@ class Stalls:
             self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-stalls")
             self._thread.start()
 
-    def keep(self) -> None:
-        """Leaves the wait that was told last where others can read it: it has failed, and theirs may last longer."""
-        self._failed_at = time.monotonic()
+    def keep(self, timeout_s: float) -> None:
+        """Leaves the last wait where others can read it: it has failed, and who came later to it fails later."""
+        self._keep_until_s = time.monotonic() + timeout_s + _KEEP_S
 
     def close(self) -> None:
         self._stop.set()
@@ -130,7 +129,9 @@ class Stalls:
                 return
         elif self._has_called():
             self._last_call_s = now
-        elif now - self._last_call_s >= SLOW_S and now - self._failed_at > _KEEP_S:
+        elif now < self._keep_until_s:
+            return
+        elif now - self._last_call_s >= SLOW_S:
             self._tell_of_no_call(now)
             return
         if self._published is not None and now - self._published_at > _KEEP_S:
@@ -264,7 +265,7 @@ def add_calls(context: GroupContext, failure: CommunicationError) -> None:
     if watcher is None:
         return
     if watcher.stalls is not None:
-        watcher.stalls.keep()
+        watcher.stalls.keep(context.timeout_s)
     states = watcher.ask_store(lambda store: _read(store, ranks), _ASK_S)
     if states:
         failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_in_words(states, context))}",)

@@ -111,7 +111,7 @@ def _others_come_later() -> Outcome:
             return METHODS["all_gather"](group)
 
         told = in_a_group("gloo", world, call)
-        time.sleep(LONG_WAIT_S + 1.0 if world.rank == 0 else 1.0)  # others may ask the store still, which is rank 0's
+        time.sleep(TIMEOUT_S + LONG_WAIT_S if world.rank == 0 else 1.0)  # others ask rank 0's store
         return told
 
 
