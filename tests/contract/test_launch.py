@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,7 @@ import parallel_state
 from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
 from parallel_state.launch.launcher import LaunchConfig, launch
+from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
@@ -543,64 +545,86 @@ if "forkserver" in sys.orig_argv[-1]:
 """
 
 
-def start_program(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
+def start_program(path: Path, text: str = PROGRAM, **values: object) -> Program:
+    """A launcher that is forked, with torch, and so is its fork server."""
     path.write_text(text.format(**values))
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{path.parent}"}
+    return Program(f"{FORK_SERVERS}{script(path, [])}", environment_of(path))
+
+
+def start_interpreter(path: Path, text: str = PROGRAM, **values: object) -> subprocess.Popen[str]:
+    """A launcher of which the end counts, too: by a signal, or a traceback."""
+    path.write_text(text.format(**values))
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, str(path)],
         stdout=pipe,
         stderr=pipe,
         text=True,
-        env=environ,
+        env=environment_of(path),
         cwd=path.parent,
         start_new_session=True,  # a terminal's signals go to a whole group
     )
 
 
+def environment_of(path: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{path.parent}"}
+
+
 @pytest.mark.parametrize(("start_method", "nproc"), [("forkserver", 2), ("spawn", 1)])
 def test_workers_die_with_a_launcher_that_is_killed(name, start_method, nproc, tmp_path):
-    with start_program(
-        tmp_path / "program.py", start_method=start_method, name=name, nproc=nproc, unguarded=False
-    ) as program:
-        assert program.stdout is not None
-        try:
-            workers, parents = zip(*(map(int, program.stdout.readline().split()) for _ in range(nproc)), strict=True)
-            watched = [*workers, *({*parents} - {program.pid})]  # with a fork server, that too
-            gone = [os.pidfd_open(pid) for pid in watched]
-        finally:
-            program.kill()
+    program = start_program(tmp_path / "program.py", start_method=start_method, name=name, nproc=nproc, unguarded=False)
+    try:
+        lines = program.lines(nproc, DEADLINE_S)
+        workers, parents = zip(*(map(int, line.split()) for line in lines), strict=True)
+        watched = [*workers, *({*parents} - {program.pid})]  # with a fork server, that too
+        gone = [os.pidfd_open(pid) for pid in watched]
+    finally:
+        program.kill()
     assert len(gone) == {"forkserver": nproc + 1, "spawn": nproc}[start_method]
     for fd, limit_s in zip(gone, [2.0] * nproc + [DEADLINE_S], strict=False):  # the fork server ends as programs do
         assert select.select([fd], [], [], limit_s)[0]
         os.close(fd)
 
 
-def test_a_signal_to_the_launcher_stops_the_ranks_and_then_the_launcher(name, tmp_path):
-    numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
-    with ExitStack() as stack:  # they start side by side: most of it is imports
-        programs = []
-        for number in numbers:
-            path, deaf_rank = tmp_path / f"{number.name}.py", "1" if number == signal.SIGINT else ""
-            programs.append(stack.enter_context(start_program(path, SIGNALS, name=name, deaf_rank=deaf_rank)))
-            stack.callback(programs[-1].kill)
-        for number, program in zip(numbers, programs, strict=True):
-            gone = [os.pidfd_open(int(program.stdout.readline())) for _ in range(2)]
-            program.send_signal(number)
-            begin = time.monotonic()
-            for fd in gone:
-                assert select.select([fd], [], [], DEADLINE_S)[0]
-                os.close(fd)
-            assert time.monotonic() - begin < 2.0, number
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_stops_the_ranks_and_then_the_launcher(name, number, tmp_path):
+    program = start_program(tmp_path / "program.py", SIGNALS, name=name, deaf_rank="")
+    try:
+        pids = program.lines(2, DEADLINE_S)
+        stops_its_ranks(program.pid, number, pids)
+        output, errors = program.communicate(DEADLINE_S)
+    finally:
+        program.kill()
+    assert output.split("\n")[2:] == [f"told {number.name}"] * 2 + [""]
+    assert program.returncode == -number
+    assert "Traceback" not in errors, errors
+
+
+def test_ctrl_c_stops_a_rank_that_does_not_heed_it_and_shows_one_traceback(name, tmp_path):
+    with start_interpreter(tmp_path / "program.py", FORK_SERVERS + SIGNALS, name=name, deaf_rank="1") as program:
+        try:
+            stops_its_ranks(program.pid, signal.SIGINT, [program.stdout.readline() for _ in range(2)])
             output, errors = program.communicate(timeout=DEADLINE_S)
-            assert output == f"told {number.name}\n" * (1 if number == signal.SIGINT else 2)
-            assert program.returncode == -number
-            assert errors.count("Traceback") == (number == signal.SIGINT), errors
+        finally:
+            program.kill()
+    assert output == "told SIGINT\n"
+    assert program.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1, errors
+
+
+def stops_its_ranks(launcher: int, number: signal.Signals, pids: Sequence[str]) -> None:
+    gone = [os.pidfd_open(int(pid)) for pid in pids]
+    os.kill(launcher, number)
+    begin = time.monotonic()
+    for fd in gone:
+        assert select.select([fd], [], [], DEADLINE_S)[0]
+        os.close(fd)
+    assert time.monotonic() - begin < 2.0
 
 
 def test_ctrl_c_while_the_fork_server_starts_shows_the_launchers_traceback_alone(name, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HOLD_THE_FORK_SERVER)  # each Python imports that first
-    with start_program(
+    with start_interpreter(
         tmp_path / "program.py", start_method="forkserver", name=name, nproc=2, unguarded=False
     ) as program:
         try:
@@ -616,20 +640,14 @@ def test_ctrl_c_while_the_fork_server_starts_shows_the_launchers_traceback_alone
 
 def test_workers_die_with_the_fork_server_and_the_next_launch_has_a_new_one(name, tmp_path):
     # in a program of its own: the fork server of this process has other workers too
-    with start_program(tmp_path / "program.py", KILL_THE_FORK_SERVER, name=name) as program:
-        try:
-            output, errors = program.communicate(timeout=DEADLINE_S)
-        finally:
-            program.kill()
+    program = start_program(tmp_path / "program.py", KILL_THE_FORK_SERVER, name=name)
+    output, errors = program.communicate(DEADLINE_S)
     assert output == "['0', '1']\n", errors
 
 
 def test_a_program_without_a_main_guard_is_told_so(name, tmp_path):
-    with start_program(tmp_path / "program.py", start_method="spawn", name=name, nproc=1, unguarded=True) as program:
-        try:
-            _, errors = program.communicate(timeout=DEADLINE_S)
-        finally:
-            program.kill()
+    program = start_program(tmp_path / "program.py", start_method="spawn", name=name, nproc=1, unguarded=True)
+    _, errors = program.communicate(DEADLINE_S)
     assert program.returncode == 1
     assert "LaunchError: rank 0 " in errors and "InvalidArgumentError: launch was called" in errors
     assert errors.count("if __name__ == '__main__':") >= 2  # the worker says it, and the launcher
