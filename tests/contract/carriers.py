@@ -18,6 +18,7 @@ everything, unless it is `partial`; it gets hosts if it says `several_hosts`; on
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -30,9 +31,11 @@ import parallel_state as ps
 from device_communicators import CATALOG, GroupContext, Request, Row, build_route, register_route, unique_name
 from device_communicators.errors import UnsupportedError
 from parallel_state.coordinator import GroupCoordinator
+from tests.contract.cases import Form
 from tests.extent import LONG
 from tests.workers import WorkerPool
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -48,6 +51,8 @@ class Size(NamedTuple):
 
 ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
 """Those that groups of CPU processes have, or of ranks that are simulated."""
+
+ROW_NAMES = tuple(row.name for row in ROWS)
 
 PLACEMENTS = {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
 """For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
@@ -78,6 +83,7 @@ class Member:
         self.rank = group.rank_in_group
         self.size = group.world_size
         self.cases = 0
+        self._first_turn = ROW_NAMES.index(row) + self.size if row in ROW_NAMES else self.size
 
     def of_ranks(self, make: Callable[[int], T]) -> list[T]:
         """What each rank of the group holds, by rank."""
@@ -90,13 +96,26 @@ class Member:
         """Whether `peer` can tell this rank something: nobody speaks in a simulated group but itself."""
         return not self.simulated or peer == self.rank
 
+    def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
+        """Each case with one of `others` in turn, on another carrier with another one; in long runs, with all.
+
+        Where the cases are a product, each value of theirs meets others, too: the turn moves on with every round.
+        """
+        if LONG:
+            return list(itertools.product(cases, others))
+        turn, count = self._first_turn, len(others)
+        return [(case, others[(turn + number + number // count) % count]) for number, case in enumerate(cases)]
+
+    def along_dims(self, forms: Sequence[Form]) -> list[tuple[Form, int]]:
+        """Each form along each of its dims, counted from the front or from the back in turn; in long runs, both."""
+        dims = [(form, dim) for form in forms for dim in form.dims if dim >= 0]
+        return [(form, dim - back * len(form.dims) // 2) for (form, dim), back in self.in_turn(dims, (0, 1))]
+
     def with_roots(self, cases: Sequence[T], roots: Sequence[int] | None = None) -> list[tuple[int, T]]:
         """Each case with a root that this rank can hear, in turn, and each root with the first; in long runs, all."""
         found = [peer for peer in range(self.size) if self.can_hear(peer)] if roots is None else roots
-        if LONG:
-            return [(root, case) for root in found for case in cases]
-        turns = [(found[number % len(found)], case) for number, case in enumerate(cases)]
-        return turns + [(root, cases[0]) for root in found]
+        turns = [(root, case) for case, root in self.in_turn(cases, found)]
+        return turns if LONG else turns + [(root, cases[0]) for root in found]
 
     def carries(self, operation: str, x: Tensor, reduce_op: str | None, defined: bool) -> bool:
         """Whether the group carries the request, which it must where that is `defined`, and only there."""

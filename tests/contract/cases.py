@@ -6,6 +6,7 @@ reduced are small integers: their sums and products are exact in any order (floa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ MOVABLE = (
     torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
 )  # fmt: skip
 """Every dtype of which a tensor can be made, but the quantised ones."""
+
+KEPT = 4096
+"""Of the tensors of each kind that a process computed: cases differ in the layout, the dim, the op and the carrier."""
 
 
 def is_defined(dtype: torch.dtype, reduce_op: str) -> bool:
@@ -77,19 +81,25 @@ def with_dim(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
 
 def any_bytes(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
     """A tensor of random bytes, infinities and all: what moves them must not look at them."""
-    generator = _generator(form, rank, salt)
-    numel = _numel(form.shape)
+    return laid_out(_any_bytes(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _any_bytes(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tensor:
+    generator = _generator(numel, rank, salt)
     if dtype == torch.bool:
-        values = torch.randint(0, 2, (numel,), generator=generator).bool()
-    else:
-        values = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
-    return laid_out(values.view(form.shape), form.layout)
+        return torch.randint(0, 2, (numel,), generator=generator).bool()
+    return torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
 
 
 def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
     """Integers in ±1 … ±3 (1 … 3 where there is no sign), of which products and sums of four are exact."""
-    generator = _generator(form, rank, salt)
-    numel = _numel(form.shape)
+    return laid_out(_small_numbers(_numel(form.shape), dtype, rank, salt).clone().view(form.shape), form.layout)
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _small_numbers(numel: int, dtype: torch.dtype, rank: int, salt: int) -> Tensor:
+    generator = _generator(numel, rank, salt)
     values = torch.randint(1, 4, (numel,), generator=generator).double()
     if dtype == torch.bool:
         values -= values.clamp(max=2) - torch.randint(0, 2, (numel,), generator=generator)  # zeros among the ones
@@ -97,12 +107,12 @@ def small_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> T
         values *= torch.randint(0, 2, (numel,), generator=generator) * 2 - 1
     if dtype.is_complex:
         values = torch.complex(values, values.flip(0))
-    return laid_out((values > 0 if dtype == torch.bool else values).to(dtype).view(form.shape), form.layout)
+    return (values > 0 if dtype == torch.bool else values).to(dtype)
 
 
 def real_numbers(form: Form, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
     """Normally distributed numbers: their sums round, and depend on the order."""
-    values = torch.randn(_numel(form.shape), generator=_generator(form, rank, salt), dtype=torch.float64)
+    values = torch.randn(_numel(form.shape), generator=_generator(_numel(form.shape), rank, salt), dtype=torch.float64)
     return laid_out(values.to(dtype).view(form.shape), form.layout)
 
 
@@ -228,5 +238,5 @@ def _numel(shape: tuple[int, ...]) -> int:
     return numel
 
 
-def _generator(form: Form, rank: int, salt: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1 + rank + 100 * salt + 10_000 * _numel(form.shape))
+def _generator(numel: int, rank: int, salt: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1 + rank + 100 * salt + 10_000 * numel)

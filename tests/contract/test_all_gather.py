@@ -22,15 +22,16 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    for dtype, form in EVERY_DTYPE + EVERY_FORM:
+    cases = [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
+    cases += [(torch.float32, *place) for place in member.along_dims(list(forms()))]
+    for dtype, form, dim in cases:
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
-        for dim in form.dims:
-            with member.case(f"{dtype} {form} along dim {dim}"):
-                unchanged = Unchanged(x)
-                found = member.group.all_gather(x, dim)
-                unchanged.check()
-                check_moved(found, joined(xs, dim), x, alone=member.size == 1)
+        with member.case(f"{dtype} {form} along dim {dim}"):
+            unchanged = Unchanged(x)
+            found = member.group.all_gather(x, dim)
+            unchanged.check()
+            check_moved(found, joined(xs, dim), x, alone=member.size == 1)
 
 
 def test_all_gather(carrier: Carrier) -> None:
@@ -65,28 +66,28 @@ def test_all_gather_to_list(carrier: Carrier) -> None:
     carrier.run(_list_body)
 
 
-V_DTYPES = [(dtype, (4, 3)) for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2]
-V_SHAPES = [(torch.float32, shape) for shape in ((7,), (4, 3), (3, 1), (2, 3, 5), (0, 4), (2, 0, 3))]
+V_DTYPES = [dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2]
+V_FORMS = [Form(shape) for shape in ((7,), (4, 3), (3, 1), (2, 3, 5), (0, 4), (2, 0, 3))]
 SIZES_OF_RANKS = ((2, 3, 1, 4), (0, 2, 0, 5), (3, 0, 0, 0), (0, 0, 0, 0), (2, 2, 2, 2))
 
 
 def _v_body(member: Member) -> None:
-    for dtype, shape in V_DTYPES + V_SHAPES:
-        for dim in Form(shape).dims:
-            for sizes_of_ranks in SIZES_OF_RANKS if dtype == torch.float32 else SIZES_OF_RANKS[:1]:
-                sizes = member.of_ranks(sizes_of_ranks.__getitem__)
-                shapes = [with_dim(shape, dim, length) for length in sizes]
-                xs = member.of_ranks(
-                    lambda rank, dtype=dtype, shapes=shapes: any_bytes(
-                        Form(shapes[rank], _layout(rank, shapes)), dtype, rank
-                    )
-                )
-                x = xs[member.rank]
-                with member.case(f"{dtype} {shape} along dim {dim}, sizes {sizes}"):
-                    unchanged = Unchanged(x)
-                    found = member.group.all_gatherv(x, dim, sizes)
-                    unchanged.check()
-                    check_moved(found, joined(xs, dim), x, alone=member.size == 1)
+    cases = [(dtype, (4, 3), dim, SIZES_OF_RANKS[0]) for dtype, dim in member.in_turn(V_DTYPES, Form((4, 3)).dims)]
+    cases += [
+        (torch.float32, form.shape, dim, sizes) for form, dim in member.along_dims(V_FORMS) for sizes in SIZES_OF_RANKS
+    ]
+    for dtype, shape, dim, sizes_of_ranks in cases:
+        sizes = member.of_ranks(sizes_of_ranks.__getitem__)
+        shapes = [with_dim(shape, dim, length) for length in sizes]
+        xs = member.of_ranks(
+            lambda rank, dtype=dtype, shapes=shapes: any_bytes(Form(shapes[rank], _layout(rank, shapes)), dtype, rank)
+        )
+        x = xs[member.rank]
+        with member.case(f"{dtype} {shape} along dim {dim}, sizes {sizes}"):
+            unchanged = Unchanged(x)
+            found = member.group.all_gatherv(x, dim, sizes)
+            unchanged.check()
+            check_moved(found, joined(xs, dim), x, alone=member.size == 1)
 
 
 def _layout(rank: int, shapes: list[tuple[int, ...]]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from device_communicators.routing.reductions import UNSIGNED
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     FLOATS,
+    LAYOUTS,
     MOVABLE,
     REDUCIBLE,
     Form,
@@ -23,52 +27,61 @@ from tests.contract.cases import (
     small_numbers,
 )
 
-EVERY_DTYPE = [(dtype, form) for dtype in REDUCIBLE for form in (Form((5, 3), "transposed"), Form((2, 0)))]
-EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms()]
+EVERY_NUMBER = list(itertools.product(REDUCIBLE, REDUCE_OPS))
+EVERY_FORM = [(form, dtype) for form in forms() for dtype in (torch.float32, torch.bool)]
+
+
+def _cases(member: Member, layouts: Sequence[str]) -> list[tuple[torch.dtype, str, Form]]:
+    """Each op of each dtype in some layout, and each dtype and form with some op: on each carrier with another one."""
+    each_op = member.in_turn(EVERY_NUMBER, [Form((5, 3), layout) for layout in layouts])
+    cases = [(*number, form) for number, form in each_op]
+    cases += [(dtype, op, Form((2, 0))) for dtype, op in member.in_turn(REDUCIBLE, REDUCE_OPS)]
+    each_form = [(form, dtype) for form, dtype in EVERY_FORM if form.layout in layouts]
+    return cases + [(dtype, op, form) for (form, dtype), op in member.in_turn(each_form, REDUCE_OPS)]
 
 
 def _body(member: Member) -> None:
-    for dtype, form in EVERY_DTYPE + EVERY_FORM:
-        for op in REDUCE_OPS:
-            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
-            x = xs[member.rank]
-            name = f"{op} of {dtype} {form}"
-            if not member.carries("all_reduce", x, op, is_defined(dtype, op)):
-                member.refuses(name, lambda x=x, op=op: member.group.all_reduce(x, op))
-                continue
-            if not is_defined(dtype, op):
-                continue
-            with member.case(name):
-                unchanged = Unchanged(x)
-                found = member.group.all_reduce(x, op)
-                unchanged.check()
-                check_reduced(found, reduced(xs, op), x, reduce_op=op, alone=member.size == 1)
+    for dtype, op, form in _cases(member, LAYOUTS):
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
+        x = xs[member.rank]
+        name = f"{op} of {dtype} {form}"
+        if not member.carries("all_reduce", x, op, is_defined(dtype, op)):
+            member.refuses(name, lambda x=x, op=op: member.group.all_reduce(x, op))
+            continue
+        if not is_defined(dtype, op):
+            continue
+        with member.case(name):
+            unchanged = Unchanged(x)
+            found = member.group.all_reduce(x, op)
+            unchanged.check()
+            check_reduced(found, reduced(xs, op), x, reduce_op=op, alone=member.size == 1)
 
 
 def test_all_reduce(carrier: Carrier) -> None:
     carrier.run(_body)
 
 
+WRITABLE = [layout for layout in LAYOUTS if layout != "expanded"]
+"""The other one can't be written to: test_usage_errors has it."""
+
+
 def _in_place_body(member: Member) -> None:
-    for dtype, form in EVERY_DTYPE + EVERY_FORM:
-        if form.layout == "expanded":  # can't be written to: test_usage_errors has it
+    for dtype, op, form in _cases(member, WRITABLE):
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
+        x = xs[member.rank]
+        name = f"in place, {op} of {dtype} {form}"
+        if not member.carries("all_reduce_", x, op, is_defined(dtype, op)):
+            unchanged = Unchanged(x)
+            member.refuses(name, lambda x=x, op=op: member.group.all_reduce_(x, op))
+            unchanged.check()
             continue
-        for op in REDUCE_OPS:
-            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
-            x = xs[member.rank]
-            name = f"in place, {op} of {dtype} {form}"
-            if not member.carries("all_reduce_", x, op, is_defined(dtype, op)):
-                unchanged = Unchanged(x)
-                member.refuses(name, lambda x=x, op=op: member.group.all_reduce_(x, op))
-                unchanged.check()
-                continue
-            if not is_defined(dtype, op):
-                continue
-            with member.case(name):
-                expected = reduced(xs, op)
-                place = InPlace(x)
-                place.check(member.group.all_reduce_(x, op), alone=member.size == 1)
-                check_reduced(x, expected, reduce_op=op, alone=True)
+        if not is_defined(dtype, op):
+            continue
+        with member.case(name):
+            expected = reduced(xs, op)
+            place = InPlace(x)
+            place.check(member.group.all_reduce_(x, op), alone=member.size == 1)
+            check_reduced(x, expected, reduce_op=op, alone=True)
 
 
 @pytest.mark.slow

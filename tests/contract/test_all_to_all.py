@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -17,29 +19,26 @@ from tests.contract.cases import (
     multiplied,
     sliced,
 )
-from tests.extent import LONG
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)
 EVERY_DTYPE = [(dtype, form) for dtype in COPIED_BY_TORCH for form in (Form((5, 3)), Form((1,), "strided"))]
-EVERY_FORM = [(torch.float32, form) for form in forms(SLICES)]
 
 
 def _body(member: Member) -> None:
-    for dtype, part in EVERY_DTYPE + EVERY_FORM:
-        for scatter_dim in part.dims:
-            form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
-            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
-            x = xs[member.rank]
-            for gather_dim in part.dims:
-                if (scatter_dim < 0) != (gather_dim < 0) and not LONG:
-                    continue  # each dim by both of its names, but not each by one and the other by the other
-                with member.case(f"{dtype} {form} scattered along {scatter_dim}, gathered along {gather_dim}"):
-                    unchanged = Unchanged(x)
-                    found = member.group.all_to_all(x, scatter_dim, gather_dim)
-                    unchanged.check()
-                    slices = [sliced(each, scatter_dim, member.size, member.rank) for each in xs]
-                    check_moved(found, joined(slices, gather_dim), x, alone=member.size == 1)
+    cases = [(*case, *dims) for case, dims in member.in_turn(EVERY_DTYPE, list(itertools.product((0, -1), (0, -1))))]
+    places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))  # 2, 4 and 6 dims by both names
+    cases += [(torch.float32, form, dim, form.dims[turn % len(form.dims)]) for (form, dim), turn in places]
+    for dtype, part, scatter_dim, gather_dim in dict.fromkeys(cases):
+        form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
+        x = xs[member.rank]
+        with member.case(f"{dtype} {form} scattered along {scatter_dim}, gathered along {gather_dim}"):
+            unchanged = Unchanged(x)
+            found = member.group.all_to_all(x, scatter_dim, gather_dim)
+            unchanged.check()
+            slices = [sliced(each, scatter_dim, member.size, member.rank) for each in xs]
+            check_moved(found, joined(slices, gather_dim), x, alone=member.size == 1)
 
 
 def test_all_to_all(carrier: Carrier) -> None:
@@ -52,27 +51,25 @@ def _rows_body(member: Member, pattern: str) -> None:
     inputs = [table[member.rank][to] for to in range(member.size)]
     # In a simulated group every rank sends as this one does, so it receives its own block from each.
     outputs = [table[sender][member.rank] for sender in ranks]
-    for dtype in MOVABLE if pattern == "uneven" else (torch.float32, torch.bool):
-        for columns in ((), (3,), (2, 0), (2, 3)):
-            for layout in ("contiguous", "strided"):
-                xs = member.of_ranks(
-                    lambda rank, dtype=dtype, columns=columns, layout=layout: _rows(
-                        sum(table[rank][: member.size]), columns, dtype, layout, rank
-                    )
-                )
-                x = xs[member.rank]
-                with member.case(f"{dtype}, {inputs} rows of {columns} {layout}, for {outputs}"):
-                    expected = joined(
-                        [
-                            each.split(table[sender][: member.size])[member.rank]
-                            for sender, each in zip(ranks, xs, strict=True)
-                        ],
-                        0,
-                    )
-                    unchanged = Unchanged(x)
-                    found = member.group.all_to_all(x, output_split_sizes=outputs, input_split_sizes=inputs)
-                    unchanged.check()
-                    check_moved(found, expected, x, alone=member.size == 1)
+    rows = list(itertools.product(((), (3,), (2, 0), (2, 3)), ("contiguous", "strided")))
+    cases = [(dtype, *each) for each, dtype in member.in_turn(rows, (torch.float32, torch.bool))]
+    if pattern == "uneven":
+        cases += [(dtype, *each) for dtype, each in member.in_turn(MOVABLE, rows)]
+    for dtype, columns, layout in cases:
+        xs = member.of_ranks(
+            lambda rank, dtype=dtype, columns=columns, layout=layout: _rows(
+                sum(table[rank][: member.size]), columns, dtype, layout, rank
+            )
+        )
+        x = xs[member.rank]
+        with member.case(f"{dtype}, {inputs} rows of {columns} {layout}, for {outputs}"):
+            blocks = [
+                each.split(table[sender][: member.size])[member.rank] for sender, each in zip(ranks, xs, strict=True)
+            ]
+            unchanged = Unchanged(x)
+            found = member.group.all_to_all(x, output_split_sizes=outputs, input_split_sizes=inputs)
+            unchanged.check()
+            check_moved(found, joined(blocks, 0), x, alone=member.size == 1)
 
 
 def _table(pattern: str) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ DEADLINE_S = 60.0
 DTYPES = (*FLOATS, *INTEGERS, torch.float8_e4m3fn, torch.complex64, torch.bool)
 FORMS = [Form(shape, layout) for shape in ((24,), (24, 48), (24, 2, 24)) for layout in ("contiguous", "transposed")]
 EMPTY = [Form((0,)), Form((24, 0))]
+EVERY_NUMBER = list(itertools.product(DTYPES, REDUCE_OPS))
+ITS_FORMS = list(itertools.product((FORMS[0], FORMS[3]), (0, -1)))
 
 
 def _numbers(form: Form, dtype: torch.dtype, rank: int) -> Tensor:
@@ -47,24 +50,22 @@ def _pairs(group: ps.GroupCoordinator, x: Tensor, dim: int, op: str) -> list[tup
 
 
 def _body(member: Member) -> None:
-    cases = [(dtype, form) for dtype in DTYPES for form in (FORMS[0], FORMS[3])]
-    cases += [(torch.float32, form) for form in (*FORMS, *EMPTY)]
-    for dtype, form in cases:
+    cases = [(*number, *place) for number, place in member.in_turn(EVERY_NUMBER, ITS_FORMS)]
+    cases += [(torch.float32, "sum", *place) for place in itertools.product((*FORMS, *EMPTY), (0, -1))]
+    for dtype, op, form, dim in cases:
         x = _numbers(form, dtype, member.rank)
-        for dim in {0, len(form.shape) - 1, -1}:
-            for op in REDUCE_OPS if form == FORMS[0] else ("sum",):
-                with member.case(f"{dtype} {form} along {dim}, {op}"):
-                    pairs = _pairs(member.group, x, dim, op)
-                    unchanged = Unchanged(x)
-                    handles = [start() for _, start, _ in pairs]  # all of them are on their way at once
-                    for handle, (name, _, expected) in zip(handles, pairs, strict=True):
-                        result = handle.wait()
-                        assert torch.equal(_comparable(result), _comparable(expected)), name
-                        assert result.dtype == expected.dtype
-                        assert handle.wait() is result, "a second wait gives the same tensor"
-                        assert handle.is_completed()
-                        assert result.is_contiguous() or member.size == 1
-                    unchanged.check()
+        with member.case(f"{dtype} {form} along {dim}, {op}"):
+            pairs = _pairs(member.group, x, dim, op)
+            unchanged = Unchanged(x)
+            handles = [start() for _, start, _ in pairs]  # all of them are on their way at once
+            for handle, (name, _, expected) in zip(handles, pairs, strict=True):
+                result = handle.wait()
+                assert torch.equal(_comparable(result), _comparable(expected)), name
+                assert result.dtype == expected.dtype
+                assert handle.wait() is result, "a second wait gives the same tensor"
+                assert handle.is_completed()
+                assert result.is_contiguous() or member.size == 1
+            unchanged.check()
 
 
 def test_as_with_waiting(carrier: Carrier) -> None:

@@ -8,23 +8,23 @@ from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import MOVABLE, Form, Unchanged, any_bytes, check_moved, forms, joined
 
 EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "transposed"), Form((1,), "strided"))]
-EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    for dst, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM, range(member.size)):
+    cases = [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
+    cases += [(torch.float32, *place) for place in member.along_dims(list(forms()))]
+    for dst, (dtype, form, dim) in member.with_roots(cases, range(member.size)):
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
-        for dim in form.dims:
-            with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
-                unchanged = Unchanged(x)
-                found = member.group.gather(x, dst, dim)
-                unchanged.check()
-                if member.rank != dst:
-                    assert found is None, "only dst gets something"
-                    continue
-                assert found is not None
-                check_moved(found, joined(xs, dim), x, alone=member.size == 1)
+        with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):
+            unchanged = Unchanged(x)
+            found = member.group.gather(x, dst, dim)
+            unchanged.check()
+            if member.rank != dst:
+                assert found is None, "only dst gets something"
+                continue
+            assert found is not None
+            check_moved(found, joined(xs, dim), x, alone=member.size == 1)
 
 
 def test_gather(carrier: Carrier) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from device_communicators import REDUCE_OPS
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     FLOATS,
+    LAYOUTS,
     REDUCIBLE,
     Form,
     Unchanged,
@@ -22,31 +25,30 @@ from tests.contract.cases import (
 )
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
-EVERY_DTYPE = [(dtype, Form((5, 3), layout)) for dtype in REDUCIBLE for layout in ("contiguous", "transposed")]
-EVERY_FORM = [(dtype, form) for dtype in (torch.float32, torch.bool) for form in forms(SLICES)]
+EVERY_NUMBER = list(itertools.product(REDUCIBLE, REDUCE_OPS))
+ITS_FORMS = [(Form((5, 3), layout), dim) for dim in (0, -1) for layout in LAYOUTS]
 
 
 def _body(member: Member) -> None:
-    for dtype, part in EVERY_DTYPE + EVERY_FORM:
-        for dim in part.dims:
-            form = Form(multiplied(part.shape, dim, member.size), part.layout)
-            for op in REDUCE_OPS if part.shape == (5, 3) and dim >= 0 else ("sum",):
-                xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
-                x = xs[member.rank]
-                name = f"{op} of {dtype} {form} along dim {dim}"
-                if not member.carries("reduce_scatter", x, op, is_defined(dtype, op)):
-                    member.refuses(name, lambda x=x, dim=dim, op=op: member.group.reduce_scatter(x, dim, op))
-                    continue
-                if not is_defined(dtype, op):
-                    continue
-                with member.case(name):
-                    unchanged = Unchanged(x)
-                    found = member.group.reduce_scatter(x, dim, op)
-                    unchanged.check()
-                    expected = (
-                        reduced(xs, op).chunk(member.size, dim)[member.rank] if x.numel() else x.new_empty(part.shape)
-                    )
-                    check_reduced(found, expected, x, reduce_op=op, alone=member.size == 1)
+    cases = [(*number, *place) for number, place in member.in_turn(EVERY_NUMBER, ITS_FORMS)]
+    slices = member.along_dims(list(forms(SLICES)))
+    cases += [(dtype, "sum", *place) for place, dtype in member.in_turn(slices, (torch.float32, torch.bool))]
+    for dtype, op, part, dim in cases:
+        form = Form(multiplied(part.shape, dim, member.size), part.layout)
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
+        x = xs[member.rank]
+        name = f"{op} of {dtype} {form} along dim {dim}"
+        if not member.carries("reduce_scatter", x, op, is_defined(dtype, op)):
+            member.refuses(name, lambda x=x, dim=dim, op=op: member.group.reduce_scatter(x, dim, op))
+            continue
+        if not is_defined(dtype, op):
+            continue
+        with member.case(name):
+            unchanged = Unchanged(x)
+            found = member.group.reduce_scatter(x, dim, op)
+            unchanged.check()
+            expected = reduced(xs, op).chunk(member.size, dim)[member.rank] if x.numel() else x.new_empty(part.shape)
+            check_reduced(found, expected, x, reduce_op=op, alone=member.size == 1)
 
 
 def test_reduce_scatter(carrier: Carrier) -> None:
@@ -72,32 +74,33 @@ SIZES_OF_RANKS = ((2, 3, 1, 4), (0, 2, 0, 5), (3, 0, 0, 0), (0, 0, 0, 0), (2, 2,
 
 
 def _v_body(member: Member) -> None:
-    every_dtype = [(dtype, (4, 3), op, SIZES_OF_RANKS[0]) for dtype in REDUCIBLE for op in REDUCE_OPS]
-    every_shape = [
-        (torch.float32, shape, op, sizes) for shape in V_SHAPES for sizes in SIZES_OF_RANKS for op in ("sum", "max")
+    cases = [
+        (*number, (4, 3), dim, SIZES_OF_RANKS[0]) for number, dim in member.in_turn(EVERY_NUMBER, Form((4, 3)).dims)
     ]
-    for dtype, shape, op, all_sizes in every_dtype + every_shape:
+    along_dims = member.along_dims([Form(shape) for shape in V_SHAPES])
+    shapes = [(form.shape, dim, sizes) for form, dim in along_dims for sizes in SIZES_OF_RANKS]
+    cases += [(torch.float32, op, *place) for place, op in member.in_turn(shapes, ("sum", "max"))]
+    for dtype, op, shape, dim, all_sizes in cases:
         sizes = member.of_ranks(lambda rank, all_sizes=all_sizes: all_sizes[rank])
-        for dim in Form(shape).dims:
-            form = Form(with_dim(shape, dim, sum(sizes)))
-            if dim < 0 and 0 not in form.shape:
-                form = form._replace(layout="strided")
-            xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
-            x = xs[member.rank]
-            name = f"{op} of {dtype} {form} along dim {dim}, sizes {sizes}"
-            if not member.carries("reduce_scatterv", x, op, is_defined(dtype, op)):
-                member.refuses(
-                    name, lambda x=x, dim=dim, sizes=sizes, op=op: member.group.reduce_scatterv(x, dim, sizes, op)
-                )
-                continue
-            if not is_defined(dtype, op):
-                continue
-            with member.case(name):
-                unchanged = Unchanged(x)
-                found = member.group.reduce_scatterv(x, dim, sizes, op)
-                unchanged.check()
-                expected = reduced(xs, op).split(sizes, dim)[member.rank]
-                check_reduced(found, expected, x, reduce_op=op, alone=member.size == 1)
+        form = Form(with_dim(shape, dim, sum(sizes)))
+        if dim < 0 and 0 not in form.shape:
+            form = form._replace(layout="strided")
+        xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
+        x = xs[member.rank]
+        name = f"{op} of {dtype} {form} along dim {dim}, sizes {sizes}"
+        if not member.carries("reduce_scatterv", x, op, is_defined(dtype, op)):
+            member.refuses(
+                name, lambda x=x, dim=dim, sizes=sizes, op=op: member.group.reduce_scatterv(x, dim, sizes, op)
+            )
+            continue
+        if not is_defined(dtype, op):
+            continue
+        with member.case(name):
+            unchanged = Unchanged(x)
+            found = member.group.reduce_scatterv(x, dim, sizes, op)
+            unchanged.check()
+            expected = reduced(xs, op).split(sizes, dim)[member.rank]
+            check_reduced(found, expected, x, reduce_op=op, alone=member.size == 1)
 
 
 def test_reduce_scatterv(carrier: Carrier) -> None:

@@ -18,24 +18,26 @@ from tests.contract.cases import (
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "transposed"), Form((1,), "strided"))]
-EVERY_FORM = [(torch.float32, form) for form in forms(SLICES)]
 
 
 def _body(member: Member, told: str) -> None:
-    cases = EVERY_DTYPE + EVERY_FORM if told == "by every caller" else EVERY_FORM[::3]  # the same but for a message
-    for src, (dtype, part) in member.with_roots(cases):
-        for dim in part.dims:
-            form = Form(multiplied(part.shape, dim, member.size), part.layout)
-            x = any_bytes(form, dtype, src)
-            with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):
-                given = x if member.rank == src else None
-                unchanged = Unchanged(x)
-                if told == "by every caller":
-                    found = member.group.scatter(given, src, dim, size=part.shape, dtype=dtype)
-                else:
-                    found = member.group.scatter(given, src, dim)
-                unchanged.check()
-                check_moved(found, sliced(x, dim, member.size, member.rank), x, alone=member.size == 1)
+    cases = [(torch.float32, *place) for place in member.along_dims(list(forms(SLICES)))]
+    if told == "by every caller":
+        cases += [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
+    else:
+        cases = cases[::3]  # the same but for a message
+    for src, (dtype, part, dim) in member.with_roots(cases):
+        form = Form(multiplied(part.shape, dim, member.size), part.layout)
+        x = any_bytes(form, dtype, src)
+        with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):
+            given = x if member.rank == src else None
+            unchanged = Unchanged(x)
+            if told == "by every caller":
+                found = member.group.scatter(given, src, dim, size=part.shape, dtype=dtype)
+            else:
+                found = member.group.scatter(given, src, dim)
+            unchanged.check()
+            check_moved(found, sliced(x, dim, member.size, member.rank), x, alone=member.size == 1)
 
 
 def test_scatter(carrier: Carrier) -> None:
