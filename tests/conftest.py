@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    workers.runs_torchs_parallelism = any(item.path.stem in workers.WITH_TORCHS_PARALLELISM for item in items)
+    workers.modules_of_tests |= {item.path.stem for item in items}
 
 
 @pytest.fixture(scope="session")

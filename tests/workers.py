@@ -30,20 +30,28 @@ PRELOADED = (
     "device_communicators.cpu.host_memory",
 )
 """Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
-_SLOW_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
-"""Two seconds for tests with torch's own parallelism: imported there as well in a run of theirs where torch has no
-CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton, and Triton for a
+_SLOW_IMPORTS = {
+    ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
+        "test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers"
+    ),
+    ("tests.compile.compiler_preload",): (
+        "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models", "test_graph_breaks",
+        "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
+    ),
+}  # fmt: skip
+"""Seconds for tests with torch's own parallelism or compiler: imported there as well in a run of theirs where torch has
+no CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton, and Triton for a
 GPU."""
-WITH_TORCHS_PARALLELISM = ("test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers")
-runs_torchs_parallelism = False
-"""Set when the tests of a run are known."""
+modules_of_tests: set[str] = set()
+"""Their names without `.py`, set when the tests of a run are known."""
 
 
 def fork_context() -> Any:
     """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    slow = _SLOW_IMPORTS if torch.version.cuda is None and runs_torchs_parallelism else ()
-    context.set_forkserver_preload([*PRELOADED, *slow, "tests.preload"])
+    slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
+    also = sum(slow, ()) if torch.version.cuda is None else ()
+    context.set_forkserver_preload([*PRELOADED, *also, "tests.preload"])
     return context
 
 

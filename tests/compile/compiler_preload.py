@@ -1,0 +1,20 @@
+"""Imported by the fork server: inductor, and what each process asks of the C++ compiler before its first kernel."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # workers would be the fork server's
+
+import torch
+import torch._inductor.compile_fx
+
+with suppress(ImportError):
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # it has a thread
+
+with suppress(Exception), torch.no_grad():  # without a C++ compiler tests say so
+    torch.compile(lambda x: x.sin() + 1)(torch.ones(4))
+torch._dynamo.reset()
