@@ -34,12 +34,12 @@ def machine(name: str, **changes: dict[str, Any]) -> Topology:
     return read_topology(Recording(record(name, **changes)))
 
 
-def stand_in(source: str, folder: Path, name: str) -> Path:
+def stand_in(source: str, folder: Path, name: str, *flags: str) -> Path:
     """A library of `native/<source>` that answers in place of NVIDIA's; skips the test without a compiler."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    command = [*compiler, "-shared", "-fPIC", "-O1", "-std=c++17", str(_SOURCES / source), "-o"]
+    command = [*compiler, "-shared", "-fPIC", "-O1", "-std=c++17", *flags, str(_SOURCES / source), "-o"]
     made = compiled.kept(
         f"{source}.so", command, [_SOURCES / source], lambda path: subprocess.run([*command, str(path)], check=True)
     )

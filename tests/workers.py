@@ -38,10 +38,11 @@ _SLOW_IMPORTS = {
         "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models", "test_graph_breaks",
         "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
     ),
+    ("transformers.models.llama.modeling_llama",): ("test_fused_models",),
 }  # fmt: skip
-"""Seconds for tests with torch's own parallelism or compiler: imported there as well in a run of theirs where torch has
-no CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton, and Triton for a
-GPU."""
+"""Seconds for tests with torch's own parallelism, its compiler or a model: imported there as well in a run of theirs
+where torch has no CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton,
+and Triton for a GPU."""
 modules_of_tests: set[str] = set()
 """Their names without `.py`, set when the tests of a run are known."""
 

@@ -22,6 +22,11 @@ BACKENDS = ("aot_eager", "inductor")
 HIDDEN, HEADS = 16, 4
 
 
+def _own_backend() -> str:
+    """Returns the backend of this rank, where all run the same code: in each pair of neighbours there are both."""
+    return BACKENDS[ps.get_rank().bit_count() % 2]
+
+
 @contextmanager
 def _log_of(*groups: ps.GroupCoordinator) -> Any:
     """What reaches the routes, in order: (group, operation)."""
@@ -67,11 +72,11 @@ class Block(nn.Module):
         return x + ps.tensor_model_parallel_all_reduce(self.down(functional.gelu(self.up(x))))
 
 
-def _block_body(backend: str) -> None:
+def _block_body() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     block = Block()
-    compiled = torch.compile(block, fullgraph=True, backend=backend, dynamic=True)
+    compiled = torch.compile(block, fullgraph=True, backend=_own_backend(), dynamic=True)
     with torch.inference_mode():
         for tokens in (3, 5, 8, 13):
             x = torch.arange(tokens * HIDDEN, dtype=torch.float32).view(tokens, HIDDEN).sin()
@@ -80,11 +85,8 @@ def _block_body(backend: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tensor_parallel_block_compiles_once_for_all_token_counts(
-    pools: Callable[[int], WorkerPool], backend: str
-) -> None:
-    pools(2).run(_block_body, backend, tp=2, timeout_s=300)
+def test_a_tensor_parallel_block_compiles_once_for_all_token_counts(pools: Callable[[int], WorkerPool]) -> None:
+    pools(2).run(_block_body, tp=2, timeout_s=300)
 
 
 def _every_op(x: Tensor) -> tuple[Tensor, ...]:
@@ -170,13 +172,13 @@ def _two_groups(x: Tensor) -> Tensor:
     return tp.all_gather(x, 0)
 
 
-def _two_groups_body(backend: str) -> None:
+def _two_groups_body() -> None:
     torch._dynamo.reset()
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     x = torch.ones(2, 3) * ps.get_rank()
     with _log_of(tp, pp) as eager_log:
         expected = _two_groups(x)
-    compiled = torch.compile(_two_groups, fullgraph=True, backend=backend)
+    compiled = torch.compile(_two_groups, fullgraph=True, backend=_own_backend())
     with _log_of(tp, pp) as compiled_log:
         assert torch.equal(compiled(x), expected)
     assert compiled_log == eager_log == [
@@ -185,9 +187,8 @@ def _two_groups_body(backend: str) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ops_of_two_groups_keep_their_order(pools: Callable[[int], WorkerPool], backend: str) -> None:
-    pools(4).run(_two_groups_body, backend, tp=2, pp=2, timeout_s=300)
+def test_ops_of_two_groups_keep_their_order(pools: Callable[[int], WorkerPool]) -> None:
+    pools(4).run(_two_groups_body, tp=2, pp=2, timeout_s=300)
 
 
 class Trained(nn.Module):
@@ -207,23 +208,22 @@ class Trained(nn.Module):
         return ps.reduce_from_tensor_model_parallel_region(functional.linear(x, self.down))
 
 
-def _training_body(backend: str) -> None:
+def _training_body() -> None:
     torch._dynamo.reset()
     x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(3))
     gradients = []
     for compiled in (False, True):
         x.requires_grad_().grad = None
         model = Trained()
-        forward = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        forward = torch.compile(model, fullgraph=True, backend=_own_backend()) if compiled else model
         forward(x).square().sum().backward()
         gradients.append([x.grad, model.up.grad, model.down.grad])
     for eager, other in zip(*gradients, strict=True):
         torch.testing.assert_close(other, eager)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_through_regions_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
-    pools(2).run(_training_body, backend, tp=2, timeout_s=300)
+def test_gradients_through_regions_compile(pools: Callable[[int], WorkerPool]) -> None:
+    pools(2).run(_training_body, tp=2, timeout_s=300)
 
 
 def _differentiable(x: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], Worke
     pools(2).run(_use_body, tp=2, timeout_s=120)
 
 
-def _many_groups_body() -> list[str]:
+def test_a_function_over_more_groups_than_dynamos_limit() -> None:
     """Twelve groups in one function: each has its results, under the limit and past it; torch says where that is."""
     found = []
     groups = [ps.simulate(0, size, tensor_model_parallel_size=size) for size in range(2, 14)]
@@ -291,15 +291,10 @@ def _many_groups_body() -> list[str]:
                     break
         found.append(f"{told}, {len(graphs)} compiled")
     torch._dynamo.reset()
-    return found
+    assert found == ["all 12, 8 compiled", "FailOnRecompileLimitHit at 9, 8 compiled", "all 12, 12 compiled"]
 
 
-def test_a_function_over_more_groups_than_dynamos_limit(pools: Callable[[int], WorkerPool]) -> None:
-    for found in pools(2).run(_many_groups_body, timeout_s=120):
-        assert found == ["all 12, 8 compiled", "FailOnRecompileLimitHit at 9, 8 compiled", "all 12, 12 compiled"]
-
-
-def _transforms_body(backend: str) -> None:
+def _transforms_body() -> None:
     """torch.func within a compiled function, as in eager code; regions' gradients are Megatron's there, too."""
     group = ps.get_tp_group()
     x = torch.arange(8, dtype=torch.float64).view(4, 2).cos() + group.rank_in_group
@@ -318,13 +313,12 @@ def _transforms_body(backend: str) -> None:
         (torch.func.vmap(torch.func.grad(loss)), torch.stack([x, 2 * x])),
     ):
         torch._dynamo.reset()
-        compiled = torch.compile(transformed, fullgraph=True, backend=backend)
+        compiled = torch.compile(transformed, fullgraph=True, backend=_own_backend())
         torch.testing.assert_close(compiled(given), transformed(given))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_transforms_of_torch_func_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
-    pools(2).run(_transforms_body, backend, tp=2, timeout_s=300)
+def test_transforms_of_torch_func_compile(pools: Callable[[int], WorkerPool]) -> None:
+    pools(2).run(_transforms_body, tp=2, timeout_s=300)
 
 
 def _cached_body(backend: str) -> None:
@@ -359,11 +353,11 @@ def _over_axes(x: Tensor) -> Tensor:
     return x + ps.get_group("model").all_reduce(x) + ps.get_data_parallel_world_size(with_context_parallel=True)
 
 
-def _axes_body(backend: str) -> str:
+def _axes_body() -> str:
     torch._dynamo.reset()
     with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
         x = torch.arange(6.0) + ps.get_rank()
-        compiled = torch.compile(_over_axes, fullgraph=True, backend=backend)
+        compiled = torch.compile(_over_axes, fullgraph=True, backend=_own_backend())
         try:
             compiled(x)
             told = "nothing"
@@ -376,10 +370,9 @@ def _axes_body(backend: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool], backend: str) -> None:
+def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool]) -> None:
     """A group that would have to be made while compiling is refused, with what to do."""
-    for told in pools(8).run(_axes_body, backend, timeout_s=120.0):
+    for told in pools(8).run(_axes_body, timeout_s=120.0):
         assert "eager=True" in told, told
 
 

@@ -28,6 +28,7 @@ from device_communicators.peer.kernels import (
     Call,
     grid,
 )
+from tests.compiled import kept
 from tests.cuda_on_cpu import CUDA_SOURCES, DEADLINE_S, EMULATION, CpuKernels, KernelTrappedError
 from tests.cuda_ranks import CpuRanks, bits, sum_in_rank_order
 
@@ -248,15 +249,20 @@ def test_what_is_left_from_long_ago_is_not_taken_for_new(first: int) -> None:
     assert ranks.epochs(1)[0] == coming[-1]
 
 
-def test_a_deadline_outlasts_the_count_of_looks(tmp_path: Path) -> None:
+def test_a_deadline_outlasts_the_count_of_looks() -> None:
     """2^32 looks are some minutes to an hour of waiting; the deadline may be longer."""
     compiler = native_build.find_compiler()
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    program = tmp_path / "patience"
-    includes = [f"-I{CUDA_SOURCES}", f"-I{EMULATION}"]
-    command = [*compiler, "-std=c++17", "-O1", "-pthread", *includes, str(EMULATION / "cuda_patience.cpp")]
-    subprocess.run([*command, "-o", str(program)], check=True, timeout=DEADLINE_S)
+    flags = (*compiler, "-std=c++17", "-O1", "-pthread")
+    includes = (f"-I{CUDA_SOURCES}", f"-I{EMULATION}")
+
+    def build(path: Path) -> None:
+        command = [*flags, *includes, str(EMULATION / "cuda_patience.cpp"), "-o", str(path)]
+        subprocess.run(command, check=True, timeout=DEADLINE_S)
+
+    sources = [path for folder in (CUDA_SOURCES, EMULATION) for path in folder.glob("*.*")]
+    program = kept("patience", flags, sources, build)
     assert subprocess.run([program], capture_output=True, text=True, check=True, timeout=60).stdout == "kept\n"
 
 

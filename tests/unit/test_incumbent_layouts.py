@@ -17,7 +17,6 @@ import inspect
 import json
 import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from parallel_state.layout.axes import DEFAULT_ORDER, PRESETS
 from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
 from tests.extent import LONG
+from tests.programs import Program
 from tests.references import TORCHTITAN
 
 pytestmark = pytest.mark.slow
@@ -519,7 +519,7 @@ json.dump(found, sys.stdout)
 """
 
 
-def test_the_groups_of_torchs_device_mesh() -> None:
+def test_the_groups_of_torchs_device_mesh(tmp_path: Path) -> None:
     """Over torch's `fake` backend: the dims that torchtitan has had and their flattened ones, and its ParallelDims."""
     random_ = random.Random(f"{SEED} ranks")
     cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
@@ -537,15 +537,12 @@ def test_the_groups_of_torchs_device_mesh() -> None:
         )
         for case, rank in asked
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", DEVICE_MESH_SCRIPT],
-        input=json.dumps({"torchtitan": TORCHTITAN.read(), "cases": request}),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
+    asking = tmp_path / "request.json"
+    asking.write_text(json.dumps({"torchtitan": TORCHTITAN.read(), "cases": request}))
+    program = Program(f"import sys\nsys.stdin = open({str(asking)!r})\n{DEVICE_MESH_SCRIPT}", os.environ)
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, err
+    answers = json.loads(out)
     assert len(answers) == len(asked) >= 50
     for (case, rank), theirs in zip(asked, answers, strict=True):
         layout = case.ours()

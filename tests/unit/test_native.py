@@ -16,6 +16,7 @@ import torch
 
 from device_communicators import build_cache, settings
 from device_communicators.cpu import native, native_build
+from tests.compiled import kept
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -80,18 +81,35 @@ def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, st
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plain library, which a compiler has made of these sources: now, or in an earlier run."""
+
+    def compile_it(target: Path) -> None:
+        folder = tmp_path_factory.mktemp("linked")
+        output = _run(folder, **_compiler(folder, 'exec c++ "$@" -O0'))
+        assert "version 4 " in output, output
+        (library,) = (folder / "parallel_state").glob("*.so")
+        shutil.copy(library, target)
+
+    return kept("plain.so", [native_build.plain_recipe().digest(), shutil.which("c++")], [], compile_it)
+
+
+@pytest.fixture(scope="module")
+def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the plain library, made under a umask that lets the group write."""
     cache = tmp_path_factory.mktemp("compiled")
-    output = _run(cache, 0o002, **_compiler(cache, 'exec c++ "$@" -O0'))
+    output = _run(cache, 0o002, **_quick(linked, cache))
     assert "version 4 " in output, output
     return cache
 
 
 @pytest.fixture
-def quick(compiled: Path, tmp_path: Path) -> dict[str, str]:
-    """A compiler that takes no time: what it links is the library of `compiled`."""
-    (library,) = (compiled / "parallel_state").glob("*.so")
+def quick(linked: Path, tmp_path: Path) -> dict[str, str]:
+    return _quick(linked, tmp_path)
+
+
+def _quick(library: Path, folder: Path) -> dict[str, str]:
+    """A compiler that takes no time: what it links is this library."""
     script = f"""
 shared=
 for word; do
@@ -100,7 +118,7 @@ for word; do
     before=$word
 done
 if [ "$shared" ]; then cp {library} "$made"; else : > "$made"; fi"""
-    return _compiler(tmp_path, script, name="quick")
+    return _compiler(folder, script, name="quick")
 
 
 def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Path) -> None:

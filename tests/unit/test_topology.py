@@ -19,8 +19,10 @@ from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main
 from tests.machines import FOLDER, NAMES, machine, record, stand_in
+from tests.programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
+NVML = "libnvidia-ml.so.1"
 REFUSAL = {"no answer": "Not Supported"}
 
 
@@ -246,7 +248,8 @@ def run_command(library: Path, *arguments: str, **environment: str) -> subproces
 
 @pytest.fixture(scope="module")
 def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stand_in("stand_in_nvml.cpp", tmp_path_factory.mktemp("nvml"), "libnvidia-ml.so.1").parent
+    folder = tmp_path_factory.mktemp("nvml")
+    return stand_in("stand_in_nvml.cpp", folder, NVML, f"-Wl,-soname,{NVML}").parent
 
 
 @pytest.mark.slow
@@ -274,12 +277,19 @@ def test_through_pynvml(nvml_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_driver_the_command_says_none(nvml_folder: Path) -> None:
-    done = run_command(nvml_folder, STAND_IN="no-driver")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "GPUs: none. NVML doesn't start: Driver Not Loaded\n"
-    done = run_command(nvml_folder, "--json", "--probe", STAND_IN="no-driver")
-    assert done.returncode == 0
-    assert json.loads(done.stdout)["problem"] == "NVML doesn't start: Driver Not Loaded"
+    """In one process, which its loader has told where NVML is."""
+    code = (
+        f"import ctypes, sys; ctypes.CDLL({str(nvml_folder / NVML)!r})\n"
+        "from parallel_state.__main__ import main\n"
+        "codes = main(['topology']), main(['topology', '--json', '--probe'])\n"
+        "sys.exit(max(codes))"
+    )
+    program = Program(code, {**os.environ, "STAND_IN": "no-driver"})
+    out, err = program.communicate(120)
+    assert (program.returncode, err) == (0, "")
+    text, _, as_json = out.partition("\n")
+    assert text == "GPUs: none. NVML doesn't start: Driver Not Loaded"
+    assert json.loads(as_json)["problem"] == "NVML doesn't start: Driver Not Loaded"
 
 
 def test_without_the_library_or_pynvml(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
