@@ -284,25 +284,26 @@ class _Group:
 
     def transfer_error(
         self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
-        elapsed_s: float, sent_bytes: int, expected_bytes: int,
+        elapsed_s: float, sent: str, expected: str,
     ) -> BaseException:  # fmt: skip
-        """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1."""
+        """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1.
+
+        `sent` and `expected` describe a message that doesn't fit its receiver.
+        """
         if status == _INTERRUPTED:
             native.load().raise_interruption()
-        error = self._transfer_error(
-            status, operation, peer, suspect, reporter, reason, elapsed_s, sent_bytes, expected_bytes
-        )
+        error = self._transfer_error(status, operation, peer, suspect, reporter, reason, elapsed_s, sent, expected)
         return self._failed(error, operation, elapsed_s)
 
     def _transfer_error(
         self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
-        elapsed_s: float, sent_bytes: int, expected_bytes: int,
+        elapsed_s: float, sent: str, expected: str,
     ) -> CommunicationError:  # fmt: skip
         members = self._members
         who = members.ranks[suspect] if 0 <= suspect < len(members.ranks) else -1
-        if sent_bytes >= 0:
-            sizes = f"this rank receives {expected_bytes} bytes, and global rank {who} sent {sent_bytes}"
-            return members.mismatch(operation, sizes, (who,), elapsed_s=elapsed_s)
+        if sent:
+            forms = f"this rank receives {expected}, and global rank {who} sent {sent}"
+            return members.mismatch(operation, forms, (who,), elapsed_s=elapsed_s)
         if status == _TIMED_OUT and peer < 0:
             text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
             return members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)

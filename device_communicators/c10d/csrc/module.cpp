@@ -73,8 +73,8 @@ Callbacks callbacks_of(const py::object& python) {
   made.pair_error = [owner](const char* operation, const PairFailure& failure) {
     return python_error("a transfer failed", [&] {
       return owner->attr("transfer_error")(static_cast<int>(failure.status), operation, failure.peer, failure.suspect,
-                                           failure.reporter, failure.reason, failure.elapsed_s, failure.sent_bytes,
-                                           failure.expected_bytes);
+                                           failure.reporter, failure.reason, failure.elapsed_s, failure.sent,
+                                           failure.expected);
     });
   };
   made.usage_error = [owner](const std::string& text) {

@@ -20,6 +20,19 @@ QueueStatus status_of(int status) { return static_cast<QueueStatus>(status); }
 
 const char* name_of(bool sends) { return sends ? "send" : "recv"; }
 
+Message head_of(const Pairs::Transfer& transfer) {
+  const at::Tensor& tensor = transfer.tensor;
+  return {transfer.tag, static_cast<std::int32_t>(tensor.scalar_type()), static_cast<std::int64_t>(tensor.nbytes())};
+}
+
+bool same_form(const Message& one, const Message& other) {
+  return one.dtype == other.dtype && one.bytes == other.bytes;
+}
+
+std::string in_words(const Message& message) {
+  return c10::str(message.bytes, " bytes of ", static_cast<at::ScalarType>(message.dtype));
+}
+
 }  // namespace
 
 Pairs::Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size, QueuePlaces places,
@@ -161,7 +174,7 @@ void Pairs::push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* go
       out.current = std::move(next);
       const at::Tensor& tensor = out.current->tensor;
       const Piece piece{tensor.data_ptr(), tensor.nbytes()};
-      out.head = {out.current->tag, static_cast<std::int64_t>(piece.bytes)};
+      out.head = head_of(*out.current);
       status = library_->queue_send(out.end, reinterpret_cast<const char*>(&out.head), sizeof out.head, &piece,
                                     piece.bytes == 0 ? 0 : 1, 0, 0, timeout_s);
     }
@@ -206,13 +219,13 @@ bool Pairs::begin_message(Incoming& in, int peer, double timeout_s, Ended* ended
   in.done_bytes = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    in.current = match(in, static_cast<int>(in.head.tag));
+    in.current = match(in, in.head.tag);
   }
-  if (in.current && static_cast<std::int64_t>(in.current->tensor.nbytes()) != in.head.bytes) {
+  if (in.current && !same_form(head_of(*in.current), in.head)) {
     deliver(std::exchange(in.current, nullptr), peer, in.head, nullptr, ended);  // which fails
     return false;
   }
-  if (!in.current) in.spare = {static_cast<int>(in.head.tag), std::vector<char>(in.head.bytes)};
+  if (!in.current) in.spare = {in.head, std::vector<char>(in.head.bytes)};
   in.in_message = true;
   return true;
 }
@@ -239,7 +252,7 @@ void Pairs::pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goa
     Held receiver = std::exchange(in.current, nullptr);
     if (!receiver) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      receiver = match(in, in.spare.tag);  // it may have been started meanwhile
+      receiver = match(in, in.spare.head.tag);  // it may have been started meanwhile
       if (!receiver) {
         in.unexpected.push_back(std::move(in.spare));
         continue;
@@ -253,7 +266,7 @@ void Pairs::pull_in_turn(Incoming& in, int peer, double timeout_s, Transfer* goa
 bool Pairs::take_unexpected(const Held& transfer, Ended* ended) {
   const auto take = [&](Incoming& in, Unexpected* found) {
     const auto at = std::find_if(in.unexpected.begin(), in.unexpected.end(),
-                                 [&](const Unexpected& message) { return message.tag == transfer->tag; });
+                                 [&](const Unexpected& message) { return message.head.tag == transfer->tag; });
     if (at == in.unexpected.end()) return false;
     *found = std::move(*at);
     in.unexpected.erase(at);
@@ -272,19 +285,19 @@ bool Pairs::take_unexpected(const Held& transfer, Ended* ended) {
       return false;
     }
   }
-  deliver(transfer, source, {found.tag, static_cast<std::int64_t>(found.bytes.size())}, found.bytes.data(), ended);
+  deliver(transfer, source, found.head, found.bytes.data(), ended);
   return true;
 }
 
 void Pairs::deliver(const Held& transfer, int peer, const Message& head, const char* bytes, Ended* ended) {
-  const auto expected = static_cast<std::int64_t>(transfer->tensor.nbytes());
-  if (expected != head.bytes) {
+  const Message expected = head_of(*transfer);
+  if (!same_form(expected, head)) {
     note_failure(QueueStatus::kMalformed, false, peer, QueueReport{}, transfer, ended);
-    ended->failure.sent_bytes = head.bytes;
-    ended->failure.expected_bytes = expected;
+    ended->failure.sent = in_words(head);
+    ended->failure.expected = in_words(expected);
     return;
   }
-  if (bytes != nullptr && expected != 0) std::memcpy(transfer->tensor.data_ptr(), bytes, expected);
+  if (bytes != nullptr && head.bytes != 0) std::memcpy(transfer->tensor.data_ptr(), bytes, head.bytes);
   if (transfer->target.defined()) {
     const at::AutoDispatchBelowADInplaceOrView below;
     transfer->target.copy_(transfer->tensor);
@@ -314,7 +327,6 @@ void Pairs::note_failure(QueueStatus status, bool sends, int peer, const QueueRe
   ended->failure.suspect = status == QueueStatus::kMalformed ? peer : report.suspect;
   ended->failure.reporter = report.reporter;
   ended->failure.reason = report.reason;
-  ended->failure.sent_bytes = -1;
 }
 
 void Pairs::fail(const char* operation, PairFailure failure, const Held& first) {
@@ -397,7 +409,6 @@ void Pairs::expire() {
   failure.peer = late->peer;
   failure.suspect = late->peer;
   failure.reporter = -1;
-  failure.sent_bytes = -1;
   fail(name_of(late->is_send), failure, late);
 }
 

@@ -28,6 +28,13 @@ struct QueuePlaces {
   int yields = 0;
 };
 
+// The head of a message.
+struct Message {
+  std::int32_t tag = 0;
+  std::int32_t dtype = 0;  // at::ScalarType
+  std::int64_t bytes = 0;
+};
+
 // What went wrong in a transfer; the rank to blame, who told of it and with which status.
 struct PairFailure {
   QueueStatus status;
@@ -36,8 +43,8 @@ struct PairFailure {
   std::int64_t reporter;
   std::int64_t reason;
   double elapsed_s;
-  std::int64_t sent_bytes;  // of a message that doesn't fit its receiver
-  std::int64_t expected_bytes;
+  std::string sent;  // the message, in words, where it doesn't fit its receiver; else empty
+  std::string expected;
 };
 
 class Pairs : public std::enable_shared_from_this<Pairs> {
@@ -76,12 +83,8 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   bool drain(Clock::time_point deadline);
 
  private:
-  struct Message {
-    std::int64_t tag = 0;
-    std::int64_t bytes = 0;
-  };
   struct Unexpected {
-    int tag;
+    Message head;
     std::vector<char> bytes;
   };
   struct Outgoing {
