@@ -5,11 +5,19 @@ A collector that runs in a rank would write into each object that the fork serve
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - for the first address that a rank looks up
 import gc
 
 import pytest  # noqa: F401
 
+from device_communicators.c10d import creation, world  # noqa: F401
+from device_communicators.cpu import plain_tree, shared_memory  # noqa: F401
+
+# What every rank would import for its first group: a third of the CPU time of a world of ranks that are killed.
+from device_communicators.hierarchical import communicator, hosts, leaders  # noqa: F401
+from device_communicators.process_group import checked, plain, started_calls  # noqa: F401
 from tests.contract import attempts  # noqa: F401
+from tests.failure import worlds  # noqa: F401
 
 gc.collect()
 gc.freeze()

@@ -32,7 +32,7 @@ from tests.failure.worlds import (
 )
 
 POISONED_WITHIN_S = 0.010
-LOOPS_S = 0.15
+LOOPS_S = 0.05
 
 
 def killed_in(
