@@ -16,7 +16,7 @@ from tests.programs import Program, script
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 180
+DEADLINE_S = 400
 
 
 def run(name: str, file: Path, *arguments: str) -> dict[str, Any]:
