@@ -619,7 +619,7 @@ def _default_group_that_fails(of_torch: int) -> list[Outcome]:
             else:
                 patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _no_descriptor)
             told = [attempt(ps.init_distributed_environment, timeout=5)]
-        told.append(attempt(ps.init_distributed_environment, timeout=5))
+        told.append(attempt(ps.init_distributed_environment, timeout=30))
         return [*told, attempt(ps.get_world_group().all_gather_object, 1)]
     finally:
         ps.destroy_distributed_environment()
