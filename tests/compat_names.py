@@ -1,0 +1,307 @@
+"""Compares the names of a `parallel_state.compat` module with those of its project's files, which `ast` reads.
+
+    differences(compat.vllm, [VLLM, VLLM_UTILS], also=["_node_count"])      # [] where each name is accounted for
+
+A name is the same where ours has the same parameters: names, order, kinds, defaults. One that differs is in the
+module's `NOTES`, one that isn't there in its `MISSING`, each with the reason. Members of a class are names, too:
+`GroupCoordinator.send`. A module with a row in `PROJECTS` is tested by it, and has its table in `docs/compat.md`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from tests.references import Reference
+
+SKIPPED = {"logger", "T", "P", "R"}
+"""Public at a module's top level by their spelling, and nobody's interface."""
+
+_MISSING = inspect.Parameter.empty
+_PROPERTIES = {"property", "cached_property", "abstractproperty"}
+_KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: "positional-only ",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "",
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.KEYWORD_ONLY: "keyword-only ",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+class Parameter(NamedTuple):
+    """One parameter of a project's function; `default` is source text, "" for none."""
+
+    name: str
+    kind: str
+    default: str
+
+
+class Name(NamedTuple):
+    """What a project says of a name: its parameters, or None where it isn't called."""
+
+    parameters: list[Parameter] | None
+
+
+class Row(NamedTuple):
+    """One row of the table: `state` is "same", "note" or "missing", or what is wrong and not accounted for."""
+
+    name: str
+    state: str
+    why: str = ""
+
+
+def names_of(source: str, also: Iterable[str] = ()) -> dict[str, Name]:
+    """Returns the public names of a module's source, and those of `also`, with the members of its public classes."""
+    found: dict[str, Name] = {}
+    wanted = set(also)
+
+    def keep(name: str) -> bool:
+        return name not in found and (name in wanted or not name.startswith("_")) and name not in SKIPPED
+
+    for node in _statements(ast.parse(source).body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if keep(node.name):
+                found[node.name] = Name(_parameters(node))
+        elif isinstance(node, ast.ClassDef):
+            if keep(node.name):
+                found[node.name] = Name(_constructor(node))
+                found |= {f"{node.name}.{name}": each for name, each in _members(node).items()}
+        else:
+            found |= {name: Name(None) for name in _assigned(node) if keep(name)}
+    return found
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields statements, those within `if`, `try` and `with` as well."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(node.body)
+            yield from _statements(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from _statements(handler.body)
+        else:
+            yield node
+
+
+def _assigned(node: ast.stmt) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> set[str]:
+    return {ast.unparse(each).partition("(")[0].rpartition(".")[2] for each in node.decorator_list}
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool = False) -> list[Parameter]:
+    kinds, arguments = inspect.Parameter, node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [*[""] * (len(positional) - len(arguments.defaults)), *map(ast.unparse, arguments.defaults)]
+    found = [
+        Parameter(
+            each.arg,
+            _KINDS[kinds.POSITIONAL_ONLY if i < len(arguments.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD],
+            default,
+        )
+        for i, (each, default) in enumerate(zip(positional, defaults, strict=True))
+    ]
+    if method and "staticmethod" not in _decorators(node):
+        del found[0]
+    if arguments.vararg:
+        found.append(Parameter(arguments.vararg.arg, "*", ""))
+    for each, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        found.append(Parameter(each.arg, _KINDS[kinds.KEYWORD_ONLY], "" if value is None else ast.unparse(value)))
+    if arguments.kwarg:
+        found.append(Parameter(arguments.kwarg.arg, "**", ""))
+    return found
+
+
+def _constructor(node: ast.ClassDef) -> list[Parameter] | None:
+    """Returns the parameters of a class's call; None where a class above it, in another file, may say them."""
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return _parameters(each, method=True)
+    if "dataclass" in _decorators(node) or any(ast.unparse(base).endswith("NamedTuple") for base in node.bases):
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+        return [
+            Parameter(each.target.id, "", "" if each.value is None else ast.unparse(each.value))  # type: ignore[union-attr]
+            for each in fields
+            if "ClassVar" not in ast.unparse(each.annotation)
+        ]
+    return None
+
+
+def _members(node: ast.ClassDef) -> dict[str, Name]:
+    """Returns a class's public methods and attributes, those that its methods set as well."""
+    found: dict[str, Name] = {}
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not each.name.startswith("_"):
+                found[each.name] = Name(None if _decorators(each) & _PROPERTIES else _parameters(each, method=True))
+        else:
+            found |= {name: Name(None) for name in _assigned(each) if not name.startswith("_")}
+    for name in sorted(_set_on_self(node)):
+        found.setdefault(name, Name(None))
+    return found
+
+
+def _set_on_self(node: ast.AST) -> set[str]:
+    return {
+        each.attr
+        for each in ast.walk(node)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+        and not each.attr.startswith("_")
+    }
+
+
+# Ours.
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    """Returns ours of that name; `_MISSING` if there is none, None for an attribute that instances alone have."""
+    owner, _, member = name.rpartition(".")
+    if not owner:
+        return getattr(module, name, _MISSING)
+    kind = getattr(module, owner, _MISSING)
+    if not isinstance(kind, type):
+        return _MISSING
+    found = inspect.getattr_static(kind, member, _MISSING)
+    if found is not _MISSING:
+        return found
+    return None if member in _attributes(kind) else _MISSING
+
+
+@cache
+def _attributes(kind: type) -> set[str]:
+    """Returns the attributes that instances of `kind` have by annotation or by assignment in its methods."""
+    found: set[str] = set()
+    for each in kind.__mro__[:-1]:
+        found |= set(vars(each).get("__annotations__", ())) | set(vars(each).get("__slots__", ()))
+        try:
+            found |= _set_on_self(ast.parse(textwrap.dedent(inspect.getsource(each))))
+        except (OSError, TypeError):  # made at run time, or of C
+            continue
+    return found
+
+
+def _difference(theirs: Name, ours: Any, of_instance: bool, namespace: Mapping[str, Any]) -> str:
+    """Returns how ours differs from theirs; "" where it doesn't."""
+    if theirs.parameters is None:
+        return ""
+    function = ours.__func__ if isinstance(ours, staticmethod | classmethod) else ours
+    if not callable(function):
+        return "is not callable"
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return "has no signature"
+    if of_instance and not isinstance(ours, staticmethod):
+        del parameters[:1]
+    words = [f"{_KINDS[each.kind]}{each.name}" for each in parameters]
+    expected = [f"{each.kind}{each.name}" for each in theirs.parameters]
+    if words != expected:
+        return f"takes ({', '.join(words)}), not ({', '.join(expected)})"
+    for mine, each in zip(parameters, theirs.parameters, strict=True):
+        if not _same_default(mine.default, each.default, namespace):
+            shown = "none" if mine.default is _MISSING else repr(mine.default)
+            return f"has the default {shown} for {each.name}, not {each.default or 'none'}"
+    return ""
+
+
+def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
+    if ours is _MISSING or not theirs:
+        return ours is _MISSING and not theirs
+    if theirs.startswith(("field(", "dataclasses.field(")):  # of a dataclass: a factory, whose place is what counts
+        return True
+    try:
+        value = eval(theirs, dict(namespace))  # (a default in a file whose digest is pinned)
+    except Exception:
+        return theirs.rpartition(".")[2] in (repr(ours), getattr(ours, "__name__", None), getattr(ours, "name", None))
+    return type(value) is type(ours) and bool(value == ours)
+
+
+def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[Row]:
+    """Returns a row for each name of the project; of a name in two files the first file's counts.
+
+    `also`: private names that their own trees import. A row's state that is none of the three is a defect.
+    """
+    import torch
+    import torch.distributed
+
+    namespace = {"torch": torch, "dist": torch.distributed, **vars(module)}
+    names: dict[str, Name] = {}
+    for reference in references:
+        for name, each in names_of(reference.read(), also).items():
+            names.setdefault(name, each)
+    found = [_row(module, name, names[name], namespace) for name in names]
+    unknown = [name for name in (*module.NOTES, *module.MISSING) if name not in names]
+    return found + [Row(name, "is in NOTES or MISSING, but no name of the project") for name in unknown]
+
+
+def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, Any]) -> Row:
+    owner, _, _ = name.rpartition(".")
+    ours = _find(module, name)
+    if ours is _MISSING:
+        whole = owner if owner in module.MISSING else name
+        if whole in module.MISSING:
+            return Row(name, "missing", module.MISSING[whole])
+        return Row(name, "isn't there, and MISSING doesn't say why")
+    if name in module.MISSING:
+        return Row(name, "is there, but MISSING says it isn't")
+    if name in module.NOTES:
+        return Row(name, "note", module.NOTES[name])
+    return Row(name, _difference(theirs, ours, bool(owner), namespace) or "same")
+
+
+def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
+    """Returns what is neither the same nor accounted for in `module.NOTES` or `module.MISSING`, in words."""
+    return [
+        f"{row.name} {row.state}"
+        for row in rows(module, references, also)
+        if row.state not in ("same", "note", "missing")
+    ]
+
+
+def imported_names(folder: Path, module: str) -> dict[str, list[str]]:
+    """Returns the names that a tree's files import from `module` (dotted), each with those files."""
+    package, _, last = module.rpartition(".")
+    found: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(errors="replace")
+        if last not in text:
+            continue
+        tree = ast.parse(text)
+        aliases = {module}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == module:
+                for each in node.names:
+                    found.setdefault(each.name, []).append(str(path.relative_to(folder)))
+            elif isinstance(node, ast.ImportFrom) and node.module == package:
+                aliases |= {each.asname or each.name for each in node.names if each.name == last}
+            elif isinstance(node, ast.Import):
+                aliases |= {each.asname for each in node.names if each.name == module and each.asname}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in aliases:
+                found.setdefault(node.attr, []).append(str(path.relative_to(folder)))
+    return found
+
+
+class Project(NamedTuple):
+    """A project of `docs/compat.md`: its compat module, title, files, and the private names that its tree imports."""
+
+    module: str
+    title: str
+    references: tuple[Reference, ...]
+    also: tuple[str, ...] = ()
+
+
+PROJECTS: tuple[Project, ...] = ()
+"""Each compat module has a row here, which the test of all of them and the docs' table read."""
