@@ -50,7 +50,10 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "compat": ("recovery", "getters", "aliases", "regions", "capture", "utilities", "simulated"),
     "tools": ("launch", "simulated"),
 }
-"""Rooms of `parallel_state` may import whatever of `device_communicators` they need; its root imports all but tools and compat."""
+"""Rooms of `parallel_state` may import whatever of `device_communicators` they need.
+
+Its root imports all but tools and compat.
+"""
 
 TYPES_ONLY = {("routing", "cpu"): "a group's context carries the host's memory to the communicators above, unseen"}
 """Arrows against the table that only type checkers follow, each with its reason."""
