@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
-.PHONY: demo check test test-long long-lanes versions references test-gpu run-gpu-tests sanitize lint format stubs docs dist clean
+.PHONY: demo check test test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -74,6 +74,12 @@ test-gpu:
 
 run-gpu-tests: $(STAMP)
 	$(if $(GPU_TESTS)$(GPU_TESTS_REPORT),,GPU_TESTS_REPORT=benchmarks/results) $(BIN)/python -m pytest tests/gpu -v --durations=10 $(ARGS)
+
+# The real engines over this project, in an environment of their own in the user's cache; ENGINES=its-python has another.
+# Tests of an engine's own tests need its source: PARALLEL_STATE_MEGATRON_SOURCE=folder, and the like for others.
+test-engines:
+	python=$(if $(ENGINES),$(ENGINES),$$($(PYTHON) -m tests.engines.install)) && \
+		PYTHONPATH="$(CURDIR)" $$python -m pytest tests/engines --durations=10 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ def find_interpreter(version: str) -> str | None:
 
 
 def sources() -> list[str]:
-    folders = ("parallel_state", "device_communicators", "tests", "benchmarks", "docs")
+    folders = ("parallel_state", "device_communicators", "tests", "benchmarks", "docs", "examples")
     return ["setup.py", *(str(path) for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))]
 
 

@@ -40,7 +40,7 @@ def nothing_left_after(limit_s: float) -> Iterator[None]:
         for pid in _new(processes):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reap(processes)
+        reap(processes)
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
@@ -102,7 +102,7 @@ def _processes() -> Iterator[tuple[int, int, str]]:
             yield int(process.name), int(parent), state
 
 
-def _reap(before: set[int]) -> None:
+def reap(before: set[int]) -> None:
     """The orphans that ended as children of this process; those of `multiprocessing` it has waited for itself."""
     known = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     for pid, parent, state in list(_processes()):

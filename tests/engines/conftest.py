@@ -1,0 +1,40 @@
+"""Fixtures of the tests with real engines: models, and this project's entry points. `make test-engines` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.engines import models as kinds
+from tests.engines import running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves the engines' tests out where the engines aren't: their files import them within tests alone."""
+    if find_spec("vllm") is None:
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.skip(reason="make test-engines has the engines that this needs"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`models("llama")` is the folder of a tiny model; `models("llama", hidden_size=512)` of a larger one."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def model(kind: str, **sizes: object) -> Path:
+        key = (kind, *sorted(sizes.items()))
+        if key not in made:
+            made[key] = kinds.make(kind, tmp_path_factory.mktemp(kind), **sizes)
+        return made[key]
+
+    return model
+
+
+@pytest.fixture(scope="session")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for a program's PYTHONPATH: with it this project's entry points are found, installed or not."""
+    return running.entry_points(tmp_path_factory.mktemp("entry_points"))

