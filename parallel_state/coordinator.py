@@ -11,10 +11,12 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
+from device_communicators import forks, limits
 from device_communicators.catalog import build_route
 from device_communicators.errors import (
     CommunicationError,
@@ -35,9 +37,11 @@ from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages.calls import MessageCalls
 from parallel_state.messages.messenger import Messenger
 from parallel_state.process_groups.agreement import Request, digest
-from parallel_state.process_groups.options import GroupOptions
+from parallel_state.process_groups.joining import GivenGroup, agree_on_token, examine, prepare
+from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
-from parallel_state.torch_internals import is_fake, store_in_words
+from parallel_state.startup import environment
+from parallel_state.torch_internals import default_store, is_fake, store_in_words
 
 logger = logging.getLogger("parallel_state")
 
@@ -98,8 +102,12 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
         for_callers: Any = None,
+        owns_pool: bool = False,
     ) -> None:
-        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's."""
+        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's.
+
+        `owns_pool`: the pool has no other user, and ends with the group.
+        """
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -115,9 +123,63 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
         self._for_callers = for_callers
+        self._owns_pool = owns_pool
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         register_route(self.route)
+
+    @classmethod
+    @host_call(OUTSIDE)
+    def from_process_group(
+        cls,
+        process_group: Any,
+        *,
+        cpu_group: Any = None,
+        device: torch.device | str | None = None,
+        name: str = "group",
+        timeout: timedelta | float | None = None,
+        allow_pickle: bool = False,
+    ) -> GroupCoordinator:
+        """Creates a coordinator over a torch ProcessGroup that exists: of gloo, our own backend, NCCL or another one.
+
+        Every rank of the group calls it, and no other; in one order where there are several. It needs an initialised
+        torch.distributed and nothing else, neither before nor after `initialize_model_parallel`. It has shared memory,
+        the transport between hosts and the checks on the other ranks' lives as any group; the death of one of *these*
+        ranks fails it. `device`: that of its tensors; left out, the group's: CUDA where the group has a backend of its
+        own for it, else the CPU. `cpu_group`: the gloo group of the same ranks beside a device group; left out, and
+        where `process_group` isn't gloo's itself, one is made. `name` is for messages. `timeout`, seconds or a
+        timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S). `allow_pickle` as in
+        initialize_model_parallel.
+
+        `device_group` is `process_group`. The coordinator owns what it made: memory, watch, and the gloo group, if it
+        made that; `destroy()` ends those, and leaves `process_group` and `cpu_group` to their owner, who destroys them
+        afterwards. What no communicator of ours carries goes over `process_group`, which matches calls by their order:
+        on all ranks, the same between its calls and the coordinator's. Several coordinators over one group don't get
+        in each other's way.
+
+        Raises GroupNotInitializedError before init_process_group, InvalidArgumentError on a rank that isn't in the
+        group or for what is no group of torch's, RendezvousError where a rank of the group doesn't come.
+        """
+        from device_communicators.c10d.world import address_of  # here, as those of create_group
+
+        forks.check("from_process_group()")
+        given = examine(process_group, cpu_group, device)
+        limits.raise_descriptor_limit()
+        prepare(len(given.ranks))
+        timeout_s = seconds(timeout)
+        pool = ProcessGroupPool(timeout_s, token=agree_on_token(given.device, process_group, "from_process_group"))
+        try:
+            pool.address = address_of(default_store())
+            options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
+            place = environment.explicit(pool.rank, pool.world_size, rendezvous=False)
+            traits = Traits(given.device, place.local_rank, options, allow_pickle)
+            domain = FailureDomain(given.ranks, is_root=True)
+            group = create_group(pool, given.ranks, name, traits, domain=domain, given=given)
+            watch(pool, group)
+        except BaseException:
+            pool.close()
+            raise
+        return group
 
     # Membership.
 
@@ -222,7 +284,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         if self.pool is None:
             raise GroupNotInitializedError(f"{self.context} is simulated and has no process group")
         # Never None for one rank: torch.distributed takes group=None for the whole world.
-        return find() if self.world_size > 1 else self.pool.alone(options)
+        return find() or self.pool.alone(options)
 
     # The group itself.
 
@@ -324,6 +386,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             failed = self.route.has_failed or not all_sent
             with contextlib.ExitStack() as stack:  # runs from its end
                 if pool is not None:
+                    if self._owns_pool:
+                        stack.callback(pool.close)
                     for each in reversed(acquired):
                         stack.callback(pool.release, each, failed=failed)
                 if memory is not None and pool is not None:
@@ -355,12 +419,14 @@ def create_group(
     near: Sequence[Acquired] = (),
     domain: FailureDomain | None = None,
     unshared: bool = False,
+    given: GivenGroup | None = None,
 ) -> GroupCoordinator:
     """Creates the group of `ranks` (global, ascending), of which this rank is one.
 
     Which ranks call it, `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors
     of the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
-    fails the group, all of the world if none is given.
+    fails the group, all of the world if none is given. `given`: the process group over which it is made, and which
+    stays its owner's; the pool, made for it, ends with the group.
     """
     # Here, because only groups of processes have memory in common; and before anybody waits for this rank.
     from device_communicators.cpu.host_memory import HostMemory
@@ -374,8 +440,10 @@ def create_group(
         return taken[-1]
 
     try:
-        device = acquire(traits.options)
-        if traits.options.for_cpu == traits.options:
+        device = acquire(traits.options) if given is None else Acquired(given.process_group, ())
+        if given is not None and given.cpu_group is not None:
+            cpu_group = LazyProcessGroup(lambda: given.cpu_group)
+        elif traits.options.for_cpu == traits.options:
             cpu_group = LazyProcessGroup(lambda: device.process_group)
         else:
             cpu_group = LazyProcessGroup(lambda: acquire(traits.options.for_cpu).process_group)
@@ -399,16 +467,19 @@ def create_group(
             host_memory=memory,
             watcher=pool.watcher,
             domain=domain,
-            channel=pool.next_channel(ranks),
+            channel=pool.next_channel(ranks) if given is None else given.next_channel(),
             fake=fake,
             custom_all_reduce=traits.custom_all_reduce,
             high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
             nccl_config=traits.options.nccl_config,
         )
         for_callers, found = traits.options.for_callers, None
-        if len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:
+        if given is not None:
+            found = given.for_callers
+        elif len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:
             found = device.process_group if for_callers == traits.options else acquire(for_callers).process_group
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
+        owns_pool = given is not None
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found, owns_pool=owns_pool)
     except BaseException as error:
         # In a group that was left in the middle of a call operations may have been begun that never end.
         failed = isinstance(error, CommunicationError)
@@ -416,6 +487,17 @@ def create_group(
             for acquired in taken:
                 stack.callback(pool.release, acquired, failed=failed)
         raise
+
+
+def watch(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
+    """Starts liveness checks for the ranks of a pool's first group; every one of them calls it once."""
+    from device_communicators.cpu.watching import watch_ranks
+
+    memory = group.context.host_memory
+    if memory is None:
+        return
+    pool.neighbours = memory.cores
+    watch_ranks(memory, pool.watcher, pool.private_store, pool.address)
 
 
 def prove(group: GroupCoordinator) -> None:

@@ -34,7 +34,7 @@ from device_communicators.errors import (
 )
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
-from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove
+from parallel_state.coordinator import GroupCoordinator, Traits, create_group, prove, watch
 from parallel_state.groups import mesh
 from parallel_state.groups.current import try_get_current_groups
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups
@@ -42,6 +42,7 @@ from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axi
 from parallel_state.layout.ranks import Layout, check_division, position_in
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
+from parallel_state.process_groups.joining import agree_on_token
 from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment, interfaces
@@ -139,7 +140,7 @@ def init_distributed_environment(
                 _OWNS_DEFAULT_GROUP = True
             made_here = True
             server = environment.store_server(distributed_init_method, place)
-        token = "" if made_here else startup.agree_on_token(device)
+        token = "" if made_here else agree_on_token(device)
         if watch is None:
             watch = startup.watch_joined(place, token)
         watcher = None if watch is None else watch.watcher
@@ -209,7 +210,7 @@ def init_world_group(
     size = dist.get_world_size() if pool is None else pool.world_size
     if list(ranks) != list(range(size)):
         raise LayoutError(f"the ranks of the world must be 0 … {size - 1} in ascending order, but are {list(ranks)}")
-    pool = pool or ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
+    pool = pool or ProcessGroupPool(seconds(None), token=agree_on_token(device))
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     if high_priority_stream and options.is_nccl:
@@ -217,7 +218,7 @@ def init_world_group(
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
     _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
-    startup.watch(pool, _WORLD)
+    watch(pool, _WORLD)
     startup.check_shared_gpus(_WORLD)
     return _WORLD
 
@@ -237,20 +238,11 @@ def world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]
     elif not dist.is_initialized() or dist.get_world_size() == 1 or is_fake():
         yield None
     else:
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-        device = torch.device(device)
-        pool = ProcessGroupPool(seconds(None), token=startup.agree_on_token(device))
-        options = GroupOptions(pool.default_backend).resolve(pool.default_backend, pool.timeout_s)
-        ranks = list(range(pool.world_size))
+        world = GroupCoordinator.from_process_group(dist.group.WORLD, name="default")
         try:
-            traits, domain = Traits(device, options=options), FailureDomain(ranks, is_root=True)
-            world = create_group(pool, ranks, "default", traits, division=lambda: [ranks], domain=domain)
-            startup.watch(pool, world)
             yield world, startup.hosts_of(world)
         finally:
-            if world is not None:
-                world.destroy()
-            pool.close()
+            world.destroy()
 
 
 @host_call(OUTSIDE)

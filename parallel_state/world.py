@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
@@ -20,9 +19,7 @@ import torch.distributed as dist
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators import limits, settings
-from device_communicators.cpu import host_memory, native  # noqa: F401
-from device_communicators.cpu.segment import sweep
-from device_communicators.cpu.watching import watch_ranks
+from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -39,8 +36,8 @@ from device_communicators.routing.waiting import Watched
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
+from parallel_state.process_groups.joining import prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
-from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -126,19 +123,6 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def prepare(world_size: int) -> None:
-    """Builds the native library, if need be, before deadlines start: a compile takes a minute on a busy machine.
-
-    Also for a world of GPUs, whose messages go through the host's memory. If it can't be had, `explain()` says why.
-    Removes what a start that was killed left in shared memory.
-    """
-    if world_size > 1 and (swept := sweep()):
-        logger.info("removed %d shared segments whose makers have ended", swept)
-    if world_size > 1 and settings.SHARED_MEMORY.get():
-        with contextlib.suppress(native.NativeUnavailableError):
-            native.load()
 
 
 def backend_of(backend: str | None) -> str:
@@ -322,29 +306,6 @@ def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
     return device_of(backend, place)
 
 
-def agree_on_token(device: torch.device) -> str:
-    """Returns a name for a world in a default group that somebody else made, where others of ours may have been.
-
-    Every rank of the default group calls it; rank 0 says the name.
-    """
-    token = torch.randint(256, (8,), dtype=torch.uint8).to(device)
-    if dist.get_world_size() > 1 and not is_fake():
-        work = dist.broadcast(token, src=0, async_op=True)
-        limit_s = settings.START_TIMEOUT_S.get()
-        try:
-            work.wait(timedelta(seconds=limit_s)) if device.type == "cpu" else work.wait()
-        except RuntimeError as error:
-            raise RendezvousError(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} joins the default group that exists, but not all "
-                f"of its ranks did within {limit_s:g} s: {plain(error)}. Each of them must call "
-                "init_distributed_environment()",
-                operation="init_distributed_environment",
-                rank=dist.get_rank(),
-                timeout_s=limit_s,
-            ) from error
-    return "/" + bytes(token.tolist()).hex()
-
-
 def check_shared_gpus(world: GroupCoordinator) -> None:
     """Raises InvalidArgumentError where ranks share a GPU and none of them may, on every rank; each calls it.
 
@@ -371,15 +332,6 @@ def hosts_of(world: GroupCoordinator) -> list[list[int]]:
     if is_fake():  # the other ranks are imagined
         return [world.ranks]
     return nodes_of(world) if memory is None else [list(host) for host in memory.hosts]
-
-
-def watch(pool: ProcessGroupPool, world: GroupCoordinator) -> None:
-    """Starts liveness checks for the world's ranks; every rank calls it once."""
-    memory = world.context.host_memory
-    if memory is None:
-        return
-    pool.neighbours = memory.cores
-    watch_ranks(memory, pool.watcher, pool.private_store, pool.address)
 
 
 def closing_barrier(world: GroupCoordinator) -> None:

@@ -30,7 +30,7 @@ class World:
         """`ranks`: global. `store`: that of the group with which it begins, and ends."""
         self.watcher = Watcher()
         self.domain = FailureDomain(ranks)
-        self.address = _address_of(store)
+        self.address = address_of(store)
         """The address at which other hosts reach this process, if known."""
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
@@ -72,7 +72,8 @@ class World:
             return None
 
 
-def _address_of(store: Any) -> str:
+def address_of(store: Any) -> str:
+    """Returns the address at which other hosts reach this process, as the way to a store's server tells; "" if none."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     known = (store.host, store.port) if isinstance(store, dist.TCPStore) else getattr(store, "address", None)
