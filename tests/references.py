@@ -100,7 +100,13 @@ TORCHTITAN = Reference(
     "torchtitan/distributed/parallel_dims.py",
     "452fa8f0a0741b5f68f3ea0710252c6fe4059a797820b7bc8793f160d0dd9cb1",
 )
-ALL = (VLLM, VLLM_CONFIG, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
+MEGATRON = Reference(
+    "megatron-core",
+    "0.16.1",
+    "megatron/core/parallel_state.py",
+    "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
+)
+ALL = (MEGATRON, VLLM, VLLM_CONFIG, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
 

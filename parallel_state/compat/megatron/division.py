@@ -1,0 +1,339 @@
+"""Megatron's `initialize_model_parallel` and its end, over the state's; and groups that it makes beside."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel_state import state
+from parallel_state.compat.megatron import process_groups
+from parallel_state.compat.megatron.buffers import set_global_memory_buffer
+from parallel_state.compat.megatron.errors import InitializedError, NotInitializedError, RefusedError, as_megatrons
+from parallel_state.compat.megatron.lookup import (
+    CHOSEN,
+    HIERARCHICAL,
+    HYBRID,
+    LISTED,
+    OPTIONS,
+    VARIABLES,
+    WITHOUT_GTP,
+    forget,
+    gloo_group_of,
+    group_of,
+    size_of,
+)
+from parallel_state.compat.megatron.process_groups import (
+    backend_of_groups,
+    create_group,
+    create_hierarchical_groups,
+    create_hybrid_dp_cp_groups,
+    overwrite_nccl_comm_cfgs,
+)
+from parallel_state.compat.megatron.ranks import (
+    RankGenerator,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    hierarchical_ranks,
+    with_gtp_remat,
+)
+from parallel_state.process_groups.options import GroupOptions
+
+logger = logging.getLogger("parallel_state")
+
+_TOLD: set[str] = set()
+"""Options that the log has named as unused."""
+_JOINED: list[weakref.ref[Any]] = []
+"""torch's default group, over which the world was made here on demand."""
+
+_TOKENS = {
+    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "dp_gtp": "gtp_remat-dp",
+    "dp_cp_gtp": "gtp_remat-dp-cp", "model": "tp-gtp_remat-pp", "tp_cp": "tp-cp", "tp_dp": "tp-gtp_remat-dp",
+    "tp_dp_cp": "tp-gtp_remat-dp-cp", "gtp": "gtp_remat",
+}  # fmt: skip
+_EXPERT_TOKENS = {
+    "ep": "ep", "etp": "tp", "tp_ep": "tp-ep", "tp_ep_pp": "tp-ep-pp", "tp_ep_pp_gtp": "tp-ep-gtp_remat-pp",
+    "edp": "dp", "edp_gtp": "gtp_remat-dp", "egtp": "gtp_remat",
+}  # fmt: skip
+_GLOO_KINDS = ("dp", "dp_cp", "intra_dp_cp", "edp", "intra_edp")
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    create_all_gather_group: bool | None = False,
+    *,
+    gtp_remat_size: int = 1,
+    expert_gtp_remat_size: int = 1,
+    rank_offset: int = 0,
+    local_world_size: int | None = None,
+) -> None:
+    """Divides the world as Megatron does, and the state with it; every rank of torch's default group calls it alike.
+
+    All groups are made now, those of equal ranks once; `create_gloo_process_groups` makes gloo's beside the
+    data-parallel ones. `distributed_timeout_minutes` is the deadline of every call of theirs. Options without a meaning
+    here (SHARP; on the CPU those of NCCL) are named once in the log. `gtp_remat_size`, `expert_gtp_remat_size`,
+    `rank_offset` and `local_world_size` are main's; with any of them only the getters of this module have the groups,
+    not the state's, and their members alone make them.
+
+    Raises NotInitializedError before init_process_group and InitializedError at the second time, both AssertionErrors;
+    RefusedError for sizes that don't fit, a RuntimeError and an AssertionError.
+    """
+    if sharp_enabled_group is not None and not use_sharp:
+        raise RefusedError(f"use_sharp must be True with sharp_enabled_group={sharp_enabled_group!r}")
+    if sharp_enabled_group not in (None, "dp", "dp_replica"):
+        raise RefusedError(f"sharp_enabled_group must be 'dp' or 'dp_replica', but is {sharp_enabled_group!r}")
+    if sharp_enabled_group == "dp_replica" and num_distributed_optimizer_instances == 1:
+        raise RefusedError("sharp_enabled_group='dp_replica' needs several optimizer instances")
+    if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
+        raise RefusedError(
+            f"pipeline_model_parallel_comm_backend must be 'nccl', 'ucc' or None, "
+            f"but is {pipeline_model_parallel_comm_backend!r}"
+        )
+    if hierarchical_context_parallel_sizes:
+        hierarchical_ranks(range(context_parallel_size), hierarchical_context_parallel_sizes)
+    _join_world()
+    if group_of("dp") is not None:
+        raise InitializedError("the model-parallel groups exist already; call destroy_model_parallel() first")
+    on_gpu = backend_of_groups() is None and torch.cuda.is_available()
+    nccl = _nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
+    if on_gpu and pipeline_model_parallel_comm_backend is not None:
+        nccl["pp"] = GroupOptions(pipeline_model_parallel_comm_backend)
+    _say_unused(
+        use_sharp=use_sharp,
+        sharp_enabled_group=sharp_enabled_group,
+        nccl_communicator_config_path=not on_gpu and nccl_communicator_config_path,
+        high_priority_stream_groups=not on_gpu and high_priority_stream_groups,
+        pipeline_model_parallel_comm_backend=not on_gpu and pipeline_model_parallel_comm_backend,
+    )
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    sizes: dict[str, Any] = {
+        "tp": tensor_model_parallel_size, "pp": pipeline_model_parallel_size, "cp": context_parallel_size,
+        "ep": expert_model_parallel_size, "etp": expert_tensor_parallel_size,
+    }  # fmt: skip
+    try:
+        with as_megatrons():
+            if gtp_remat_size * expert_gtp_remat_size > 1 or rank_offset or local_world_size is not None:
+                world_size = local_world_size or dist.get_world_size()
+                instances = num_distributed_optimizer_instances
+                _check_listed(instances, virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+                ends = {
+                    "embedding": get_embedding_ranks or default_embedding_ranks,
+                    "position_embedding": get_position_embedding_ranks or default_position_embedding_ranks,
+                }
+                _make_listed(
+                    sizes, order, world_size, rank_offset, gtp_remat_size, expert_gtp_remat_size, ends, timeout
+                )
+                create_gloo_process_groups = create_gloo_process_groups and gtp_remat_size == expert_gtp_remat_size == 1
+            else:
+                state.initialize_model_parallel(
+                    tensor_model_parallel_size,
+                    pipeline_model_parallel_size,
+                    cp=context_parallel_size,
+                    ep=expert_model_parallel_size,
+                    etp=expert_tensor_parallel_size,
+                    inter_dist_opt=num_distributed_optimizer_instances,
+                    virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+                    order=order,
+                    backend=backend_of_groups(),
+                    axis_options=nccl if on_gpu else None,
+                    timeout=timeout,
+                    eager=True,
+                    get_embedding_ranks=get_embedding_ranks,
+                    get_position_embedding_ranks=get_position_embedding_ranks,
+                )
+        OPTIONS["gloo"] = create_gloo_process_groups
+        if create_gloo_process_groups:
+            for kind in _GLOO_KINDS:  # now, while all ranks are here: later only some may ask
+                gloo_group_of(kind)
+        if create_all_gather_group:
+            LISTED["dp_cp_ag"] = _apart("dp_cp", timeout)
+        if hierarchical_context_parallel_sizes:
+            for ranks in _lists("cp"):
+                made, _ = create_hierarchical_groups(
+                    dist.get_rank(),
+                    ranks,
+                    hierarchical_context_parallel_sizes,
+                    timeout=timeout,
+                    group_desc="CONTEXT_PARALLEL_GROUP",
+                )
+                HIERARCHICAL.extend(made)
+        if hybrid_context_parallel:
+            for ranks in _lists("dp_cp"):
+                if len(ranks) % 2:
+                    raise RefusedError(f"hybrid context parallelism needs an even dp · cp, but it is {len(ranks)}")
+                HYBRID.update(create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None))
+        if virtual_pipeline_model_parallel_size is not None:
+            CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
+            CHOSEN["get_virtual_pipeline_model_parallel_world_size"] = virtual_pipeline_model_parallel_size
+        set_global_memory_buffer()
+    except BaseException:
+        destroy_model_parallel()
+        raise
+
+
+def destroy_model_parallel() -> None:
+    """Ends the groups, and forgets what setters were given. Every rank calls it; twice is fine. The world stays."""
+    symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
+    forget()
+    if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
+        symmetric.SymmetricMemoryManager.destroy()
+    try:
+        state.destroy_model_parallel()
+    finally:
+        process_groups.forget_groups()
+
+
+def _join_world() -> None:
+    """Leaves a world whose default group has gone; NotInitializedError without one. The state joins the new one."""
+    world = state.try_get_world_group()
+    if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
+        destroy_model_parallel()
+        state.destroy_distributed_environment()
+        _JOINED.clear()
+        world = None
+    if world is None:
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "torch.distributed must be initialised first: call torch.distributed.init_process_group()"
+            )
+        state.init_distributed_environment()
+        _JOINED[:] = [weakref.ref(dist.group.WORLD)]
+
+
+def _say_unused(**options: Any) -> None:
+    """Names options in the log that were given and have no meaning here, each once in a process."""
+    for name in (name for name, value in options.items() if value and name not in _TOLD):
+        _TOLD.add(name)
+        logger.info("initialize_model_parallel(%s=…) has no effect here", name)
+
+
+def _nccl_options(path: str | None, high_priority: list[str] | None) -> dict[str, GroupOptions]:
+    """Returns the options of Megatron's YAML file, and of groups with a stream of high priority, by our kinds."""
+    found: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        try:
+            yaml: Any = importlib.import_module("yaml")
+        except ImportError as error:
+            raise RuntimeError("nccl_communicator_config_path needs PyYAML: pip install pyyaml") from error
+        with open(path) as file:
+            found = yaml.safe_load(file) or {}
+    for name in high_priority or ():
+        overwrite_nccl_comm_cfgs(found, name, ("is_high_priority_stream", True))
+    kinds = process_groups.KINDS
+    return {kinds[name]: process_groups.options_of(chosen) for name, chosen in found.items() if name in kinds}
+
+
+def _check_listed(instances: int, virtual: int | None, pp: int) -> None:
+    if instances > 1:
+        raise RefusedError("gtp_remat_size, rank_offset and local_world_size go with one optimizer instance only")
+    if virtual is not None and pp == 1:
+        raise RefusedError("virtual stages need a pipeline-parallel size above 1")
+
+
+def _make_listed(
+    sizes: Mapping[str, Any],
+    order: str,
+    world_size: int,
+    rank_offset: int,
+    gtp: int,
+    egtp: int,
+    ends: Mapping[str, Callable[[list[int]], list[int]]],
+    timeout: timedelta,
+) -> None:
+    """Fills `LISTED` from two RankGenerators, as Megatron's main does; members alone make each list's group."""
+    tp, pp, cp, ep, etp = sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"], sizes["etp"] or sizes["tp"]
+    for size in (tp * pp * cp * gtp, etp * ep * pp * egtp):
+        if world_size % size:
+            raise RefusedError(f"the world size must be divisible by {size}, but is {world_size}")
+    dense = RankGenerator(
+        tp, 1, world_size // (tp * pp * cp * gtp), pp, cp, with_gtp_remat(order, "tp"), rank_offset, gtp
+    )
+    experts = RankGenerator(
+        etp, ep, world_size // (etp * ep * pp * egtp), pp, 1, with_gtp_remat(order, "ep"), rank_offset, egtp
+    )
+    if dense.get_ranks("pp") != experts.get_ranks("pp"):
+        raise RefusedError(f"the pipeline groups of dense and expert layers must be the same, but in {order!r} aren't")
+    if not order.endswith("pp") and pp > 1 and dense.dp != experts.dp:
+        raise RefusedError(f"in {order!r} dense and expert layers must have the same data-parallel size; put pp last")
+    me, made = dist.get_rank(), {}
+
+    def take(kind: str, lists: list[list[int]]) -> None:
+        for ranks in lists:
+            if me in ranks and kind not in LISTED:
+                key = tuple(ranks)
+                if key not in made:
+                    made[key] = create_group(ranks, timeout, use_local_synchronization=True, group_desc=kind)
+                LISTED[kind] = made[key], list(ranks)
+
+    for generator, tokens in ((dense, _TOKENS), (experts, _EXPERT_TOKENS)):
+        for kind, token in tokens.items():
+            take(kind, generator.get_ranks(token))
+    for kind, pick in ends.items():
+        take(kind, [pick(list(ranks)) for ranks in dense.get_ranks("pp")])
+    take("intra_dist_opt", [list(range(rank_offset, rank_offset + world_size))])
+    for kind, whole in {"intra_dp_cp": "dp_cp", "intra_dp_cp_gtp": "dp_cp_gtp", "intra_edp": "edp",
+                        "intra_edp_gtp": "edp_gtp"}.items():  # fmt: skip
+        LISTED[kind] = LISTED[whole]
+
+
+def _lists(kind: str) -> list[list[int]]:
+    """Returns all groups of a kind in the world; those of a part of it are made by its ranks alone."""
+    return [LISTED[kind][1]] if kind in LISTED else state.get_parallel_groups().layout.groups(kind)
+
+
+def _apart(kind: str, timeout: timedelta | None) -> tuple[Any, list[int]]:
+    """Returns one more group of the ranks of a kind, in which calls don't wait for those in the first."""
+    return process_groups.create_groups(
+        _lists(kind), timeout=timeout, group_desc=f"{kind}_ag", use_local_synchronization=kind in LISTED
+    )
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Returns groups of the ranks of `dp_cp` and, for experts, `edp`, apart from those: None where not asked for.
+
+    An all-gather over them can run beside a reduce-scatter over the others. Every rank of the world calls it.
+    """
+    if group_of("dp") is None:
+        raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
+    dense, _ = _apart("dp_cp", timeout)
+    if not for_expert_parallelism or size_of("ep") == 1:
+        return dense, None
+    return dense, _apart("edp", timeout)[0]
+
+
+def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
+    """Sets the deadline of a process group, or of all: the default one's too. Its ranks call it, and meet in it."""
+    groups = [pg]
+    if pg is None:
+        kinds = [group_of(kind) for kind in (*VARIABLES.values(), *WITHOUT_GTP)]
+        groups = list(dict.fromkeys([dist.group.WORLD, *filter(None, kinds), *process_groups.created_groups()]))
+    process_groups.set_timeouts(groups, timeout, lambda: dist.barrier(pg))

@@ -1,0 +1,35 @@
+"""This library's usage errors under Megatron's: it raises AssertionError and RuntimeError, which programs catch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from device_communicators.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
+
+
+class NotInitializedError(GroupNotInitializedError, AssertionError):
+    """A group was asked for that isn't there."""
+
+
+class InitializedError(AlreadyInitializedError, AssertionError):
+    """The groups exist already."""
+
+
+class RefusedError(LayoutError, RuntimeError, AssertionError):
+    """Sizes, order or ranks don't fit: Megatron's RuntimeError or AssertionError."""
+
+
+@contextmanager
+def as_megatrons() -> Iterator[None]:
+    """Raises what the body raises as the error of this module that is one of Megatron's as well."""
+    try:
+        yield
+    except (NotInitializedError, InitializedError, RefusedError):
+        raise
+    except GroupNotInitializedError as error:
+        raise NotInitializedError(str(error)) from error
+    except AlreadyInitializedError as error:
+        raise InitializedError(str(error)) from error
+    except LayoutError as error:
+        raise RefusedError(str(error)) from error

@@ -1,0 +1,72 @@
+"""`install`: puts this package in the place of `megatron.core.parallel_state`, for programs that aren't changed."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+from device_communicators.errors import AlreadyInitializedError, UnsupportedError
+
+logger = logging.getLogger("parallel_state")
+
+_CORE, _NAME = "megatron.core", "megatron.core.parallel_state"
+
+
+def install() -> None:
+    """Makes `megatron.core.parallel_state` this module, for all that is imported from now on, in this process.
+
+    Best before the first import of Megatron. Modules that have imported its own already get this one, and its functions
+    by the same names: as attributes, not in default arguments or closures. The log says what was changed. Twice is
+    fine. Raises UnsupportedError without megatron-core, AlreadyInitializedError where Megatron's own groups are there.
+    """
+    ours = sys.modules[__package__]
+    theirs = sys.modules.get(_NAME)
+    if theirs is ours:
+        return
+    if theirs is None:
+        if importlib.util.find_spec("megatron") is None or not _has_core():
+            raise UnsupportedError("megatron-core isn't installed here; pip install megatron-core")
+        sys.modules[_NAME] = ours
+        logger.info("%s is %s from now on", _NAME, ours.__name__)
+        return
+    if getattr(theirs, "_DATA_PARALLEL_GROUP", None) is not None:
+        raise AlreadyInitializedError(
+            "Megatron's own parallel state has groups already; call install() before its initialize_model_parallel(), "
+            "or its destroy_model_parallel() first"
+        )
+    sys.modules[_NAME] = ours
+    replaced = _replace(theirs, ours)
+    logger.info(
+        "%s is %s from now on; replaced in modules that were imported: %s",
+        _NAME,
+        ours.__name__,
+        ", ".join(replaced) or "none",
+    )
+
+
+def _has_core() -> bool:
+    spec = importlib.util.find_spec("megatron")
+    paths = [] if spec is None else list(spec.submodule_search_locations or [])
+    return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None
+
+
+def _replace(theirs: ModuleType, ours: ModuleType) -> list[str]:
+    """Puts our module and functions where modules hold theirs; returns those modules' names."""
+    other: dict[int, Any] = {id(theirs): ours}
+    for name, value in vars(theirs).items():
+        if getattr(value, "__module__", None) == _NAME and hasattr(ours, name):
+            other[id(value)] = getattr(ours, name)
+    changed = []
+    for module_name, module in list(sys.modules.items()):
+        if module is theirs or not isinstance(module, ModuleType):
+            continue
+        held = [name for name, value in vars(module).items() if id(value) in other]
+        for name in held:
+            setattr(module, name, other[id(vars(module)[name])])
+        if held:
+            changed.append(module_name)
+    return sorted(changed)

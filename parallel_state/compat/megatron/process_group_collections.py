@@ -1,0 +1,37 @@
+"""Megatron's ProcessGroupCollection, from groups of ours and to them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+from typing import Any
+
+from parallel_state import state
+from parallel_state.groups.parallel_groups import ParallelGroups
+
+KINDS = {
+    "tp": "tp", "pp": "pp", "mp": "model", "embd": "embedding", "pos_embd": "position_embedding", "cp": "cp",
+    "tp_cp": "tp_cp", "ep": "ep", "expt_tp": "etp", "tp_ep": "tp_ep", "tp_ep_pp": "tp_ep_pp",
+    "tp_ep_pp_with_egtp_remat": "tp_ep_pp", "tp_dp_cp": "tp_dp_cp", "dp": "dp", "dp_cp": "dp_cp",
+    "dp_cp_gtp_remat": "dp_cp", "expt_dp": "edp", "expt_dp_gtp_remat": "edp", "intra_dp_cp": "intra_dp_cp",
+    "intra_expt_dp": "intra_edp", "intra_dist_opt": "intra_dist_opt", "gtp_remat": "dp_replicate",
+    "expt_gtp_remat": "dp_replicate",
+}  # fmt: skip
+"""Fields of a ProcessGroupCollection, and our kinds."""
+
+
+def process_group_collection(groups: ParallelGroups | None = None) -> Any:
+    """Returns Megatron's ProcessGroupCollection of `groups`, or of the current ones; every rank calls it.
+
+    It has the fields of the installed megatron-core; those without a group are None. Groups that aren't made yet are
+    made. With `install()` Megatron's own `ProcessGroupCollection.use_mpu_process_groups()` does the same for the
+    groups of `initialize_model_parallel`.
+    """
+    kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
+    groups = groups or state.get_parallel_groups()
+    known = {field.name for field in fields(kind_of_collection)}
+    kinds = {name: kind for name, kind in KINDS.items() if name in known}
+    if "intra_dp_cp" in groups.layout.parts:
+        kinds["inter_dist_opt"] = "inter_dist_opt"
+    found = {name: groups.try_get(kind) for name, kind in kinds.items()}
+    return kind_of_collection(**{name: None if each is None else each.device_group for name, each in found.items()})

@@ -1,0 +1,184 @@
+"""Process groups by lists of ranks, as Megatron's `create_group` makes them; their options and their deadlines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.c10d import creation
+from device_communicators.errors import InvalidArgumentError, UnsupportedError
+from parallel_state.compat.megatron.ranks import hierarchical_ranks, hybrid_ranks
+from parallel_state.process_groups.options import GroupOptions
+from parallel_state.torch_internals import set_timeout
+
+logger = logging.getLogger("parallel_state")
+
+_OWN_BACKEND = "parallel_state"
+_CREATED: list[Any] = []
+"""What `create_group` has made, in its order."""
+
+
+def backend_of_groups() -> str | None:
+    """Returns the backend of groups that are made without one: on the CPU this library's; None for torch's default.
+
+    PARALLEL_STATE_CPU_BACKEND=gloo leaves it at the default group's, as does a machine without a C++ compiler.
+    """
+    default = str(dist.get_backend())
+    if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
+        return None
+    if settings.CPU_BACKEND.name in os.environ and settings.CPU_BACKEND.get() != _OWN_BACKEND:
+        return None
+    try:
+        creation.load()
+    except UnsupportedError as error:
+        logger.warning("Megatron's groups are of torch's backend %r: %s", default, error)
+        return None
+    return _OWN_BACKEND
+
+
+def created_groups() -> list[Any]:
+    """Returns the groups that `create_group` has made on this rank and is in, a new list."""
+    return list(_CREATED)
+
+
+def forget_groups() -> None:
+    """Destroys them on this rank, unless torch.distributed has ended them already."""
+    while _CREATED:
+        group = _CREATED.pop()
+        if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def create_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
+    """Returns torch's `new_group` of these global ranks: all ranks of the world call it, in one order.
+
+    With `use_local_synchronization` its members only. Without `backend` it has `backend_of_groups()`.
+    """
+    group = dist.new_group(
+        ranks=None if ranks is None else list(ranks),
+        timeout=timeout,
+        backend=backend or backend_of_groups(),
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+    if ranks is None or dist.get_rank() in ranks:
+        _CREATED.append(group)
+    return group
+
+
+def create_groups(lists: Sequence[Sequence[int]], **options: Any) -> tuple[Any, list[int]]:
+    """Returns the group and the list that this rank is in, made by all ranks; None and no ranks where in none."""
+    found: tuple[Any, list[int]] = (None, [])
+    for ranks in lists:
+        group = create_group(ranks, **options)
+        if dist.get_rank() in ranks:
+            found = group, list(ranks)
+    return found
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Returns this rank's group of each level, and gloo's beside it or None; all ranks of the world call it.
+
+    Sizes [2, 2, 4] of 16 ranks: neighbours in pairs, pairs two apart, and fours four apart. `pg_options`: one, or a
+    list with one for each level. Ranks that aren't in `ranks` get empty lists.
+    """
+    groups: list[Any] = []
+    beside: list[Any] = []
+    levels = hierarchical_ranks(ranks, hierarchical_group_sizes)
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(levels)
+    for level, (lists, chosen) in enumerate(zip(levels, options, strict=True)):
+        for members in lists:
+            name = f"HIERARCHICAL_{group_desc}_L{level}"
+            made = create_group(members, timeout, pg_options=chosen, group_desc=name)
+            gloo = create_group(members, timeout, "gloo", group_desc=name) if create_gloo_process_groups else None
+            if rank in members:
+                groups.append(made)
+                beside.append(gloo)
+    return groups, beside
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+    """Returns this rank's group of 2, 4, … neighbours among `ranks`, by size; all ranks of the world call it."""
+    made = {}
+    for members in hybrid_ranks(ranks):
+        group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{len(members)}")
+        if rank in members:
+            made[len(members)] = group
+    return made
+
+
+# Options of NCCL's communicators, by Megatron's names of groups.
+
+KINDS = {
+    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp_cp", "mp": "model", "tp_cp": "tp_cp", "tp_dp": "tp_dp",
+    "tp_dp_cp": "tp_dp_cp", "embd": "embedding", "pos_embd": "position_embedding", "ep": "ep", "ep_tp": "etp",
+    "tp_ep_mp": "tp_ep", "tp_ep_pp": "tp_ep_pp", "ep_dp": "edp", "intra_dp_cp": "intra_dp_cp",
+    "intra_ep_dp": "intra_edp", "inter_ep_dp": "inter_dist_opt", "intra_dist_opt_instance": "intra_dist_opt",
+}  # fmt: skip
+"""Megatron's names of groups in files of options, and ours."""
+_FIELDS = {"is_high_priority_stream": "high_priority_stream"}
+_NETS = ("ib", "socket")
+
+
+def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
+    """Returns options of Megatron's file as ours. Raises RuntimeError for a net that isn't one, as Megatron does."""
+    if str(chosen.get("net_name", "ib")).lower() not in _NETS:
+        raise UnsupportedNetError(f"net_name must be one of {', '.join(_NETS)}, but is {chosen['net_name']!r}")
+    known = ("is_high_priority_stream", "cga_cluster_size", "min_ctas", "max_ctas")
+    return GroupOptions(**{_FIELDS.get(name, name): chosen[name] for name in known if name in chosen})
+
+
+class UnsupportedNetError(InvalidArgumentError, RuntimeError):
+    """A network was named that NCCL hasn't."""
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Returns the ProcessGroupNCCL.Options of a group, by Megatron's name; None where the options don't name it."""
+    if pg_name not in nccl_comm_cfgs:
+        return None
+    chosen = options_of(nccl_comm_cfgs[pg_name])
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=chosen.high_priority_stream)
+    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
+        value = nccl_comm_cfgs[pg_name].get(name)
+        if value is not None:
+            setattr(options.config, name, value)
+    return options
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Puts one option of one group into `nccl_comm_cfgs`, in place."""
+    nccl_comm_cfgs.setdefault(pg_name, {})[key_value_pair[0]] = key_value_pair[1]
+
+
+def set_timeouts(groups: Sequence[Any], timeout: timedelta, meet: Callable[[], object]) -> None:
+    """Sets the deadline of each group, once all ranks have met, so that none is shorter in the middle of a call."""
+    meet()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in groups:
+        set_timeout(group, timeout.total_seconds())
