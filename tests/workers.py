@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 GRACE_S = 3.0
+_STARTS = threading.Lock()
 _ENDED = "the process ended"
 PRELOADED = (
     "torch",
@@ -136,7 +138,10 @@ class WorkerPool:
             process = context.Process(
                 target=target, args=(*args, theirs, self._environment(rank)), daemon=True, name=f"rank-{rank}"
             )
-            process.start()
+            with _STARTS:
+                process.start()
+                # A start asks for the ends of all that were started before; that of a rank is for its pool's thread.
+                multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
             theirs.close()
             self._processes.append(process)
             self._connections.append(mine)

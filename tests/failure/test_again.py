@@ -1,6 +1,6 @@
 """Row 31, and half-made groups: worlds that follow each other in the same processes, after whatever became of the last.
 
-Row 31 makes 25 worlds by default, 100 with FAILURE_TESTS=long.
+Row 31 makes 14 worlds by default, 100 with FAILURE_TESTS=long.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
 from tests.failure.ranks import KILLED, Ranks
 
-WORLDS = 100 if LONG else 25
-SETTLED = 15
+WORLDS, SETTLED = (100, 15) if LONG else (14, 8)
 DEADLINE_S = 120.0
 TIMEOUT_S = 3.0
 SLACK_S = 2.0
@@ -159,6 +158,7 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
         return told, after, clean, _again(port, 3 if how == "killed" else 4, rank)
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
     """The others are told within their deadline, have nothing left, and make a smaller world."""
@@ -178,6 +178,7 @@ def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
         assert again[3] < AGAIN_S
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
     with held_port() as port:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
 from tests.contract.test_rendezvous import held_port
 from tests.extent import LONG
-from tests.failure.domains import results_in, run_to_the_bound, run_trials
+from tests.failure.domains import Trial, results_in, run_to_the_bound, run_trials
 from tests.failure.over_torch import OVER_TORCH, OverTorch, torch_world
 from tests.failure.ranks import Ranks
 from tests.failure.test_killed import (
@@ -30,7 +32,7 @@ from tests.failure.test_killed import (
     killed_in,
     latest,
 )
-from tests.failure.test_mismatches import PAIRS, ROWS, check_row_11, check_rows_06_to_10
+from tests.failure.test_mismatches import PAIRS, ROWS, calls_over, check_row_11, check_rows_06_to_10, pairs_over
 from tests.failure.test_other_calls import ARGUMENTS, ODD, wrong
 from tests.failure.test_stopped import check_row_15
 from tests.failure.trials import assert_in_time, folder_of_results, late
@@ -140,14 +142,26 @@ def test_a_death_ends_waits_of_groups_that_it_is_not_in(ranks: Ranks, tmp_path: 
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
+@pytest.fixture(scope="module")
+def rows_that_differ(four: Ranks) -> Any:
+    """What the ranks tell of rows 6 to 10, in one world."""
+    return calls_over(four, OVER_TORCH)
+
+
 @pytest.mark.parametrize("name", ROWS)
-def test_row_46_as_rows_06_to_10_calls_that_differ(four: Ranks, name: str) -> None:
-    check_rows_06_to_10(four, name, OVER_TORCH)
+def test_row_46_as_rows_06_to_10_calls_that_differ(rows_that_differ: Any, name: str) -> None:
+    check_rows_06_to_10(rows_that_differ, name, OVER_TORCH)
+
+
+@pytest.fixture(scope="module")
+def transfers_that_differ(four: Ranks) -> Any:
+    """What the ranks tell of row 11, in one world."""
+    return pairs_over(four, OVER_TORCH)
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_row_46_as_row_11_a_receiver_that_expects_something_else(four: Ranks, name: str) -> None:
-    check_row_11(four, name, OVER_TORCH)
+def test_row_46_as_row_11_a_receiver_that_expects_something_else(transfers_that_differ: Any, name: str) -> None:
+    check_row_11(transfers_that_differ, name, OVER_TORCH)
 
 
 def test_row_46_as_row_15_a_rank_is_stopped_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
@@ -219,17 +233,20 @@ def test_row_46_as_row_40_arguments_that_differ(four: Ranks) -> None:
 def test_row_46_as_rows_05_and_39_random_programs_and_kills(tmp_path: Path) -> None:
     """Random programs of all calls, waited for or started, over the groups of random layouts.
 
-    20 seeds; with FAILURE_TESTS=long 200 of up to 8 ranks.
+    10 seeds; with FAILURE_TESTS=long 200 of up to 8 ranks.
     """
     if LONG:
         folder = folder_of_results(tmp_path)
         run_trials(OVER_TORCH, range(200), folder)
         trials = results_in(folder, OVER_TORCH)
     else:
-        trials = []
-        for seed in range(20):
+
+        def run(seed: int) -> Trial:
             (tmp_path / str(seed)).mkdir()
-            trials.append(run_to_the_bound(OVER_TORCH, seed, tmp_path / str(seed), most_ranks=4))
+            return run_to_the_bound(OVER_TORCH, seed, tmp_path / str(seed), most_ranks=4)
+
+        with ThreadPoolExecutor(2) as threads:
+            trials = list(threads.map(run, range(10)))
     wrong_ones = [f"seed {trial.seed}, {trial.layout}: {text}" for trial in trials for text in trial.wrong]
     assert not wrong_ones, "\n".join(wrong_ones)
     assert not late((trial.seed, trial.latest_s or [trial.last_s]) for trial in trials)

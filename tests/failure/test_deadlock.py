@@ -95,6 +95,7 @@ def _latest(told: list[Told]) -> float:
     return max(outcome.seconds for outcome, _ in told)
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_tensor_dict"])
 def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
@@ -116,6 +117,7 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
     assert_in_time(trial, tmp_path, WITHIN_S, before=ranks.kill)
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) -> None:
     def trial(folder: Path) -> float:

@@ -1,6 +1,6 @@
 """Rows 39 and 50: a death fails every group of each root that holds the dead rank, on all ranks, and no other.
 
-5 trials of row 39 a transport by default, of 4 ranks at most. With FAILURE_TESTS=long 200 of up to 8, whose results lie
+4 trials of row 39 a transport by default, of 4 ranks at most. With FAILURE_TESTS=long 200 of up to 8, whose results lie
 in FAILURE_TRIALS=folder: a run that was ended goes on there, and several may run side by side.
 """
 
@@ -31,6 +31,7 @@ from tests.workers import WorkerPool
 BEAT_S, LIMIT_S = 0.2, 2.0
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_row_39_random_layouts_random_kills(transport: str, tmp_path: Path) -> None:
     if transport == "two hosts" and problem() is not None:
@@ -40,7 +41,7 @@ def test_row_39_random_layouts_random_kills(transport: str, tmp_path: Path) -> N
         run_trials(transport, range(200), folder)
         trials = results_in(folder, transport)
     else:
-        trials = [run_to_the_bound(transport, seed, _new(tmp_path / str(seed)), most_ranks=4) for seed in range(5)]
+        trials = [run_to_the_bound(transport, seed, _new(tmp_path / str(seed)), most_ranks=4) for seed in range(4)]
     wrong = [f"seed {trial.seed}, {trial.layout}: {text}" for trial in trials for text in trial.wrong]
     assert not wrong, "\n".join(wrong)
     assert not late((trial.seed, trial.latest_s or [trial.last_s]) for trial in trials)
@@ -175,6 +176,7 @@ def _one_group(folder: str, dying: tuple[int, ...], silently: bool) -> tuple[Out
     return outcome, took_s, sorted(dead)
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize(
     ("dying", "silently"), [((2, 3), False), ((0, 1), False), ((3,), False), ((0,), False), ((0, 1), True)], ids=str
 )

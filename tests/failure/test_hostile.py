@@ -6,11 +6,10 @@ these withstand junk and silence, but not a stranger who speaks their language.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 import parallel_state as ps
+from parallel_state.launch.store import read_secret
 from parallel_state.store.client import ControlStore
 from parallel_state.store.protocol import ANSWER_BYTES, GREETING_BYTES, MAGIC, REFUSED
 from parallel_state.store.server import HANDSHAKE_S
@@ -38,6 +38,7 @@ from tests.failure.jobs import (
     send_all,
     until_closed,
 )
+from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
 
 OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
@@ -53,14 +54,22 @@ JUNK = {
 }
 
 
-@pytest.fixture
-def port(tmp_path: Path, secret: bytes) -> Iterator[int]:
-    """The port of a job of four ranks that `launch` has started."""
-    options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
-    file = str(tmp_path / "secret")
-    with running_job(
-        tmp_path, lambda: ps.launch(compute, 4, args=(str(tmp_path), False), secret_file=file, **options)
-    ) as port:
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The secret of the job at `port`, so that the tests know it."""
+    path = tmp_path_factory.getbasetemp() / "secret of a job"
+    path.touch(0o600)
+    path.write_bytes(secrets.token_bytes(32))
+    return read_secret(str(path))
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory, secret: bytes) -> Iterator[int]:
+    """The port of a job of four ranks that `launch` has started: one for all strangers, whom it outlives."""
+    folder = tmp_path_factory.mktemp("job")
+    file = str(tmp_path_factory.getbasetemp() / "secret of a job")
+    options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": 4 * DEADLINE_S, "secret_file": file}
+    with running_job(folder, lambda: ps.launch(compute, 4, args=(str(folder), False), **options)) as port:
         yield port
 
 
@@ -222,38 +231,34 @@ def test_row_37_many_at_once(port: int, secret: bytes) -> None:
         assert all(len(until_closed(each, SLACK_S)) <= GREETING_BYTES for each in first)
 
 
+def _launch_and_log(folder: str, secret_file: str) -> None:
+    logging.basicConfig(level="DEBUG", force=True)
+    ps.launch(
+        compute, 4, args=(folder, False), tensor_model_parallel_size=4, timeout=DEADLINE_S, log_level="DEBUG",
+        secret_file=secret_file,
+    )  # fmt: skip
+
+
 def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
     """A few lines, however many come; never the secret."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys, logging\nimport parallel_state as ps\nfrom tests.failure.jobs import compute\n"
-        "if __name__ == '__main__':\n    logging.basicConfig(level='DEBUG')\n"
-        "    secret_file = sys.argv[2]\n"
-        "    ps.launch(compute, 4, args=(sys.argv[1], False), tensor_model_parallel_size=4, timeout=60,\n"
-        "              log_level='DEBUG', secret_file=secret_file)\n"
-    )
-    (tmp_path / "secret").touch(0o600)
-    (tmp_path / "secret").write_bytes(secrets.token_hex(32).encode())
-    said: list[str] = []
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_bytes(secrets.token_hex(32).encode())
+    with program(_launch_and_log, str(tmp_path), str(path)) as launcher:
 
-    def run() -> list[int]:
-        done = subprocess.run(
-            [sys.executable, str(program), str(tmp_path), str(tmp_path / "secret")],
-            capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        )  # fmt: skip
-        said.append(done.stdout + done.stderr)
-        assert done.returncode == 0, said
-        return [STEPS_AFTER + 1] * 4
+        def run() -> list[int]:
+            assert launcher.wait(DEADLINE_S) == 0, launcher.said
+            return [STEPS_AFTER + 1] * 4
 
-    with running_job(tmp_path, run) as port:
-        for _ in range(25):
-            with connected(port) as stranger:
-                send_all(stranger, bytes(ANSWER_BYTES))
-                until_closed(stranger, SLACK_S)
-    assert said[0].count("refused a connection from 127.0.0.1") == 2, said[0]  # the first and the tenth
-    assert "the store of launch, which takes ranks with the job's secret" in said[0], "each rank says where it meets"
-    assert (tmp_path / "secret").read_text() not in said[0]
+        with running_job(tmp_path, run) as port:
+            for _ in range(25):
+                with connected(port) as stranger:
+                    send_all(stranger, bytes(ANSWER_BYTES))
+                    until_closed(stranger, SLACK_S)
+        said = launcher.printed + launcher.said
+    assert said.count("refused a connection from 127.0.0.1") == 2, said  # the first and the tenth
+    assert "the store of launch, which takes ranks with the job's secret" in said, "each rank says where it meets"
+    assert path.read_text() not in said
 
 
 # torch's store
@@ -284,17 +289,17 @@ def _listening(pid: int) -> list[int]:
     return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
 
 
-@pytest.mark.parametrize("sent", [b"", b"abc", bytes(1000), JUNK["noise"]], ids=["silence", "a word", "zeros", "noise"])
-def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path, sent: bytes) -> None:
+def test_row_37_strangers_at_the_ports_of_gloo(tmp_path: Path) -> None:
     """Each rank has one, for the group in which it waits for connections; gloo drops those that it doesn't expect."""
     options: dict[str, Any] = {"tensor_model_parallel_size": 4, "timeout": DEADLINE_S}
     job = (tmp_path, lambda: ps.launch(pids_then_compute, 4, args=(str(tmp_path),), env=OVER_GLOO, **options))
-    came = 0
+    came = dict.fromkeys(("silence", "a word", "zeros", "noise"), 0)
     with running_job(*job), ExitStack() as stack:
         pids = [int((tmp_path / f"{rank}.pid").read_text()) for rank in range(4)]
-        for port in [port for pid in pids for port in _listening(pid)] * 3:
-            with suppress(ConnectionRefusedError):  # that of a group that has come together meanwhile
-                stranger = stack.enter_context(connected(port))
-                send_all(stranger, sent)
-                came += 1
-        assert came > 0
+        for kind, sent in zip(came, (b"", b"abc", bytes(1000), JUNK["noise"]), strict=True):
+            for port in [port for pid in pids for port in _listening(pid)] * 3:
+                with suppress(ConnectionRefusedError):  # that of a group that has come together meanwhile
+                    stranger = stack.enter_context(connected(port))
+                    send_all(stranger, sent)
+                    came[kind] += 1
+    assert all(came.values()), came

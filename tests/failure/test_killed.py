@@ -132,6 +132,7 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
     return None if told is None else (told, time.monotonic() - left)
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize(("waits", "route"), on_routes(WAITS))
 def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
     check_row_04(ranks, tmp_path, waits, route)

@@ -1,6 +1,6 @@
 """Row 41: SIGKILL at a random time of init_distributed_environment and initialize_model_parallel.
 
-4 seeds on each transport by default. With FAILURE_TESTS=long 100, whose results lie in FAILURE_TRIALS=folder: a run
+3 seeds on each transport by default. With FAILURE_TESTS=long 100, whose results lie in FAILURE_TRIALS=folder: a run
 that was ended goes on there, and several may run side by side. Who is killed before he has told anybody his process is
 missing at the start's deadline; the end of all others is seen at once.
 """
@@ -27,7 +27,7 @@ from tests.failure.ranks import Ranks
 from tests.failure.trials import folder_of_results, keep, kept, late, median_of
 from tests.workers import WorkerPool
 
-SEEDS = 100 if LONG else 4
+SEEDS = 100 if LONG else 3
 START_S = 8.0
 TIMEOUT_S = 30.0
 SOON_S = 1.0
@@ -100,6 +100,7 @@ def _kill_one(pool: WorkerPool, chance: random.Random, folder: Path, shared_memo
     return latest_s
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("transport", ["shared memory", "gloo", "two hosts"])
 def test_row_41_killed_while_it_starts(
     transport: str, tmp_path: Path, record_testsuite_property: Callable[[str, object], None]

@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,62 +22,41 @@ import pytest
 import torch
 
 import parallel_state as ps
+from tests.failure.launchers import program
 from tests.failure.leftovers import descendants
 from tests.failure.trials import median_of
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 GONE_S = 2.0
 GRACE_S = 0.5
 
-PROGRAM = """
-import os
-import torch
-import parallel_state as ps
 
-def reduce_for_ever():
+def _reduce_for_ever() -> None:
     group = ps.get_tp_group()
     group.barrier()
-    os.write(1, f"{os.getpid()}\\n".encode())
+    os.write(1, f"{os.getpid()}\n".encode())
     while True:
         group.all_reduce(torch.ones(1000))
 
-if __name__ == "__main__":
-    ps.launch(reduce_for_ever, 4, tensor_model_parallel_size=4, timeout=60)
-"""
+
+def _launch_for_ever() -> None:
+    ps.launch(_reduce_for_ever, 4, tensor_model_parallel_size=4, timeout=DEADLINE_S)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
-def test_row_25_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+def test_row_25_launcher_gets_a_signal(number: signal.Signals) -> None:
     with ExitStack() as stack:
-        program = stack.enter_context(
-            subprocess.Popen(
-                [sys.executable, str(path)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environ,
-                start_new_session=True,
-            )
-        )
-        stack.callback(program.kill)
-        assert program.stdout is not None
-        lines = [program.stdout.readline() for _ in range(4)]
-        assert all(line.strip().isdecimal() for line in lines), lines
-        gone = [os.pidfd_open(int(line)) for line in lines]
+        launcher = stack.enter_context(program(_launch_for_ever))
+        gone = [os.pidfd_open(int(line)) for line in launcher.lines(4, DEADLINE_S)]
         for descriptor in gone:
             stack.callback(os.close, descriptor)
         begin = time.monotonic()
-        program.send_signal(number)
+        os.kill(launcher.pid, number)
         for descriptor in gone:
             left_s = begin + GONE_S - time.monotonic()
             assert select.select([descriptor], [], [], max(0.0, left_s))[0], f"a rank is there {GONE_S} s later"
-        assert program.wait(DEADLINE_S) == -number
-        errors = program.stderr.read() if program.stderr is not None else ""
-        assert errors.count("Traceback") == (number == signal.SIGINT), errors
+        assert launcher.wait(DEADLINE_S) == -number
+        assert launcher.said.count("Traceback") == (number == signal.SIGINT), launcher.said
 
 
 def _fail_amid(how: str, noted: Path) -> None:

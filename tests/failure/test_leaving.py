@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, ROUTES, kill_me, world_over
 from tests.hosts import Hosts, problem
 
+pytestmark = pytest.mark.side_by_side
 T_S = 2.0
 
 
@@ -46,13 +46,6 @@ def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
     assert found[0] == found[1] == ["ok "] * 3
 
 
-@pytest.fixture
-def pair(nothing_left: None) -> Iterator[Ranks]:
-    pool = Ranks(2)
-    yield pool
-    pool.kill()
-
-
 def _late(operation: str) -> Outcome:
     with world_over("gloo", timeout_s=T_S) as group:
         group.barrier()
@@ -64,11 +57,15 @@ def _late(operation: str) -> Outcome:
 
 
 @pytest.mark.parametrize("operation", ["barrier", "recv"])
-def test_the_other_one_of_two_is_named(pair: Ranks, tmp_path: Path, operation: str) -> None:
+def test_the_other_one_of_two_is_named(tmp_path: Path, operation: str) -> None:
     """Who comes too late hears that the other one gave up, and not that it has ended."""
 
     def trial(_: Path) -> float:
-        first, second = pair.run(_late, operation, timeout_s=DEADLINE_S)
+        pair = Ranks(2)
+        try:
+            first, second = pair.run(_late, operation, timeout_s=DEADLINE_S)
+        finally:
+            pair.kill()
         assert (first.kind, first.suspect_ranks) == ("CollectiveTimeoutError", (1,)), first
         assert second.kind in ("CommunicationError", "CollectiveTimeoutError"), second
         return first.seconds
@@ -106,7 +103,7 @@ def _killed_alone_on_its_host() -> Outcome:
     return told
 
 
-def test_a_rank_that_is_alone_on_its_host_is_named(nothing_left: None, tmp_path: Path) -> None:
+def test_a_rank_that_is_alone_on_its_host_is_named(tmp_path: Path) -> None:
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
@@ -142,7 +139,7 @@ def _leave_one_by_one() -> Outcome:
     return told
 
 
-def test_the_first_rank_of_a_host_may_leave(nothing_left: None) -> None:
+def test_the_first_rank_of_a_host_may_leave() -> None:
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")

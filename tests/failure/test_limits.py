@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import parallel_state as ps
 from device_communicators import limits
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
+from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
 
@@ -24,6 +28,7 @@ START_S = 4.0
 DEADLINE_S = 120.0
 ROOT = Path(__file__).resolve().parents[2]
 EVERYONE = (0, 1, 2, 3)
+CLONE_NEWNS = 0x20000
 
 
 def _limit_with(which: int, spare: int) -> int:
@@ -58,6 +63,7 @@ def _limited(which: int, spare: int, ranks: tuple[int, ...], port: int) -> Outco
             ps.destroy_distributed_environment()
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("who", [EVERYONE, (0,), (3,)], ids=["all", "the first", "the last"])
 def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who: tuple[int, ...]) -> None:
     """In the meeting, before the default group, amid the groups: no rank is aborted, none waits beyond the deadline."""
@@ -81,6 +87,7 @@ def test_descriptors_run_out_while_ranks_start(ranks: Ranks, tmp_path: Path, who
         assert_in_time(trial, folder, 2 * START_S + 1.0)  # the start's, and the closing barrier's
 
 
+@pytest.mark.side_by_side
 def test_files_may_not_grow(ranks: Ranks) -> None:
     """There is no shared memory then, and there is gloo."""
     with held_port() as port:
@@ -90,78 +97,81 @@ def test_files_may_not_grow(ranks: Ranks) -> None:
 
 # `launch` itself.
 
-PROGRAM = """
-import os, resource, sys
-import torch
-import parallel_state as ps
-from parallel_state import launch
 
-def body():
+def _body() -> tuple[float, str, object]:
     group = ps.get_tp_group()
     value = group.all_reduce(torch.ones(1)).item()
     return value, group.route.communicators[0].name, group.broadcast_object(1 if group.is_first_rank else None)
 
-def attempt():
-    try:
-        print("found", launch(body, nproc=2, tensor_model_parallel_size=2), flush=True)
-    except ps.LaunchError as error:
-        print("told", str(error).replace(chr(10), " | "), flush=True)
 
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        name, _, value = argument.partition("=")
-        soft, hard = resource.getrlimit(getattr(resource, name))
-        resource.setrlimit(getattr(resource, name), (int(value), hard))
-        attempt()
-        resource.setrlimit(getattr(resource, name), (soft, hard))
-    if not sys.argv[1:]:
-        attempt()
-"""
+def _launch_two(*limited: tuple[int, int]) -> None:
+    """Tells what comes of a launch, with each of these limits in turn, or with none."""
+    for which, value in limited or [(resource.RLIMIT_CORE, 0)]:
+        soft, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (value, hard))
+        try:
+            told = f"found {ps.launch(_body, nproc=2, tensor_model_parallel_size=2)}"
+        except ps.LaunchError as error:
+            told = f"told {error}".replace("\n", " | ")
+        resource.setrlimit(which, (soft, hard))
+        print(told, flush=True)
 
 
-def _run(
-    tmp_path: Path, *arguments: str, before: tuple[str, ...] = (), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    return subprocess.run(
-        [*before, sys.executable, str(script), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PARALLEL_STATE_START_TIMEOUT_S": "30", **variables},
-        capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+def _launch_two_in_own_mounts(script: str) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(CLONE_NEWNS) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["sh", "-c", f"mount --make-rprivate / && {script}"], check=True)
+    tempfile.tempdir = None  # the one that the tests have found
+    _launch_two()
 
 
-def _in_its_own_mounts(script: str) -> tuple[str, ...]:
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    return "unshare", "-m", "sh", "-c", f'{script}; exec "$@"', "sh"
+def _told_by(function: Callable[..., None], *args: Any, **env: str) -> tuple[str, str]:
+    """Returns what a program printed, and what it and its ranks wrote to stderr."""
+    with program(function, *args, env={"PARALLEL_STATE_START_TIMEOUT_S": "30", **env}) as launcher:
+        assert launcher.wait(DEADLINE_S) == 0, launcher.said
+        assert "Traceback" not in launcher.said, launcher.said
+        return launcher.printed, launcher.said
 
 
-def test_launch_at_limits_that_let_it_start_nothing(tmp_path: Path) -> None:
+needs_mounts = pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0,
+    reason="no file system can be mounted here",
+)
+
+
+def test_launch_at_limits_that_let_it_start_nothing() -> None:
     numbers = (4, 8, 10, 12, 14, 16, 18)
-    done = _run(tmp_path, *(f"RLIMIT_NOFILE={number}" for number in numbers), "RLIMIT_FSIZE=0")
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(numbers) + 1, done
+    printed, _ = _told_by(
+        _launch_two, *((resource.RLIMIT_NOFILE, number) for number in numbers), (resource.RLIMIT_FSIZE, 0)
+    )
+    lines = printed.splitlines()
+    assert len(lines) == len(numbers) + 1, printed
     for number, line in zip(numbers, lines, strict=False):
         assert line.startswith("told ") and f"this process may have {number} descriptors" in line, line
         assert "raise the limit (`ulimit -n" in line
     # A kernel that counts files in memory, too, lets no rank report.
-    assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'process_group', 1)"), done
-    assert "Traceback" not in done.stderr, done.stderr
+    assert "may write files of 0 bytes" in lines[-1] or lines[-1].startswith("found [(2.0, 'process_group', 1)"), lines
 
 
 IMPORTS = """
-import os, resource
+import os, resource, sys
 import torch
 import parallel_state as ps
 
+if os.fork() == 0:  # torch is imported once
+    from parallel_state import world
+
+    print("modules", *sys.modules, flush=True)
+    os._exit(0)
+os.wait()
 starts = {
     "init": lambda: ps.init_distributed_environment(2, 0, "tcp://127.0.0.1:1"),
     "launch": lambda: ps.launch(print, nproc=2),
     "launch in this process": lambda: ps.launch(print, nproc=1),
 }
 for name, start in starts.items():
-    if os.fork() == 0:  # torch is imported once
+    if os.fork() == 0:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
         try:
             start()
@@ -172,29 +182,41 @@ for name, start in starts.items():
 """
 
 
-def test_no_descriptor_for_the_imports_of_a_start() -> None:
-    """A start imports what the package leaves out: a module that can't be opened is named as any other shortage."""
+@pytest.fixture(scope="module")
+def imports() -> list[str]:
+    """The lines that `IMPORTS` prints."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all("this process may have 3 descriptors" in line for line in lines), done
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 4, done
+    return done.stdout.splitlines()
+
+
+def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
+    """A start imports what the package leaves out: a module that can't be opened is named as any other shortage."""
+    lines = imports[1:]
+    assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]
-    assert kinds == ["ResourceLimitError", "LaunchError", "LaunchError"], done
+    assert kinds == ["ResourceLimitError", "LaunchError", "LaunchError"], lines
 
 
-def test_a_start_imports_what_groups_need() -> None:
+def test_a_start_imports_what_groups_need(imports: list[str]) -> None:
     """Groups may be made when no descriptor is left, as those that are shared need none."""
-    program = "import sys; from parallel_state import world; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=DEADLINE_S,
-    )  # fmt: skip
+    modules = imports[0].split()
     for name in ("host_memory", "native_group"):
-        assert f"device_communicators.cpu.{name}" in done.stdout.split(), done
+        assert f"device_communicators.cpu.{name}" in modules
     for name in ("messages.transports", "store.client"):
-        assert f"parallel_state.{name}" in done.stdout.split(), done
+        assert f"parallel_state.{name}" in modules
+
+
+OF_ANOTHER_USER = """
+import resource
+from tests.failure.test_limits import _launch_two
+
+if __name__ == "__main__":
+    _launch_two((resource.RLIMIT_NPROC, 1), (resource.RLIMIT_NPROC, 2))
+"""
 
 
 def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> None:
@@ -204,7 +226,13 @@ def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> Non
     capabilities = "+dac_override,+dac_read_search"
     user = ("--reuid=65534", "--regid=65534", "--clear-groups")
     setpriv = ("setpriv", *user, f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}")
-    done = _run(tmp_path, "RLIMIT_NPROC=1", "RLIMIT_NPROC=2", before=setpriv, HOME=str(tmp_path))
+    script = tmp_path / "program.py"
+    script.write_text(OF_ANOTHER_USER)
+    done = subprocess.run(
+        [*setpriv, sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done
     for number, line in zip((1, 2), lines, strict=True):
@@ -212,17 +240,17 @@ def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr, done.stderr
 
 
+@needs_mounts
 def test_launch_with_a_full_dev_shm_and_no_tmp(tmp_path: Path) -> None:
     """The ranks go over gloo, and the first says why."""
     fill = "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 65536 /dev/zero > /dev/shm/full 2>/dev/null"
-    tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null"
-    before = _in_its_own_mounts(f"cd {tmp_path}; {fill}; {tmp}")
-    done = _run(tmp_path, before=before, TMPDIR=str(tmp_path / "full"))
-    assert done.stdout.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), done
-    assert "space ran out: /dev/shm has 0 of 64 KiB free" in done.stderr and "--shm-size" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+    tmp = "mkdir full; mount -t tmpfs -o size=16k tmpfs full; head -c 65536 /dev/zero > full/full 2>/dev/null; true"
+    printed, said = _told_by(_launch_two_in_own_mounts, f"cd {tmp_path}; {fill}; {tmp}", TMPDIR=str(tmp_path / "full"))
+    assert printed.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), printed + said
+    assert "space ran out: /dev/shm has 0 of 64 KiB free" in said and "--shm-size" in said, said
 
 
+@needs_mounts
 @pytest.mark.parametrize("cache", ["full", "read-only", "missing"])
 def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
     """What can't be compiled is told with the cache's folder and variable."""
@@ -230,17 +258,16 @@ def test_launch_without_a_cache(tmp_path: Path, cache: str) -> None:
     folder.mkdir()
     mount = f"mount -t tmpfs -o size=16k{',ro' if cache == 'read-only' else ''} tmpfs {folder}"
     script = {
-        "full": f"{mount}; head -c 65536 /dev/zero > {folder}/full 2>/dev/null",
+        "full": f"{mount}; head -c 65536 /dev/zero > {folder}/full 2>/dev/null; true",
         "read-only": mount,
         "missing": "true",
     }[cache]
     where = {"XDG_CACHE_HOME": "", "HOME": "/proc/nowhere"} if cache == "missing" else {"XDG_CACHE_HOME": str(folder)}
-    done = _run(tmp_path, before=_in_its_own_mounts(script), **where)
-    assert done.stdout.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), done
-    assert "goes without shared memory" in done.stderr and "let XDG_CACHE_HOME name a folder" in done.stderr, done
+    printed, said = _told_by(_launch_two_in_own_mounts, script, **where)
+    assert printed.startswith("found [(2.0, 'process_group', 1), (2.0, 'process_group', 1)]"), printed + said
+    assert "goes without shared memory" in said and "let XDG_CACHE_HOME name a folder" in said, said
     if cache == "full":
-        assert f"space ran out: {folder} has 0 of 16 KiB free" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+        assert f"space ran out: {folder} has 0 of 16 KiB free" in said, said
 
 
 # Which limit an error ran into.

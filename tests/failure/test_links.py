@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
 from tests.hosts import INTERFACE, HostRanks, Hosts, problem
 
+pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0
 SLOW_LIMIT_S = 4.0
 """Above what a beat may take there and back through two full queues of 96 KiB at 1 Mbit/s."""
@@ -29,13 +29,6 @@ def _two_hosts() -> Hosts:
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
     return Hosts(2)
-
-
-@pytest.fixture
-def two() -> Iterator[Hosts]:
-    """Two hosts of this test alone."""
-    with _two_hosts() as hosts:
-        yield hosts
 
 
 def _ranks(hosts: Hosts, placement: tuple[int, ...], limit_s: float = LIMIT_S) -> HostRanks:
@@ -143,8 +136,8 @@ def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:
 
 
 @pytest.mark.parametrize("placement", some([TWO_EACH, ONE_EACH], 1), ids=str)
-def test_row_19_a_partition_that_heals_in_time(two: Hosts, placement: tuple[int, ...]) -> None:
-    with _ranks(two, placement) as ranks:
+def test_row_19_a_partition_that_heals_in_time(placement: tuple[int, ...]) -> None:
+    with _two_hosts() as two, _ranks(two, placement) as ranks:
         results = ranks.survivors(_through_a_pause, LIMIT_S / 4, placement.index(1), timeout_s=DEADLINE_S)
     assert results == dict.fromkeys(range(len(placement)), [10.0 * len(placement)] * 3)
 
@@ -161,9 +154,9 @@ def _slowly(count: int) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize("placement", some([ONE_EACH, TWO_EACH], 1), ids=str)
-def test_row_20_a_slow_link_is_no_death(two: Hosts, placement: tuple[int, ...]) -> None:
+def test_row_20_a_slow_link_is_no_death(placement: tuple[int, ...]) -> None:
     """Of 1 Mbit/s, for longer than the heartbeats' limit; these share it."""
-    with _ranks(two, placement, SLOW_LIMIT_S) as ranks:
+    with _two_hosts() as two, _ranks(two, placement, SLOW_LIMIT_S) as ranks:
         for host in (0, 1):
             two.limit(host, "1mbit", "96kb")
         results = ranks.survivors(_slowly, 100_000, timeout_s=DEADLINE_S)

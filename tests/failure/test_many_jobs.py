@@ -1,6 +1,6 @@
 """Row 45: jobs that start at once on one host: none fails, none meets another's ranks.
 
-16 worlds of two forked ranks, at a store each; with FAILURE_TESTS=long also 64 that `launch` starts.
+10 worlds of two forked ranks, at a store each; with FAILURE_TESTS=long also 64 that `launch` starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.failure.ranks import Ranks
 from tests.failure.worlds import world_over
 
 ROOT = Path(__file__).parents[2]
-WORLDS, JOBS = 16, 64
+WORLDS, JOBS = 10, 64
 DEADLINE_S = 120.0
 JOBS_DEADLINE_S = 1500.0
 

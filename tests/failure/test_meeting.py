@@ -48,6 +48,7 @@ def _name_is_loopback(entry: str, interface: str | None) -> tuple[Outcome, str]:
     return met, socket.gethostname()
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1]])
 def test_row_22_the_hosts_name_resolves_to_loopback(tmp_path: Path, placement: list[int]) -> None:
     """Other hosts can't reach what gloo would tell them. All ranks are told whose address it is, and what to set."""
@@ -80,6 +81,7 @@ def _meet_at(address: str) -> Outcome:
         return attempt(ps.init_distributed_environment, 4, int(os.environ["RANK"]) or 1, f"tcp://{address}")
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize(
     ("address", "resolved", "why"),
     [
@@ -146,6 +148,7 @@ def _silent_listener(made: hosts.Hosts, port: int) -> Iterator[None]:
             listener.kill()
 
 
+@pytest.mark.side_by_side
 def test_row_23_rank_zero_is_not_at_the_master_address(tmp_path: Path) -> None:
     """It says so, names the variable, and ends as a program does that raises, in each of five starts."""
     problem = hosts.problem()
@@ -208,6 +211,7 @@ def _serve_at(port: int, start_s: float) -> tuple[Outcome, Outcome]:
     return met, works
 
 
+@pytest.mark.side_by_side
 def test_row_24_rank_zeros_port_is_in_use(ranks: Ranks, tmp_path: Path) -> None:
     """It is tried again, as it may be just given back, until the start's deadline at most; then all are told."""
     with held_port(listen=True) as port:
@@ -260,6 +264,7 @@ def _firewall(port: str) -> str:
     )  # fmt: skip
 
 
+@pytest.mark.side_by_side
 @pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "firewall"])
 def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
     """All ranks are told who isn't reached, where, and what to set, before gloo tries for as long as it may."""

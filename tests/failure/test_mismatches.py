@@ -6,8 +6,11 @@ rank 2 is in the other call.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,9 +20,9 @@ from torch import Tensor
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
-from tests.failure.over_torch import OVER_TORCH
+from tests.failure.over_torch import OVER_TORCH, OverTorch
 from tests.failure.ranks import Ranks
-from tests.failure.worlds import DEADLINE_S, ROUTES, TIMEOUT_S, world_over
+from tests.failure.worlds import DEADLINE_S, ROUTES, TIMEOUT_S, settings_of, world_over
 
 OTHER = 2
 SMALL, LARGE = 10, 50_000
@@ -82,26 +85,50 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
 """What the ranks reduce or move, the call of all, the call of rank 2, and words for both."""
 
 
-def _differ(name: str, route: str) -> tuple[Outcome, Outcome, bool, bool]:
-    """What came of the call and of the next; whether the tensor is as before; and whether it is rank 0's."""
-    size, usual, other, _ = ROWS[name]
-    with world_over(route) as group:
-        x = torch.full((SMALL if size == "small" else LARGE,), float(group.rank + 1))
-        before = x.clone()
-        group.barrier()
-        told = attempt(other if group.rank == OTHER else usual, group, x)
-        again = attempt(group.all_reduce, torch.ones(3))
-        return told, again, torch.equal(x, before), "scatter" in name or bool((x == 1).all())
+@contextmanager
+def _groups(route: str) -> Iterator[Callable[[], Any]]:
+    """Gives a new group of all ranks with each call, as one that failed is of no use."""
+    with world_over(route) as world:
+        if route == OVER_TORCH:
+            yield lambda: OverTorch(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+            return
+        with environment(**settings_of(route)):
+            yield lambda: world.make_sub_group(range(4))
+
+
+def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
+    """What came of each call and of the next; whether the tensor is as before; and whether it is rank 0's."""
+    found = {}
+    with _groups(route) as new_group:
+        for name, (size, usual, other, _) in ROWS.items():
+            group = new_group()
+            x = torch.full((SMALL if size == "small" else LARGE,), float(group.rank + 1))
+            before = x.clone()
+            group.barrier()
+            told = attempt(other if group.rank == OTHER else usual, group, x)
+            again = attempt(group.all_reduce, torch.ones(3))
+            found[name] = told, again, torch.equal(x, before), "scatter" in name or bool((x == 1).all())
+    return found
+
+
+def calls_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, Outcome, bool, bool]]]:
+    """What the ranks tell of all `ROWS`, in one world."""
+    return four.run(_differ, route, timeout_s=len(ROWS) * DEADLINE_S / 4)
+
+
+@pytest.fixture(scope="module")
+def differ(four: Ranks) -> Callable[[str], list[dict[str, tuple[Outcome, Outcome, bool, bool]]]]:
+    return functools.cache(lambda route: calls_over(four, route))
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_06_to_10_calls_that_differ(four: Ranks, name: str, route: str) -> None:
-    check_rows_06_to_10(four, name, route)
+def test_rows_06_to_10_calls_that_differ(differ: Callable[[str], Any], name: str, route: str) -> None:
+    check_rows_06_to_10(differ(route), name, route)
 
 
-def check_rows_06_to_10(four: Ranks, name: str, route: str) -> None:
-    for rank, (told, again, untouched, right) in enumerate(four.run(_differ, name, route, timeout_s=DEADLINE_S)):
+def check_rows_06_to_10(found: list[dict[str, tuple[Outcome, Outcome, bool, bool]]], name: str, route: str) -> None:
+    for rank, (told, again, untouched, right) in enumerate(each[name] for each in found):
         if route != "gloo" and name.startswith(ONE_WAY) and rank != OTHER and told.kind == "ok":
             assert again.kind == "CollectiveMismatchError", again
             assert right, "who came through must have what rank 0 sent"
@@ -138,30 +165,44 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
 """Elements that are sent, those of the buffer, its dtype."""
 
 
-def _pair(name: str, route: str) -> tuple[Outcome, bool] | None:
-    sent, expected, dtype = PAIRS[name]
-    with world_over(route) as group:
-        group.barrier()
-        if group.rank == 0:
-            return attempt(group.send, torch.ones(sent), 1), True
-        if group.rank != 1:
-            return None
-        out = torch.full((expected,), 7, dtype=dtype)
-        if route == OVER_TORCH:
-            told = attempt(dist.recv, out, 0)
-        else:
-            told = attempt(lambda: group.route.run("recv", out, out, 0))
-        return told, bool((out == 7).all())
+def _pairs(route: str, names: Sequence[str]) -> dict[str, tuple[Outcome, bool]]:
+    """What the sender, rank 0, and the receiver, rank 1, tell; the receiver also whether its buffer is as before."""
+    found = {}
+    with _groups(route) as new_group:
+        for name in names:
+            sent, expected, dtype = PAIRS[name]
+            group = new_group()
+            group.barrier()
+            if group.rank == 0:
+                found[name] = attempt(group.send, torch.ones(sent), 1), True
+            if group.rank == 1:
+                out = torch.full((expected,), 7, dtype=dtype)
+                if route == OVER_TORCH:
+                    told = attempt(dist.recv, out, 0, group.group)
+                else:
+                    told = attempt(lambda: group.route.run("recv", out, out, 0))  # noqa: B023
+                found[name] = told, bool((out == 7).all())
+    return found
+
+
+def pairs_over(four: Ranks, route: str, names: Sequence[str]) -> list[dict[str, tuple[Outcome, bool]]]:
+    """What the ranks tell of transfers, in one world."""
+    return four.run(_pairs, route, names, timeout_s=len(names) * DEADLINE_S / 4)
+
+
+@pytest.fixture(scope="module")
+def pairs(four: Ranks) -> Callable[[str], list[dict[str, tuple[Outcome, bool]]]]:
+    return functools.cache(lambda route: pairs_over(four, route, list(PAIRS)))
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_row_11_a_receiver_that_expects_something_else(four: Ranks, name: str, route: str) -> None:
-    check_row_11(four, name, route)
+def test_row_11_a_receiver_that_expects_something_else(pairs: Callable[[str], Any], name: str, route: str) -> None:
+    check_row_11(pairs(route), name, route)
 
 
-def check_row_11(four: Ranks, name: str, route: str) -> None:
-    (sender, _), (receiver, untouched), *_ = four.run(_pair, name, route, timeout_s=DEADLINE_S)
+def check_row_11(found: list[dict[str, tuple[Outcome, bool]]], name: str, route: str) -> None:
+    (sender, _), (receiver, untouched) = (each[name] for each in found[:2])
     assert receiver.kind == "CollectiveMismatchError", receiver
     assert receiver.suspect_ranks == (0,)
     assert receiver.seconds < TIMEOUT_S

@@ -247,12 +247,20 @@ def _waits(route: str, pair: tuple[str, str]) -> bool:
     return route == "gloo" and pair[0].endswith("_async") != pair[1].endswith("_async")
 
 
+def apart_by(steps: int) -> list[tuple[str, str]]:
+    """Pairs each method with the one so many steps on, so that each is usual once, and once the odd rank's."""
+    methods = list(METHODS)
+    pairs = zip(methods, methods[steps:] + methods[:steps], strict=True)
+    return [pair for pair in pairs if not _match(*pair)]
+
+
 def _chosen(route: str) -> list[list[tuple[str, str]]]:
-    """All, or every thirteenth, other ones over each route, and one that waits; in batches."""
+    """All, or each method with two others, other ones over each route, and one that waits; in batches."""
     pairs = PAIRS
     if not LONG:
         waiting = [pair for pair in PAIRS if _waits(route, pair)][:1]
-        pairs = waiting + [pair for pair in PAIRS[ROUTES.index(route) :: 13] if not _waits(route, pair)]
+        some = [pair for steps in ((7, 19), (11, 23))[ROUTES.index(route)] for pair in apart_by(steps)]
+        pairs = waiting + [pair for pair in some if not _waits(route, pair)]
     return [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
 
 

@@ -39,15 +39,16 @@ def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
     return outcomes, dead
 
 
-def test_a_rank_that_was_stopped_goes_on() -> None:
+@pytest.mark.side_by_side
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_a_rank_that_was_stopped_goes_on(victim: int) -> None:
     """Of 2 hosts with 2 ranks each: one beside the store, the one that beats for its host, and another."""
     if problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
     limits = {"PARALLEL_STATE_HEARTBEAT_S": str(BEAT_S), "PARALLEL_STATE_HEARTBEAT_LIMIT_S": str(LIMIT_S)}
     with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), **limits) as ranks:
-        for victim in (1, 2, 3):
-            told = ranks.survivors(_pausing, victim, timeout_s=2 * DEADLINE_S)
-            assert sorted(told) == [0, 1, 2, 3]
-            for rank, (outcomes, dead) in told.items():
-                assert [outcome.kind for outcome in outcomes] == ["ok"] * 5, (victim, rank, outcomes)
-                assert dead == [], (victim, rank, dead)
+        told = ranks.survivors(_pausing, victim, timeout_s=2 * DEADLINE_S)
+    assert sorted(told) == [0, 1, 2, 3]
+    for rank, (outcomes, dead) in told.items():
+        assert [outcome.kind for outcome in outcomes] == ["ok"] * 5, (rank, outcomes)
+        assert dead == [], (rank, dead)

@@ -13,6 +13,7 @@ from tests.failure.ranks import KILLED, Ranks
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some, world_over
 
+pytestmark = pytest.mark.side_by_side
 T_S = 1.0
 RING_BYTES = 1 << 20
 SLOT_BYTES = 64 << 10

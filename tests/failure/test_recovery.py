@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel_state as ps
 from tests.contract.attempts import attempt, environment
@@ -125,10 +131,20 @@ def test_twice_in_a_row(ranks: Ranks, victims: list[int], route: str, served_by:
 
 
 SCRIPT = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 import torch
 import parallel_state as ps
+import tests.preload
 
+pids = []
+for rank in range(4):  # forks: torch is imported once
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        break
+else:
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+    sys.exit()
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 ps.init_distributed_environment(backend="gloo")
 ps.initialize_model_parallel(2, 2)
 world = ps.get_world_group()
@@ -151,34 +167,24 @@ with open(os.path.join(sys.argv[1], f"{ps.get_rank()}"), "w") as file:
 
 @pytest.mark.parametrize("route", some(ROUTES, 1))
 def test_processes_end_by_themselves_afterwards(tmp_path: Path, route: str) -> None:
-    import subprocess
-    import sys
-
-    import torch.distributed as dist
-
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     variables = {name: value for name, value in settings_of(route).items() if value is not None}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path)],
-            env={
-                **os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
-            },
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        codes = [process.wait(DEADLINE_S) for process in processes]
-        ended_s = time.monotonic()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes[1] != 0 and codes[0] == codes[2] == codes[3] == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=subprocess.PIPE, start_new_session=True,
+        env={
+            **os.environ, **variables, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(Path(__file__).parents[2]),
+            "OMP_NUM_THREADS": "1",
+        },
+    ) as script:  # fmt: skip
+        try:
+            printed, _ = script.communicate(timeout=DEADLINE_S)
+            ended_s = time.monotonic()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
+    assert json.loads(printed) == [0, -signal.SIGKILL, 0, 0]
     told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
     assert [total for total, _ in told] == ["3.0"] * 3
     assert ended_s - max(float(at) for _, at in told) < 2.0 + SLACK_S

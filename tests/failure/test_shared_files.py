@@ -10,8 +10,6 @@ import os
 import random
 import signal
 import stat
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +25,7 @@ from device_communicators.cpu.segment import Segment, SegmentError, sweep
 from tests import hosts
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.extent import LONG
+from tests.failure.launchers import program
 from tests.failure.leftovers import names_of_others, segments
 from tests.failure.ranks import KILLED, Ranks
 
@@ -92,39 +91,24 @@ def test_row_28_ranks_that_die_with_a_name_in_place(ranks: Ranks, at: int) -> No
     assert (left & segments()) - names_of_others() == set()
 
 
-PROGRAM = """
-import parallel_state as ps
-from tests.failure.test_shared_files import _start
-
-if __name__ == "__main__":
-    ps.launch(_start, 4, args=(2, 2), timeout=60)
+def _launch() -> None:
+    ps.launch(_start, 4, args=(2, 2), timeout=DEADLINE_S)
     print("done", flush=True)
-"""
 
 
-def test_row_28_the_whole_tree_of_a_launch(tmp_path: Path) -> None:
+def test_row_28_the_whole_tree_of_a_launch() -> None:
     """Launcher, fork server, resource tracker and ranks."""
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-    def start() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True
-        )
-
     before, others = _names(), set()
     begin = time.monotonic()
-    with start() as program:
-        assert program.communicate(timeout=DEADLINE_S)[0] == "done\n"
+    with program(_launch) as launcher:
+        assert launcher.wait(DEADLINE_S) == 0 and launcher.printed == "done\n"
     took_s = time.monotonic() - begin
-    for number in range(max(1, ROUNDS // 6)):
-        with start() as program:
-            time.sleep(random.Random(number).uniform(0.5, 1) * took_s)
-            os.killpg(program.pid, signal.SIGKILL)
+    for number in range(ROUNDS // 2):
+        with program(_launch):
+            time.sleep(random.Random(number).uniform(0.3, 1) * took_s)
         others |= _names() - before
-    with start() as program:
-        assert program.communicate(timeout=DEADLINE_S)[0] == "done\n"
+    with program(_launch) as launcher:
+        assert launcher.wait(DEADLINE_S) == 0 and launcher.printed == "done\n"
     assert (others & _names()) - names_of_others() == set()
 
 
@@ -200,14 +184,14 @@ def test_a_sweep_in_the_middle_of_making_one(monkeypatch: pytest.MonkeyPatch, tm
 
 # Row 29.
 
-WANTED_BYTES = 256 << 20
-SMALL = "64m"
+SMALL, WANTED_BYTES = "64m", 72 << 20
+TINY, WANTED_OF_TINY_BYTES = "64k", 4 << 20
 
 
-def _want_much() -> dict[str, Any]:
+def _want_much(size_bytes: int) -> dict[str, Any]:
     with world(4):
         group = ps.get_tp_group()
-        x = group.empty((WANTED_BYTES,), dtype=torch.uint8)
+        x = group.empty((size_bytes,), dtype=torch.uint8)
         x.fill_(1)  # SIGBUS, had it only been mapped
         group.all_reduce_(x)
         told = group.broadcast_tensor_dict({"x": torch.full((1 << 20,), 7)} if group.rank == 0 else None)
@@ -273,7 +257,7 @@ def small_host() -> Iterator[hosts.Hosts]:
 def test_row_29_more_is_wanted_than_there_is(small_host: hosts.Hosts) -> None:
     """Tensors are ordinary ones then; the collectives' own memory is there."""
     with small_host.ranks([0, 0, 0, 0]) as ranks:
-        for facts in ranks.run(_want_much, timeout_s=DEADLINE_S):
+        for facts in ranks.run(_want_much, WANTED_BYTES, timeout_s=DEADLINE_S):
             assert facts["right"]
             assert facts["free"] < 64 << 20
             assert facts["carried by"] == "shared_memory"
@@ -284,8 +268,8 @@ def test_row_29_no_room_for_anything() -> None:
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"a host with a /dev/shm of its own can't be made: {problem}")
-    with hosts.Hosts([hosts.Host(shared_memory="64k")]) as made, made.ranks([0, 0, 0, 0]) as ranks:
-        for facts in ranks.run(_want_much, timeout_s=DEADLINE_S):
+    with hosts.Hosts([hosts.Host(shared_memory=TINY)]) as made, made.ranks([0, 0, 0, 0]) as ranks:
+        for facts in ranks.run(_want_much, WANTED_OF_TINY_BYTES, timeout_s=DEADLINE_S):
             assert facts["right"]
             assert facts["carried by"] == "process_group"
             assert "/dev/shm has no room" in facts["explained"], facts["explained"]

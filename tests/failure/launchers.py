@@ -1,0 +1,139 @@
+"""Programs that call `launch`, without the seconds that an import of torch takes: forks of the tests' fork server.
+
+A program has a session, an environment, an output and an end of its own, as one that Python has started. The fork
+server that `launch` starts in it is a fork of it rather than a new interpreter; its socket, its watch over its owner,
+and its end are those of any. Programs that Python starts are in the contract tests of `launch`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.workers import fork_context
+
+_STEP_S = 0.01
+
+
+class Program:
+    """A function in a process of its own; `printed` and `said` are what it and its ranks write to stdout and stderr."""
+
+    def __init__(self, function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> None:
+        context = fork_context()
+        self._output: list[tuple[bytearray, threading.Thread]] = []
+        ends = []
+        for _ in range(2):
+            mine, theirs = context.Pipe(duplex=False)
+            text = bytearray()
+            thread = threading.Thread(target=_read, args=(mine, text), daemon=True)
+            thread.start()
+            self._output.append((text, thread))
+            ends.append(theirs)
+        self._process = context.Process(target=_run, args=(*ends, dict(env or {}), function, args))
+        self._process.start()
+        for end in ends:
+            end.close()
+        self.pid: int = self._process.pid
+
+    def wait(self, timeout_s: float) -> int:
+        """Returns the exit code, or minus the signal that ended it. Raises TimeoutError where it doesn't end."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"the program runs after {timeout_s} s: {self.said}")
+        for _, thread in self._output:
+            thread.join(timeout_s)
+        code: int = self._process.exitcode
+        return code
+
+    def lines(self, count: int, timeout_s: float) -> list[str]:
+        """Returns the first lines that it prints, once they are there."""
+        until = time.monotonic() + timeout_s
+        while self.printed.count("\n") < count:
+            assert time.monotonic() < until and self._process.is_alive(), f"{count} lines weren't printed: {self.said}"
+            time.sleep(_STEP_S)
+        return self.printed.splitlines()[:count]
+
+    @property
+    def printed(self) -> str:
+        return self._output[0][0].decode()
+
+    @property
+    def said(self) -> str:
+        return self._output[1][0].decode()
+
+    def kill(self) -> None:
+        """Ends it and all that it has started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+
+
+def _read(end: Connection, text: bytearray) -> None:
+    with end, suppress(OSError):
+        while data := os.read(end.fileno(), 1 << 16):
+            text += data
+
+
+@contextmanager
+def program(function: Callable[..., object], *args: Any, env: Mapping[str, str] | None = None) -> Iterator[Program]:
+    """Runs a program until the end of the block, at most."""
+    started = Program(function, *args, env=env)
+    try:
+        yield started
+    finally:
+        started.kill()
+
+
+# In the program.
+
+
+def _run(
+    out: Connection, err: Connection, env: Mapping[str, str], function: Callable[..., object], args: tuple[Any, ...]
+) -> None:
+    os.setsid()
+    for end, descriptor in ((out, 1), (err, 2)):
+        os.dup2(end.fileno(), descriptor)
+        end.close()
+    os.environ.update(env)
+    util.spawnv_passfds = _started_by(util.spawnv_passfds)  # type: ignore[attr-defined]
+    try:
+        function(*args)
+    except KeyboardInterrupt:  # as an interpreter ends that isn't one of multiprocessing's
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _started_by(spawn: Callable[..., int]) -> Callable[..., int]:
+    """Starts the fork server as a fork, and all other helpers of multiprocessing as it does."""
+
+    def start(path: Any, args: list[Any], passed: list[int]) -> int:
+        code = args[-1]
+        if "forkserver" not in str(code):
+            return spawn(path, args, passed)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+                    if descriptor > 2 and descriptor not in passed:
+                        with suppress(OSError):  # the one that listed them
+                            os.close(descriptor)
+                exec(code, {})
+            except SystemExit:
+                pass
+            finally:
+                os._exit(0)
+        return pid
+
+    return start
