@@ -36,14 +36,21 @@ class Report:
     call: str
     timed_out: bool = field(default=False, compare=False)
     """True if it failed at its deadline: then a missing rank may be slow, and need not have ended."""
+    before: str = field(default="", compare=False)
+    """The call before that one, which it got through; empty where that isn't known."""
 
 
-def explained(context: GroupContext, operation: Operation, failure: CommunicationError) -> CommunicationError:
-    """Returns `failure` of the group's `operation`, or the error that says who is missing or in another call."""
+def explained(
+    context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
+) -> CommunicationError:
+    """Returns `failure` of the group's `operation`, or the error that says who is missing or in another call.
+
+    `before`: the group's call before that operation.
+    """
     watcher = context.watcher
     if watcher is None or watcher.open_store is None:
         return failure
-    own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError))
+    own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError), before)
     reports = watcher.ask_store(lambda store: _exchange(store, context, own), _LIMIT_S)
     if reports is not None:
         return _verdict(context, own, reports, failure)
@@ -62,7 +69,7 @@ def _prefix(context: GroupContext) -> str:
 
 
 def _write(store: Any, context: GroupContext, own: Report) -> None:
-    store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out]))
+    store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out, own.before]))
 
 
 def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
@@ -95,6 +102,19 @@ def _exchange(store: Any, context: GroupContext, own: Report) -> dict[int, Repor
     return reports
 
 
+def _half_through(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
+    """Returns the call that ended on some ranks before it broke on others, and those ranks, in the next one.
+
+    None where they are in other calls than that, or where what the others got through isn't known to be that call.
+    """
+    first = min(reports.values(), key=lambda report: report.sequence)
+    through = [rank for rank, report in sorted(reports.items()) if report != first]
+    ahead = {reports[rank] for rank in through}
+    if len(ahead) != 1 or next(iter(ahead)).sequence != first.sequence + 1:
+        return None
+    return (first, through) if {reports[rank].before for rank in through} == {first.call} else None
+
+
 def _verdict(
     context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
 ) -> CommunicationError:
@@ -118,6 +138,12 @@ def _verdict(
         theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
         found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
         found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
+        return found
+    if not missing and (half := _half_through(reports)) is not None:
+        first, through = half
+        who = ", ".join(f"global rank {context.ranks[rank]}" for rank in through)
+        found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+        found.args = (f"{found.args[0]}. {first.call} number {first.sequence} had ended on {who}, not on the others",)
         return found
     # Where a rank is missing, some may have got through an operation of which others still lack the end.
     different = [

@@ -495,7 +495,8 @@ class Route:
             return failure
         if self.context.deaths():
             return failure
-        return explained(self.context, last, failure)
+        passed = {each.sequence: each.call for each in self.operations() if each.name not in PAIRS}
+        return explained(self.context, last, failure, passed.get(last.sequence - 1, ""))
 
     def _poison(self, failure: CommunicationError) -> None:
         if self.first_failure is None and not self.closed:

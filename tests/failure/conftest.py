@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import secrets
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from tests.failure.ranks import Ranks
 
 LEFT_S = 2.0
 AT_ONCE = 4
-RUN = pytest.StashKey["Future[None]"]()
+RUN = pytest.StashKey[Future[None]]()
 OF_THE_SESSION = ("record_testsuite_property",)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -165,12 +165,11 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
 """Elements that are sent, those of the buffer, its dtype."""
 
 
-def _pairs(route: str, names: Sequence[str]) -> dict[str, tuple[Outcome, bool]]:
+def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
     """What the sender, rank 0, and the receiver, rank 1, tell; the receiver also whether its buffer is as before."""
     found = {}
     with _groups(route) as new_group:
-        for name in names:
-            sent, expected, dtype = PAIRS[name]
+        for name, (sent, expected, dtype) in PAIRS.items():
             group = new_group()
             group.barrier()
             if group.rank == 0:
@@ -185,14 +184,14 @@ def _pairs(route: str, names: Sequence[str]) -> dict[str, tuple[Outcome, bool]]:
     return found
 
 
-def pairs_over(four: Ranks, route: str, names: Sequence[str]) -> list[dict[str, tuple[Outcome, bool]]]:
-    """What the ranks tell of transfers, in one world."""
-    return four.run(_pairs, route, names, timeout_s=len(names) * DEADLINE_S / 4)
+def pairs_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, bool]]]:
+    """What the ranks tell of all `PAIRS`, in one world."""
+    return four.run(_pairs, route, timeout_s=len(PAIRS) * DEADLINE_S / 4)
 
 
 @pytest.fixture(scope="module")
 def pairs(four: Ranks) -> Callable[[str], list[dict[str, tuple[Outcome, bool]]]]:
-    return functools.cache(lambda route: pairs_over(four, route, list(PAIRS)))
+    return functools.cache(lambda route: pairs_over(four, route))
 
 
 @pytest.mark.parametrize("route", ROUTES)

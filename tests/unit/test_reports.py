@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
 import torch
 
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reports import Report, _verdict
+from device_communicators.routing.recorder import Operation
+from device_communicators.routing.reports import Report, _verdict, explained
+
+
+class Store:
+    """As much of a store as reports need, and of the watcher that has it."""
+
+    open_store = True
+
+    def __init__(self) -> None:
+        self._kept: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self._kept[key] = value
+
+    def get(self, key: str) -> str:
+        return self._kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._kept for key in keys)
+
+    def ask_store(self, ask: Callable[[Store], Any], limit_s: float) -> Any:
+        return ask(self)
 
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
-    """`r0="3 barrier"`: rank 0 was in the group's third operation, a barrier."""
-    reports = {int(name[1:]): Report(int(told.split()[0]), told.split()[1]) for name, told in calls.items()}
+    """`r0="3 barrier gather"`: rank 0 was in the group's third operation, a barrier, after a gather."""
+    told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
+    reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
     context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0)
     return _verdict(context, reports[rank], reports, CommunicationError("it broke."))
 
@@ -38,3 +67,34 @@ def test_one_that_was_late_is_told_so() -> None:
     found = _conclude(2, r0="4 gather", r1="4 gather", r2="3 barrier", r3="4 gather")
     assert type(found) is CommunicationError
     assert "in gather number 4 already: this rank, in barrier number 3, was late" in str(found)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
+    """As where one was stopped in the middle of it and goes on when the others have given up."""
+    there, ahead = "3 gather barrier", "4 barrier gather"
+    found = _conclude(rank, r0=ahead, r1=ahead, r2=there, r3=there)
+    assert type(found) is CommunicationError
+    assert "gather number 3 had ended on global rank 0, global rank 1, not on the others" in str(found)
+
+
+def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
+    """Ranks 0 and 1 are through the third operation, with which all had come."""
+    store = Store()
+
+    def fail(rank: int) -> CommunicationError:
+        name, before = ("gather", "barrier") if rank > 1 else ("barrier", "gather")
+        operation = Operation(3 if rank > 1 else 4, name, "", (), 0.0)
+        context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), 1.0, watcher=cast(Watcher, store))
+        return explained(context, operation, CommunicationError("it broke."), before)
+
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(fail, range(4)):
+            assert "gather number 3 had ended on global rank 0, global rank 1" in str(found)
+
+
+@pytest.mark.parametrize("ahead", ["4 barrier broadcast", "4 barrier", "5 barrier gather"])
+def test_ranks_that_are_ahead_by_another_call_are_a_mismatch(ahead: str) -> None:
+    found = _conclude(2, r0=ahead, r1=ahead, r2="3 gather barrier", r3="3 gather barrier")
+    assert isinstance(found, CollectiveMismatchError)
+    assert found.suspect_ranks == (0, 1)

@@ -23,6 +23,7 @@ from device_communicators.errors import (
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing import route as routing
 from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
 from device_communicators.routing.user_call import begin_locally
 
@@ -164,6 +165,24 @@ def test_a_failure_ends_the_group(
     assert sorted(seconds)[2] < 0.01
     assert failing.calls == 2, "nothing was sent any more"
     assert told == [1]
+
+
+def test_a_failure_is_explained_by_its_call_and_the_one_before(
+    route: Route, failing: Failing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def explain(context: GroupContext, last: Operation, failure: CommunicationError, before: str) -> CommunicationError:
+        told.append((last.sequence, last.call, before))
+        return failure
+
+    monkeypatch.setattr(routing, "explained", explain)
+    route.run("all_reduce", torch.ones(7), torch.ones(7), "sum", reduce_op="sum")
+    failing.error = RuntimeError("gloo: timed out")
+    with pytest.raises(CollectiveTimeoutError):
+        _call(route)
+    (sequence, call, before), *more = told
+    assert sequence == 2 and before and before != call and not more, told
 
 
 @pytest.mark.parametrize(
