@@ -44,11 +44,11 @@ demo: $(STAMP)
 	$(BIN)/python benchmarks/inference/demo.py $(ARGS)
 
 # Between two edits: unit tests that take no seconds, and some of those with ranks.
-check: lint
-	$(BIN)/python -m tests.lanes check $(ARGS)
+check: $(STAMP)
+	$(BIN)/python -m tests.lanes lint check $(ARGS)
 
-test: lint references
-	$(BIN)/python -m tests.lanes $(ARGS)
+test: references
+	$(BIN)/python -m tests.lanes lint $(ARGS)
 
 # In full, which takes hours: all seeds, sizes and pairs; and what of the code no other target meets.
 LONG := long-lanes versions

@@ -2,6 +2,7 @@
 
     python -m tests.lanes [options of pytest]          # all lanes
     python -m tests.lanes check [options of pytest]    # for the inner loop: what isn't slow, and some with ranks
+    python -m tests.lanes lint [check] [options]       # `make lint` beside them, as a lane of its own
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
@@ -48,6 +49,8 @@ class Lane(NamedTuple):
     but: tuple[str, ...] = ()
     """What of `paths` another lane has."""
     niceness: int = 0
+    command: tuple[str, ...] = ()
+    """What runs instead of pytest; where it fails, the run has failed."""
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
@@ -71,6 +74,7 @@ LANES = (
 """By what they wait for: the first for ranks to notice something in time, so that it goes before the others, none
 of which may starve: they have deadlines, too. The last two, of one process each, are left at the end, for two cores."""
 
+LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 CHECK = (
     Lane("units", ("tests/unit",)),
     Lane(
@@ -96,11 +100,20 @@ class Run:
         self.log = LOGS / f"{lane.name}.log"
         self._options = options
         self._cache = LOGS / f"{lane.name}.cache"
-        command = [*apart(), sys.executable, "-m", "pytest", *lane.paths, *(f"--ignore={path}" for path in lane.but)]
-        command += ["-o", f"cache_dir={self._cache}", "--cache-clear"]
+        command = list(lane.command)
+        if not command:
+            command = [
+                *apart(),
+                sys.executable,
+                "-m",
+                "pytest",
+                *lane.paths,
+                *(f"--ignore={path}" for path in lane.but),
+            ]
+            command += ["-o", f"cache_dir={self._cache}", "--cache-clear", *options]
         with open(self.log, "w") as log:
             self._process = subprocess.Popen(
-                [*command, *options], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
                 preexec_fn=lambda: _be_nice(lane.niceness),
                 env={**ONE_THREAD, **os.environ},
@@ -109,7 +122,7 @@ class Run:
     @property
     def failed(self) -> bool:
         """Whether a test failed, or none ran though all were asked for."""
-        return self.code not in (0, NO_TESTS if self._options else 0)
+        return self.code not in (0, NO_TESTS if self._options and not self.lane.command else 0)
 
     @property
     def code(self) -> int | None:
@@ -190,7 +203,10 @@ def names_paths(options: Sequence[str]) -> bool:
 
 def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
     if names_paths(options):
-        return subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT)
+        others = [lane for lane in lanes if lane.command]
+        return subprocess.call([sys.executable, "-m", "pytest", *options], cwd=ROOT) or (
+            main((), others) if others else 0
+        )
     LOGS.mkdir(exist_ok=True)
     started_s = time.monotonic()
     total: Counter[str] = Counter()
@@ -215,7 +231,8 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
         failed = []
         total.update({"passed": len(again), "failed": -total["failed"], "error": -total["error"]})
     print(last_line(total, time.monotonic() - started_s), flush=True)
-    return 1 if failed or not total["passed"] else 0
+    ran = total["passed"] > 0 or not any(lane.paths for lane in lanes)
+    return 0 if ran and not failed else 1
 
 
 def _passes(names: Sequence[str]) -> bool:
@@ -234,7 +251,9 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _chosen(words: Sequence[str]) -> tuple[Sequence[str], Sequence[Lane]]:
-    return (["-m", "not slow", *words[1:]], CHECK) if words[:1] == ["check"] else (words, LANES)
+    lint, words = ([LINT], words[1:]) if words[:1] == ["lint"] else ([], words)
+    checks = words[:1] == ["check"]
+    return ["-m", "not slow", *words[1:]] if checks else words, [*lint, *(CHECK if checks else LANES)]
 
 
 if __name__ == "__main__":

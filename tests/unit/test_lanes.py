@@ -49,12 +49,17 @@ def test_each_file_of_the_suite_is_in_one_lane() -> None:
     assert found == Counter(set((ROOT / "tests").rglob("test_*.py")) - engines)
 
 
-@pytest.mark.slow
-def test_a_lane_that_fails_is_printed_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of what a test writes, without the plugins of this environment, of which some take a second."""
     monkeypatch.setattr(lanes, "LOGS", tmp_path)
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+def test_a_lane_that_fails_is_printed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in {"passes": PASSES, "fails": FAILS, "empty": ""}.items():
         (tmp_path / f"test_{name}.py").write_text(content)
     passes, fails, empty = (Lane(name, (f"test_{name}.py",)) for name in ("passes", "fails", "empty"))
@@ -71,11 +76,10 @@ def test_a_lane_that_fails_is_printed_and_counted(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("bare")
 def test_what_passes_alone_is_named_and_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lanes, "LOGS", tmp_path)
-    monkeypatch.setattr(lanes, "ROOT", tmp_path)
     (tmp_path / "test_busy.py").write_text(BUSY)
     lane = Lane("busy", ("test_busy.py",))
     assert lanes.main([], [lane]) == 0
@@ -86,3 +90,28 @@ def test_what_passes_alone_is_named_and_no_failure(
     monkeypatch.setattr(lanes, "MOST_AGAIN", 0)
     assert lanes.main([], [lane]) == 1, "too many to come from the machine"
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 passed, 1 failed, 0 skipped in ")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bare")
+def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its last line is its summary; where it fails, so does the run, whatever the tests of others do."""
+    (tmp_path / "test_passes.py").write_text(PASSES)
+    passes = Lane("passes", ("test_passes.py",))
+    well, ill = (
+        Lane("lint", (), command=("sh", "-c", f"echo first; echo {code} left; exit {code}")) for code in (0, 2)
+    )
+    assert lanes.main(["-q"], [well, passes]) == 0
+    assert "== lane lint ==\n0 left\nlane lint: exit code 0" in capsys.readouterr().out
+    assert lanes.main(["-q"], [ill, passes]) == 1
+    said = capsys.readouterr().out
+    assert "== lane lint ==\nfirst\n2 left\n" in said
+    assert said.splitlines()[-1].startswith("2 passed, 0 failed")
+    paths = ["-q", "test_passes.py"]
+    assert [lanes.main(paths, [passes]), lanes.main(paths, [well]), lanes.main(paths, [ill])] == [0, 0, 1]
+
+
+def test_the_words_of_the_command_line_choose_lanes() -> None:
+    assert lanes._chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
+    assert lanes._chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])
+    assert lanes._chosen([]) == ([], [*LANES])
