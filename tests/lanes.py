@@ -75,8 +75,14 @@ LANES = (
 of which may starve: they have deadlines, too. The last two, of one process each, are left at the end, for two cores."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
+COMPUTING = _files(
+    "tests/unit", "test_codec", "test_codec_hostile", "test_docs", "test_engine_layouts", "test_import_direction",
+    "test_layout", "test_plan", "test_plan_picture", "test_simulated", "test_wire",
+)  # fmt: skip
+"""Most of the seconds of unit tests that don't wait: a lane of their own keeps the second core busy."""
 CHECK = (
-    Lane("units", ("tests/unit",)),
+    Lane("units", ("tests/unit",), but=COMPUTING),
+    Lane("computing", COMPUTING),
     Lane(
         "some",
         _files("tests/contract", "test_all_reduce", "test_send_recv", "test_tensor_dicts", "test_state")

@@ -131,6 +131,12 @@ def test_row_41_killed_while_it_starts(
         stem = f"row-41-{transport.replace(' ', '-')}"
         for seed in range(SEEDS):
             keep(results, f"{stem}-{seed}", functools.partial(trial, seed))
+    if transport == "shared memory":  # one killed with a name in place leaves it to the next start
+        pool = Ranks(4)
+        try:
+            pool.run(_start, shared_memory, timeout_s=DEADLINE_S)
+        finally:
+            pool.kill()
     found = [(each["seed"], each["latest_s"]) for each in kept(results, stem)]
     record_testsuite_property(f"row 41, {transport}: told after s", found)
     assert not late(found)
