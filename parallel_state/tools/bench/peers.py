@@ -133,12 +133,12 @@ def load_vllm(root: Path) -> Any:
     config.get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
     sys.modules.setdefault("vllm.config", config)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     if not hasattr(torch.ops._C, "shm_allreduce"):
         raise RuntimeError("vLLM's shared-memory ops can't be loaded on this machine: they need AVX-512")
-    import vllm.distributed.parallel_state as vllm_state  # type: ignore[import-not-found]
+    import vllm.distributed.parallel_state as vllm_state
 
     return vllm_state
 

@@ -1,0 +1,18 @@
+"""The platform of vLLM's plug-in: vLLM's own for this CPU, with this library's communicator. Imports vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import platforms
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+_Base: Any = resolve_obj_by_qualname(platforms.builtin_platform_plugins["cpu"]())
+
+
+class ParallelStateCpuPlatform(_Base):
+    """vLLM's CPU platform, whose groups communicate by this library."""
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "parallel_state.compat.vllm.communicator.Communicator"

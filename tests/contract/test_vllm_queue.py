@@ -1,0 +1,121 @@
+"""The queue behind vLLM's interface: what is sent arrives, waits end by their deadline, and by who is gone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators.cpu.segment import DIRECTORY
+from device_communicators.errors import PeerDiedError, UsageError
+from parallel_state.compat.vllm.message_queue import Handle, MessageQueue
+
+Ends = tuple[MessageQueue, list[MessageQueue]]
+
+
+def made(readers: int, local: int | None = None, **sizes: Any) -> Ends:
+    local = readers if local is None else local
+    writer = MessageQueue(readers, local, [2 * each + 1 for each in range(local)], connect_ip="127.0.0.1", **sizes)
+    handle: Handle = pickle.loads(pickle.dumps(writer.export_handle()))
+    ranks = [*handle.local_reader_ranks, *[99] * (readers - local)]
+    ends = [MessageQueue.create_from_handle(handle, rank) for rank in ranks]
+    threads = [threading.Thread(target=each.wait_until_ready) for each in (writer, *ends)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return writer, ends
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[MessageQueue, MessageQueue]]:
+    before = set(os.listdir(DIRECTORY))
+    writer, (reader,) = made(1)
+    assert set(os.listdir(DIRECTORY)) <= before, "the name is gone when all have come"
+    yield writer, reader
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and (all(map(equal, a, b)) if isinstance(a, (list, tuple)) else a == b)
+
+
+OBJECTS = [
+    None, {"a": [1, 2.5], "b": "text"}, b"x" * 3_000_000, "y" * 70_000, torch.arange(12).reshape(3, 4).t(),
+    [torch.empty(0, 3), torch.ones(3, dtype=torch.bfloat16), torch.tensor(True)], torch.randn(600, 700), (b"", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("readers", "local"), [(1, 1), (3, 3), (2, 1), (1, 0)])
+def test_objects_arrive_at_all_readers(readers: int, local: int) -> None:
+    writer, ends = made(readers, local)
+
+    def write() -> None:
+        for each in OBJECTS * 3:
+            writer.enqueue(each)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    results: list[list[Any]] = [[] for _ in ends]
+    threads = [
+        threading.Thread(target=lambda e=end, r=result: r.extend(e.dequeue(timeout=20) for _ in OBJECTS * 3))
+        for end, result in zip(ends, results, strict=True)
+    ]
+    for each in threads:
+        each.start()
+    for each in (thread, *threads):
+        each.join(30)
+    for result in results:
+        assert equal(result, OBJECTS * 3)
+    tensor = results[0][4]
+    tensor += 1  # what arrives may be written to
+
+
+def test_a_timeout_sends_and_takes_nothing(pair: tuple[MessageQueue, MessageQueue]) -> None:
+    writer, reader = pair
+    with pytest.raises(TimeoutError):
+        reader.dequeue(timeout=0.05)
+    sent = 0
+    with pytest.raises(TimeoutError):
+        while True:
+            writer.enqueue(sent, timeout=0.1)
+            sent += 1
+    assert sent >= 9  # max_chunks, but for what the handshake may hold
+    assert [reader.dequeue(timeout=1) for _ in range(sent)] == list(range(sent))
+    writer.enqueue("after", timeout=1)
+    assert reader.dequeue(timeout=1) == "after"
+
+
+def test_shutdown_ends_a_wait(pair: tuple[MessageQueue, MessageQueue]) -> None:
+    _, reader = pair
+    threading.Timer(0.2, reader.shutdown).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        reader.dequeue(indefinite=True)
+    assert time.monotonic() - started < 2
+
+
+def test_what_was_sent_is_read_before_the_writers_end_is_told(pair: tuple[MessageQueue, MessageQueue]) -> None:
+    writer, reader = pair
+    writer.enqueue("last")
+    writer.shutdown()
+    assert reader.dequeue() == "last"
+    with pytest.raises(PeerDiedError, match=f"the writer, process {os.getpid()}"):
+        reader.dequeue()
+
+
+def test_only_the_writer_writes(pair: tuple[MessageQueue, MessageQueue]) -> None:
+    writer, reader = pair
+    with pytest.raises(UsageError):
+        reader.enqueue(1)
+    with pytest.raises(UsageError):
+        writer.dequeue()
+    assert writer.broadcast_object("both") == reader.broadcast_object() == "both"

@@ -1,0 +1,64 @@
+"""The entry points of engines do nothing, and import nothing, until PARALLEL_STATE_PLUGIN names one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallel_state_plugins as plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import sys
+before = set(sys.modules)
+import parallel_state_plugins as plugins
+assert plugins.vllm_platform() is None and plugins.vllm_general() is None
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new == {"parallel_state_plugins"}, new
+"""
+
+
+@pytest.mark.parametrize("variable", [None, "", "other", "vllm_other,sglang"])
+def test_nothing_is_imported_for_an_engine_that_is_not_named(variable: str | None) -> None:
+    environment = {"PYTHONPATH": str(ROOT), **({} if variable is None else {plugins.VARIABLE: variable})}
+    subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "stands_back"),
+    [("0.32.0", False), ("0.33.1+cpu", False), ("0.31.9", True), ("0.34.0", True), ("dev", True)],
+)
+def test_versions_outside_the_tested_range_are_left_alone(
+    version: str, stands_back: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from parallel_state.compat.vllm import plugin
+
+    monkeypatch.setenv(plugins.VARIABLE, "sglang, vLLM")
+    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(plugin, "find_platform", lambda: "ours")
+    for _ in range(2):
+        assert plugins.vllm_platform() == (None if stands_back else "ours")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["parallel_state"] * stands_back
+
+
+def test_whatever_goes_wrong_leaves_the_engine_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from parallel_state.compat.vllm import plugin
+
+    def fail() -> None:
+        raise RuntimeError("as it happens")
+
+    monkeypatch.setenv(plugins.VARIABLE, "vllm")
+    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(plugin, "find_platform", fail)
+    monkeypatch.setattr(plugin, "install", fail)
+    assert plugins.vllm_platform() is None
+    plugins.vllm_general()
+    assert [record.getMessage().endswith("as it happens") for record in caplog.records] == [True, True]
