@@ -258,7 +258,7 @@ class HostRanks(WorkerPool):
 
 def _serve_on_host(host_pid: int, host: Host, connection: Connection, environment: dict[str, str]) -> None:
     _end_with_parent()
-    _enter(host_pid)
+    enter(host_pid)
     if host.cpus:
         os.sched_setaffinity(0, host.cpus)
     if host.own_pids:
@@ -281,7 +281,7 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _enter(pid: int) -> None:
+def enter(pid: int) -> None:
     """This process, of one thread, joins the namespaces of another."""
     library = ctypes.CDLL(None, use_errno=True)
     folder = os.getcwd()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from parallel_state.tools.bench import ranks
 from parallel_state.tools.bench.collectives import answer, count_of, given
-from tests.programs import run_in_ranks, script
+from tests.programs import Program, module, run_in_ranks, script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "collectives.py"
@@ -41,12 +40,22 @@ def in_ranks(path: Path, *arguments: str) -> tuple[int | None, str, dict[str, An
 def test_under_torchrun(tmp_path: Path) -> None:
     arguments = ("--sizes", "1024", "65536", "--operations", "all_reduce")
     written = (tmp_path / "found.json", tmp_path / "found.svg")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
-    process = subprocess.run(
-        [*map(str, (*start, *arguments, *FEW, "--json", written[0], "--svg", written[1]))],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
+    words = (
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        SCRIPT,
+        *arguments,
+        *FEW,
+        "--json",
+        written[0],
+        "--svg",
+        written[1],
+    )
+    code = f"import os\nos.chdir({str(tmp_path)!r})\n" + module("torch.distributed.run", [*map(str, words)])
+    program = Program(code, environment())  # its workers are forks of it
+    out, err = program.communicate(DEADLINE_S)
+    assert program.returncode == 0, out + err
     content, picture = json.loads(written[0].read_text()), written[1].read_text()
     assert [row["case"]["bytes"] for row in content["rows"]] == [1024, 65536]
     for row in content["rows"]:
@@ -60,8 +69,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
         assert all(name.endswith(", eager") and us > 0 for name, us in row["host_us"].items())
     assert content["settings"]["left_out"] == {"graph": "the CPU has no CUDA graphs"}
     assert content["settings"]["route"].startswith("group 'tp:0'")
-    assert "not measured: graph: the CPU has no CUDA graphs" in process.stdout
-    assert "busbw, 10⁹ B/s" in process.stdout
+    assert "not measured: graph: the CPU has no CUDA graphs" in out
+    assert "busbw, 10⁹ B/s" in out
     assert picture.count("<polyline") >= 8
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests import hosts
+from tests.programs import Program, module
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -59,24 +58,22 @@ def _environ() -> dict[str, str]:
     return {**environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _torchrun(folder: Path, *options: str, how: str = "fails", enter: Sequence[str] = ()) -> subprocess.Popen[str]:
+def _torchrun(folder: Path, *options: str, how: str = "fails", host: int | None = None) -> Program:
+    """An agent, in the namespaces of the process `host`; it starts its workers as forks."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "1"]
-    return subprocess.Popen(
-        [*enter, *command, str(script), str(folder), how],
-        env=_environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    code = module("torch.distributed.run", [*options, "--max-restarts", "1", str(script), str(folder), how])
+    if host is None:
+        return Program(code, _environ())
+    enter = f"from tests.hosts import enter\nenter({host})\n"
+    return Program(enter + code, {**_environ(), "GLOO_SOCKET_IFNAME": hosts.INTERFACE})
 
 
-def _ended_well(agents: Sequence[subprocess.Popen[str]], folder: Path, carrier: str, size: int = 4) -> list[str]:
+def _ended_well(agents: Sequence[Program], folder: Path, carrier: str, size: int = 4) -> list[str]:
     """All ranks came to the right end soon after the kill; the count of restarts that each was told."""
     try:
-        outputs = [agent.communicate(timeout=DEADLINE_S)[0] for agent in agents]
-    except subprocess.TimeoutExpired as error:
+        outputs = ["".join(agent.communicate(DEADLINE_S)) for agent in agents]
+    except TimeoutError as error:
         raise AssertionError(f"the job did not start again: {error}") from error
     finally:
         for agent in agents:
@@ -114,7 +111,6 @@ def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: st
     with hosts.Hosts(2) as made:
         agents = []
         for host in range(2):
-            enter = ["nsenter", "-t", str(made.pid(host)), "--net", "--uts", "--mount"]
             options = ["--nnodes", "2", "--nproc-per-node", "2"]
             if rendezvous == "static":
                 options += ["--node-rank", str(host), "--master-addr", made.addresses[0], "--master-port", "20000"]
@@ -122,8 +118,7 @@ def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: st
                 options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{made.addresses[0]}:20000", "--rdzv-id", "j"]
                 options += ["--local-addr", made.addresses[host]]
                 options += ["--rdzv-conf", f"is_host={1 - host},last_call_timeout=1"]
-            enter = [*enter, "env", f"GLOO_SOCKET_IFNAME={hosts.INTERFACE}"]
-            agents.append(_torchrun(tmp_path, *options, how=how, enter=enter))
+            agents.append(_torchrun(tmp_path, *options, how=how, host=made.pid(host)))
         told = _ended_well(agents, tmp_path, "hierarchical")
     if counts is not None and rendezvous == "static":
         assert told == counts
