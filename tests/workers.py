@@ -40,7 +40,7 @@ _SLOW_IMPORTS = {
         "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models", "test_graph_breaks",
         "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
     ),
-    ("transformers.models.llama.modeling_llama",): ("test_fused_models",),
+    ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
 """Seconds for tests with torch's own parallelism, its compiler or a model: imported there as well in a run of theirs
 where torch has no CUDA, which they may start: they import torch's symmetric memory, and with it what looks for Triton,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -66,11 +67,8 @@ def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
         return body(*args)
 
 
-def _with_fresh_cache(body: Callable[..., Any], *args: Any) -> Any:
-    """With graphs that are kept, but none of an earlier run."""
-    from torch._inductor.utils import fresh_cache
-
-    with fresh_cache():
+def _with_graphs_kept_as(tag: str, body: Callable[..., Any], *args: Any) -> Any:
+    with torch.compiler.config.patch(cache_key_tag=tag):
         return body(*args)
 
 
@@ -142,4 +140,5 @@ def _order_body(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_order_of_collectives_stays(pools: Pools, backend: str) -> None:
-    pools(2).run(_with_fresh_cache, _order_body, backend, tp=2, timeout_s=300)
+    """With graphs that inductor keeps, but none of an earlier run."""
+    pools(2).run(_with_graphs_kept_as, uuid.uuid4().hex, _order_body, backend, tp=2, timeout_s=300)

@@ -1,4 +1,7 @@
-"""torch.distributed over `backend="parallel_state"`, against the same calls over gloo in the same ranks."""
+"""torch.distributed over `backend="parallel_state"`, against the same calls over gloo in the same ranks.
+
+What torch builds on these calls is in test_c10d_programs.py.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import parallel_state as ps
 from tests.workers import WorkerPool
@@ -504,59 +503,6 @@ def split() -> float | None:
 
 def test_a_group_is_split(pools: Pools) -> None:
     assert pools(3).run(split, timeout_s=DEADLINE_S) == [3.0, 3.0, 3.0]
-
-
-# What torch builds on it.
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(torch.relu(self.up(x)))
-        return out
-
-
-def _train(model: nn.Module, rank: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        x, y = torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
-        loss = ((model(x) - y) ** 2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def train_with(backend: str) -> dict[str, list[float]]:
-    losses = {}
-    with torch_world(backend) as (rank, size):
-        losses["ddp"] = _train(DistributedDataParallel(Model(), bucket_cap_mb=1), rank)
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-        losses["fsdp2"] = _train(fully_shard(Model(), mesh=mesh), rank)
-        if size == 4:
-            grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-            losses["hsdp"] = _train(fully_shard(Model(), mesh=grid), rank)
-        table = distribute_tensor(torch.arange(32.0).view(8, 4), mesh, [Shard(0)])
-        product = table @ table.t()
-        assert isinstance(product, DTensor)
-        losses["dtensor"] = product.full_tensor().sum(0).tolist()
-    return losses
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_training_gives_the_same_losses_as_over_gloo(pools: Pools, size: int) -> None:
-    over_gloo = pools(size).run(train_with, "gloo", timeout_s=DEADLINE_S)
-    ours = pools(size).run(train_with, "parallel_state", timeout_s=DEADLINE_S)
-    for mine, reference in zip(ours, over_gloo, strict=True):
-        for name, losses in reference.items():
-            assert mine[name] == pytest.approx(losses, rel=1e-5), name
 
 
 def join_a_world_of_torch() -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +18,7 @@ import torch
 
 import parallel_state as ps
 from benchmarks.init_scaling_ranks import Cost, cost_of_start
+from tests.programs import Program, script
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -120,9 +119,11 @@ def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settl
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     """On two ranks, whose first all-reduces it checks; they make no group, as the tensor-parallel one is the world."""
     file = tmp_path / "result.json"
-    command = [sys.executable, "benchmarks/init_scaling.py", "--ranks", "2", "--repetitions", "1", "--no-counts"]
+    words = ["--ranks", "2", "--repetitions", "1", "--no-counts", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, "--json", str(file)], cwd=ROOT, env=environment, check=True, timeout=DEADLINE_S)
+    program = Program(script(ROOT / "benchmarks" / "init_scaling.py", words), environment)  # which starts itself afresh
+    said = "".join(program.communicate(DEADLINE_S))
+    assert program.returncode == 0, said
     rows = json.loads(file.read_text())["real"]
     assert {(row["variant"], row["lazy"]) for row in rows} == {
         (variant, lazy) for variant in ("ours", "new_group", "device_mesh") for lazy in (False, True)
