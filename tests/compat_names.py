@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tests.references import MEGATRON, Reference
+from tests.references import MEGATRON, VLLM, VLLM_OPS, VLLM_QUEUE, VLLM_UTILS, Reference
 
 SKIPPED = {"logger", "T", "P", "R"}
 """Public at a module's top level by their spelling, and nobody's interface."""
@@ -303,5 +303,16 @@ class Project(NamedTuple):
     also: tuple[str, ...] = ()
 
 
-PROJECTS: tuple[Project, ...] = (Project("megatron", "Megatron-core", (MEGATRON,), ("_set_global_memory_buffer",)),)
+PROJECTS: tuple[Project, ...] = (
+    Project("megatron", "Megatron-core", (MEGATRON,), ("_set_global_memory_buffer",)),
+    Project(
+        "vllm",
+        "vLLM",
+        (VLLM, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE),
+        (
+            "_ENABLE_CUSTOM_ALL_REDUCE", "_WORLD", "_get_unique_name", "_init_stateless_group", "_node_count",
+            "_register_group", "_replace_active_groups", "_split_tensor_dict",
+        ),
+    ),
+)  # fmt: skip
 """Each compat module has a row here, which the test of all of them and the docs' table read."""

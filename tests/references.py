@@ -79,6 +79,24 @@ VLLM = Reference(
 VLLM_CONFIG = Reference(
     "vllm", "0.33.0", "vllm/config/parallel.py", "61f4e257fbe61145ddac89740952d0bcceed80f9a0fc48eb653e549d3738007a"
 )
+VLLM_OPS = Reference(
+    "vllm",
+    "0.33.0",
+    "vllm/distributed/communication_op.py",
+    "3c3f8ac60db38ece891d39dc1e2f6f1947ad438685893d2e5777d072320bd1b8",
+)
+VLLM_UTILS = Reference(
+    "vllm",
+    "0.33.0",
+    "vllm/distributed/utils.py",
+    "67311b2504737fbc9b7091e8fc85f0f918b5fc4390c77cfce33c4fef868c596e",
+)
+VLLM_QUEUE = Reference(
+    "vllm",
+    "0.33.0",
+    "vllm/distributed/device_communicators/shm_broadcast.py",
+    "7f253343529f09de0a6b2365d7719ac03a532756fd2439cef7983fbb3e834563",
+)
 SGLANG = Reference(
     "sglang",
     "0.5.23",
@@ -106,7 +124,7 @@ MEGATRON = Reference(
     "megatron/core/parallel_state.py",
     "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
 )
-ALL = (MEGATRON, VLLM, VLLM_CONFIG, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
+ALL = (MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
 

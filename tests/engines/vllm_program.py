@@ -23,7 +23,8 @@ def engine(model: str, options: dict[str, Any]) -> Any:
 
     defaults: dict[str, Any] = {
         "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 256, "max_num_seqs": PROMPTS,
-        "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, "seed": 0,
+        "enforce_eager": True, "seed": 0,
+        "gpu_memory_utilization": 0.12, "num_gpu_blocks_override": 64,
     }  # fmt: skip
     return LLM(model=model, **{**defaults, **options})
 

@@ -1,4 +1,478 @@
-"""vLLM's shapes, and what runs its CPU engine on this library: `plugin`, which PARALLEL_STATE_PLUGIN=vllm asks for.
+"""vLLM's `parallel_state`, with `communication_op` and its message queue, over the one state.
 
-`message_queue` needs no vLLM; `plugin`, `platform` and `communicator` import it.
+    from parallel_state.compat import vllm as ps
+    ps.init_distributed_environment(world_size, rank, "tcp://…", local_rank, "gloo")
+    ps.ensure_model_parallel_initialized(2, 2)
+
+Names, parameters and return types are vLLM's (0.33); `NOTES` says where one differs, `MISSING` what there isn't.
+`message_queue` needs no vLLM. `plugin`, `platform` and `communicator`, which import it, run its CPU engine on this
+library: see the setting PARALLEL_STATE_PLUGIN.
 """
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.registry import unique_name
+from parallel_state import aliases, state, utilities
+from parallel_state.capture import graph_capture as _graph_capture
+from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
+from parallel_state.compat.vllm.message_queue import MessageQueue
+from parallel_state.compat.vllm.stateless import StatelessProcessGroup
+from parallel_state.groups import same_node
+from parallel_state.state import (
+    get_node_count,
+    is_global_first_rank,
+    is_local_first_rank,
+    model_parallel_is_initialized,
+    set_custom_all_reduce,
+)
+
+divide, split_tensor_along_last_dim = utilities.divide, utilities.split_tensor_along_last_dim
+sched_yield = os.sched_yield
+USE_SCHED_YIELD = True
+TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
+
+_QUEUE = "of vLLM's queue within: the ring of this library's is `message_queue`'s"
+NOTES: dict[str, str] = {
+    "GraphCaptureContext": "has the stream, and what our own capture needs beside it",
+    "get_etp_group": "is the tensor-parallel group: an engram table is cut over it",
+    "get_eplb_group": "is the expert-parallel group: its calls don't run beside that group's",
+    "get_inner_dp_world_group": "is the group of a model's ranks, whether they are on one host or several",
+    "set_custom_all_reduce": "acts on groups that are made later",
+    "split_tensor_along_last_dim": "raises InvalidArgumentError where vLLM's asserts",
+    "divide": "raises InvalidArgumentError where vLLM's asserts",
+    "sched_yield": "is os.sched_yield, which this library calls nowhere",
+}
+MISSING: dict[str, str] = {
+    "patched_fused_scaled_matmul_reduce_scatter": "a patch of torch's op for float8 on CUDA, which torch has since",
+    "patched_fused_scaled_matmul_reduce_scatter_fake": "the same",
+    "_replace_active_groups": "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew",
+    "_init_stateless_group": "elastic expert parallelism, as above",
+    "ensure_divisibility": "`divide` raises, and gives the quotient as well",
+    "verify_group_size_divides_partition": "a check of quantised layers, which communicates nothing",
+    "is_weak_contiguous": "of vLLM's kernels; any strides may be passed here",
+    "cpu_all_reduce_": "`GroupCoordinator.cpu_all_reduce_`",
+    "create_tcp_store": "torch.distributed.TCPStore",
+    "get_cached_tcp_store_client": "elastic expert parallelism, as above",
+    "get_cpu_distributed_timeout_or_none": "reads vLLM's config; the setting PARALLEL_STATE_TIMEOUT_S here",
+    "get_distributed_timeout_or_none": "reads vLLM's config, as above",
+    "init_gloo_process_group": "makes groups beside torch's; `make_sub_group` makes them here",
+    "stateless_init_torch_distributed_process_group": "makes groups beside torch's, as above",
+    "stateless_destroy_torch_distributed_process_group": "ends what there isn't",
+    "get_worker_rank_suffix": "a part of vLLM's file names",
+    "SPINLOOP_EXT_ENABLED": _QUEUE, "SPINLOOP_TIMEOUT_SECONDS": _QUEUE, "VLLM_RINGBUFFER_WARNING_INTERVAL": _QUEUE,
+    "SHM_READER_RECHECK_INTERVAL_MS": _QUEUE, "SHM_NOTIFY_POLL_INTERVAL_S": _QUEUE, "SHM_PATH": _QUEUE,
+    "LONG_WAIT_TIME_LOG_MSG": _QUEUE, "from_bytes_big": _QUEUE, "to_bytes_big": _QUEUE, "memory_fence": _QUEUE,
+    "check_shm_free_space": _QUEUE, "SpinCondition": _QUEUE, "ShmRingBuffer": _QUEUE,
+    **{
+        f"Handle.{name}": "a field of the queue's handle, `message_queue.Handle`"
+        for name in (
+            "local_reader_ranks", "buffer_handle", "local_subscribe_addr", "local_notify_addr",
+            "remote_subscribe_addr", "remote_addr_ipv6", "tensor_arena_handle",
+        )
+    },
+    **{
+        f"MessageQueue.{name}": _QUEUE
+        for name in (
+            "acquire_write", "acquire_read", "recv", "buffer", "current_idx", "deadline", "local_reader_rank",
+            "local_socket", "n_warning", "remote_socket", "started", "tensor_arena", "timeout", "warning_wait_time_ms",
+        )
+    },
+}  # fmt: skip
+
+
+# Groups by name, as vLLM's registered ops take them.
+
+
+def _named(group_name: str) -> GroupCoordinator:
+    group = groups.get(group_name)
+    if group is None:
+        raise ValueError(f"there is no group {group_name!r}; there are {', '.join(sorted(groups)) or 'none'}")
+    return group
+
+
+def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Returns the sum over the ranks of the group with this `unique_name`."""
+    return _named(group_name).all_reduce(tensor)
+
+
+def reduce_scatter(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    """Returns this rank's slice along `dim` of the sum over the named group."""
+    return _named(group_name).reduce_scatter(tensor, dim)
+
+
+def all_gather(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    """Returns the tensors of the named group's ranks, along `dim`."""
+    return _named(group_name).all_gather(tensor, dim)
+
+
+def all_reduce_fake(tensor: Tensor, group_name: str) -> Tensor:
+    """Returns a tensor of the result's shape."""
+    return torch.empty_like(tensor)
+
+
+def reduce_scatter_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    """Returns a tensor of the result's shape."""
+    shape = list(tensor.shape)
+    shape[dim] //= world_size
+    return tensor.new_empty(shape)
+
+
+def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) -> Tensor:
+    """Returns a tensor of the result's shape."""
+    shape = list(tensor.shape)
+    shape[dim] *= world_size
+    return tensor.new_empty(shape)
+
+
+def _each_communicator(method: str) -> None:
+    for group in list(groups.values()):
+        for communicator in group.route.communicators:
+            getattr(communicator, method, lambda: None)()
+
+
+def suspend_device_comms() -> None:
+    """Frees the memory of communicators that can be resumed; every rank calls it, with no call under way."""
+    _each_communicator("suspend")
+
+
+def resume_device_comms() -> None:
+    """Brings suspended communicators back; every rank calls it."""
+    _each_communicator("resume")
+
+
+def checkpoint_prepare_distributed_state() -> None:
+    """Prepares communicators for a snapshot of the process, as suspend_device_comms."""
+    suspend_device_comms()
+
+
+def checkpoint_restore_distributed_state() -> None:
+    """Brings communicators back after a snapshot of the process."""
+    resume_device_comms()
+
+
+# The world.
+
+
+def _config() -> Any:
+    """Returns the parallel part of vLLM's current config; None outside of vLLM."""
+    config = sys.modules.get("vllm.config")
+    current = None if config is None else config.get_current_vllm_config_or_none()
+    return None if current is None else current.parallel_config
+
+
+def _usable(backend: str | None) -> str | None:
+    """Returns the backend, gloo in place of one that this machine can't have, as vLLM."""
+    is_there = backend is None or (
+        dist.is_backend_available(backend) and (backend != "nccl" or torch.cuda.is_available())
+    )
+    return backend if is_there else "gloo"
+
+
+def init_distributed_environment(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str = "nccl",
+    timeout: timedelta | None = None,
+) -> None:
+    """Joins this process with the others of its world; twice is fine.
+
+    Within vLLM's config `rank` and `world_size` are those of a data-parallel replica: the world is of all of them.
+    """
+    config = _config()
+    is_part = config is not None and config.distributed_executor_backend != "external_launcher"
+    if is_part and (config.nnodes > 1 or config.data_parallel_size > 1):
+        rank += config.data_parallel_rank * world_size
+        world_size = config.world_size_across_dp
+        if config.nnodes > 1:
+            address, port = config.master_addr, config.master_port
+        else:
+            address, port = config.data_parallel_master_ip, config.get_next_dp_init_port()
+        distributed_init_method = f"tcp://{address}:{port}"
+    if state.try_get_world_group() is not None:
+        return
+    if not dist.is_initialized() and distributed_init_method.startswith("file://"):
+        dist.init_process_group(_usable(backend), distributed_init_method, timeout, world_size, rank)
+    state.init_distributed_environment(
+        world_size, rank, distributed_init_method, local_rank, _usable(backend), timeout, allow_pickle=True
+    )
+
+
+def _get_unique_name(name: str) -> str:
+    """Returns a name for a group that no other has: tp:0, tp:1."""
+    return unique_name(name)
+
+
+def _register_group(group: GroupCoordinator) -> None:
+    """Lets ops find a group by its `unique_name`."""
+    groups[group.unique_name] = group
+
+
+def _split_tensor_dict(tensor_dict: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[Tensor]]:
+    """Returns a dict's items, with metadata in the place of tensors, and these."""
+    items = [
+        (key, TensorMetadata(each.device.type, each.dtype, each.size()) if isinstance(each, Tensor) else each)
+        for key, each in tensor_dict.items()
+    ]
+    return items, [each for each in tensor_dict.values() if isinstance(each, Tensor)]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_WORLD":
+        world = state.try_get_world_group()
+        return None if world is None else GroupCoordinator.of(world)
+    if name == "_ENABLE_CUSTOM_ALL_REDUCE":
+        return state._CUSTOM_ALL_REDUCE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
+    """Makes the world's group over an initialised default group."""
+    return GroupCoordinator.of(state.init_world_group(ranks, local_rank, _usable(backend) or "gloo", allow_pickle=True))
+
+
+def init_model_parallel_group(
+    group_ranks: list[list[int]],
+    local_rank: int,
+    backend: str,
+    use_message_queue_broadcaster: bool = False,
+    group_name: str | None = None,
+    use_device_communicator: bool = True,
+    use_all2all: bool = False,
+) -> GroupCoordinator:
+    """Returns this rank's group among lists of global ranks; every rank of the world calls it alike."""
+    return GroupCoordinator(
+        group_ranks,
+        local_rank,
+        backend,
+        use_device_communicator,
+        use_message_queue_broadcaster,
+        group_name,
+        use_all2all,
+    )
+
+
+def destroy_distributed_environment() -> None:
+    """Ends the world, and torch's default group. Twice is fine."""
+    state.destroy_distributed_environment()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Ends all groups and frees what they held."""
+    aliases.cleanup_dist_env_and_memory()
+    destroy_distributed_environment()
+    if shutdown_ray:
+        sys.modules["ray"].shutdown()
+
+
+def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
+    """Returns, by rank of a process group, True if it shares the memory of `source_rank`'s host."""
+    if isinstance(pg, StatelessProcessGroup):
+        return pg.same_node(source_rank)
+    return same_node.in_the_same_node_as(pg, source_rank)
+
+
+def _node_count(pg: Any) -> int:
+    """Returns the number of hosts of a group's ranks; all of them call it."""
+    size = pg.world_size if isinstance(pg, (GroupCoordinator, StatelessProcessGroup)) else pg.size()
+    waiting, count = set(range(size)), 0
+    while waiting:
+        count += 1
+        same = [True] if size == 1 else in_the_same_node_as(pg, min(waiting))
+        waiting -= {rank for rank in waiting if same[rank]}
+    return count
+
+
+# The model's groups.
+
+
+def _sizes(tp: int, pp: int, pcp: int, dcp: int | None, backend: str | None) -> dict[str, Any]:
+    config = _config()
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "prefill_context_model_parallel_size": pcp,
+        "decode_context_model_parallel_size": dcp,
+        "backend": _usable(backend),
+        "order": "vllm",
+    }
+    if config is not None:
+        sizes["data_parallel_size"] = config.data_parallel_size
+        sizes["external_data_parallel_size"] = -1
+    return sizes
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
+    backend: str | None = None,
+) -> None:
+    """Divides the world, in the order ExternalDP × DP × PP × PCP × TP; what is left over is data parallel."""
+    state.initialize_model_parallel(
+        **_sizes(
+            tensor_model_parallel_size,
+            pipeline_model_parallel_size,
+            prefill_context_model_parallel_size,
+            decode_context_model_parallel_size,
+            backend,
+        ),
+        allow_pickle=True,
+    )
+
+
+def ensure_model_parallel_initialized(
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    prefill_context_model_parallel_size: int = 1,
+    decode_context_model_parallel_size: int | None = 1,
+    backend: str | None = None,
+) -> None:
+    """Divides the world unless that is done; raises ConfigMismatchError where it is by other sizes."""
+    given = (
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        prefill_context_model_parallel_size,
+        decode_context_model_parallel_size,
+        backend,
+    )
+    if not model_parallel_is_initialized():
+        initialize_model_parallel(*given)
+    else:
+        state.ensure_model_parallel_initialized(**_sizes(*given))
+
+
+def destroy_model_parallel() -> None:
+    """Ends the model's groups; the world stays. Twice is fine."""
+    state.destroy_model_parallel()
+
+
+def get_world_group() -> GroupCoordinator:
+    """Returns the group of all ranks."""
+    return GroupCoordinator.of(state.get_world_group())
+
+
+def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
+    def get() -> GroupCoordinator:
+        made = state.get_group(axis)
+        view = GroupCoordinator.of(made, None, all2all)
+        if len(view.group_ranks) == 1 and view.world_size < state.get_world_group().world_size:
+            view.group_ranks = state.get_parallel_groups().layout.groups(axis)
+        return view
+
+    get.__doc__ = f"Returns this rank's {axis} group. Every rank of it makes the first call: it may make the group."
+    return get
+
+
+get_tp_group, get_pp_group, get_dp_group = _getter("tp"), _getter("pp"), _getter("dp")
+get_pcp_group, get_dcp_group, get_ep_group = _getter("pcp"), _getter("dcp"), _getter("ep", all2all=True)
+get_inner_dp_world_group, get_etp_group, get_eplb_group = _getter("model"), get_tp_group, get_ep_group
+for _name in ("tp", "pp", "dp", "pcp", "dcp", "ep", "etp", "eplb", "inner_dp_world"):
+    if globals()[f"get_{_name}_group"].__name__ == "get":
+        globals()[f"get_{_name}_group"].__name__ = f"get_{_name}_group"
+
+
+def get_engram_dp_group() -> GroupCoordinator | None:
+    """Returns None: each data-parallel replica holds the whole table."""
+    return None
+
+
+def get_engram_dp_size() -> int:
+    """Returns 1, the number of replicas over which an engram table is cut."""
+    return 1
+
+
+def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
+    """Returns size of, and rank in, the decode-context group; (1, 0) if not `enabled`, or before there is one."""
+    if not enabled or not model_parallel_is_initialized():
+        return 1, 0
+    return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Returns the number of tensor-parallel ranks."""
+    return len(state.get_group_ranks("tp"))
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Returns this rank's position in its tensor-parallel group."""
+    return state.get_group_rank("tp")
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Returns this rank's stage."""
+    return state.get_group_rank("pp")
+
+
+@contextlib.contextmanager
+def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
+    """Prepares the tp, pp and dp groups for CUDA graphs that are captured within it."""
+    with _graph_capture(device) as capture:
+        yield capture
+
+
+def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
+    """Returns a stage's first layer and the one after its last; VLLM_PP_LAYER_PARTITION (5,2) says other numbers."""
+    given = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    if not given:
+        return utilities.get_pp_indices(num_hidden_layers, pp_rank, pp_size)
+    layers = [int(each) if each.strip().isdecimal() else -1 for each in given.split(",")]
+    if -1 in layers or len(layers) != pp_size or sum(layers) != num_hidden_layers:
+        raise InvalidArgumentError(
+            f"VLLM_PP_LAYER_PARTITION must be {pp_size} numbers with the sum {num_hidden_layers}, but is {given!r}"
+        )
+    return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
+
+
+# communication_op.
+
+
+def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """Returns the sum over the tensor-parallel group."""
+    return state.get_tp_group().all_reduce(input_)
+
+
+def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
+    """Returns the tensor-parallel ranks' tensors along `dim`."""
+    return state.get_tp_group().all_gather(input_, dim)
+
+
+def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
+    """Returns this rank's slice of the sum over the tensor-parallel group."""
+    return state.get_tp_group().reduce_scatter(input_, dim)
+
+
+def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+    """Returns the tensor-parallel ranks' tensors on rank `dst` of that group, None on the others."""
+    return state.get_tp_group().gather(input_, dst, dim)
+
+
+def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 0) -> dict[Any, Any] | None:
+    """Returns the dict of rank `src` of the tensor-parallel group on all of its ranks."""
+    return get_tp_group().broadcast_tensor_dict(tensor_dict, src)
+
+
+__all__ = [
+    "MISSING", "NOTES", "GraphCaptureContext", "GroupCoordinator", "Handle", "MessageQueue",
+    "StatelessProcessGroup", "TensorMetadata",
+    "divide", "get_node_count", "is_global_first_rank", "is_local_first_rank",
+    "set_custom_all_reduce", "split_tensor_along_last_dim",
+]  # fmt: skip

@@ -1,0 +1,338 @@
+"""vLLM's GroupCoordinator: a view of one of ours, with vLLM's names, parameters and return types."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_state import coordinator, state
+from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.vllm.message_queue import Handle as QueueHandle
+from parallel_state.compat.vllm.message_queue import MessageQueue
+from parallel_state.messages.wire import AllGatherGroup
+
+_CHUNK_BYTES, _CHUNKS = 1 << 22, 6
+groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
+"""By `unique_name`, for the ops that are called with it."""
+
+
+class Handle(Protocol):
+    """A transfer in progress."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any: ...
+
+
+class GroupCoordinator(coordinator.GroupCoordinator):
+    """One group as vLLM sees it; calls go the way of ours, whose facts it shares.
+
+    Ranks in `src` and `dst` are ranks in the group, `rank`, `first_rank`, `next_rank` and their like global ones.
+    """
+
+    device_communicator: GroupCoordinator | None
+    """What vLLM's callers use of it, this coordinator has; None for one rank, and where none was asked for."""
+    mq_broadcaster: MessageQueue | None
+    """None: objects go through the group's own queues."""
+    device_index: int
+    group_ranks: list[list[int]]
+    torch_distributed_backend: str
+    cpu_timeout: timedelta | None
+    use_device_communicator: bool
+    use_custom_op_call: bool
+    """True: each collective is a registered op."""
+    use_cpu_custom_send_recv: bool
+
+    def __init__(
+        self,
+        group_ranks: list[list[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        use_all2all: bool = False,
+    ) -> None:
+        """Makes the group; every rank of the world calls it alike, and is in one of the lists of global ranks."""
+        made = state.init_model_parallel_group(
+            group_ranks,
+            local_rank,
+            str(torch_distributed_backend),
+            group_name=group_name or "anonymous",
+            use_device_communicator=use_device_communicator,
+            use_message_queue_broadcaster=use_message_queue_broadcaster,
+            allow_pickle=True,
+        )
+        self._show(made, group_ranks, use_device_communicator, use_all2all)
+
+    def _show(
+        self, made: coordinator.GroupCoordinator, group_ranks: list[list[int]], has_communicator: bool, all2all: bool
+    ) -> None:
+        self.__dict__.update(made.__dict__)
+        self._made = made
+        self.group_ranks = group_ranks
+        self.device_index = self.local_rank
+        self.torch_distributed_backend = self.backend
+        self.cpu_timeout = timedelta(seconds=self.context.timeout_s)
+        self.use_device_communicator = has_communicator
+        self.device_communicator = self if has_communicator and self.world_size > 1 else None
+        self.mq_broadcaster = None
+        self.use_custom_op_call = self.use_cpu_custom_send_recv = True
+        self._all2all = all2all
+        self._sizes: list[int] = []
+        groups[self.unique_name] = self
+
+    @classmethod
+    def of(
+        cls, made: coordinator.GroupCoordinator, group_ranks: list[list[int]] | None = None, all2all: bool = False
+    ) -> GroupCoordinator:
+        """Returns the view of one of our groups, always the same."""
+        found = _VIEWS.get(made)
+        if found is None:
+            found = object.__new__(cls)
+            found._show(made, group_ranks or [made.ranks], True, all2all)
+            _VIEWS[made] = found
+        return found
+
+    # Membership, with global ranks.
+
+    @property
+    def first_rank(self) -> int:
+        """Returns the global rank of the group's first."""
+        return self.first_global_rank
+
+    @property
+    def last_rank(self) -> int:
+        """Returns the global rank of the group's last."""
+        return self.last_global_rank
+
+    @property
+    def next_rank(self) -> int:
+        """Returns the global rank of the next, round the end."""
+        return self.next_global_rank
+
+    @property
+    def prev_rank(self) -> int:
+        """Returns the global rank of the previous, round the end."""
+        return self.prev_global_rank
+
+    def make_sibling_device_group(self, group_desc: str | None = None) -> Any:
+        """Creates another process group of the same ranks; every rank of the world calls it."""
+        made = [
+            (ranks, dist.new_group(ranks, backend=self.torch_distributed_backend, group_desc=group_desc))
+            for ranks in self.group_ranks
+        ]
+        return next(group for ranks, group in made if self.rank in ranks)
+
+    def create_mq_broadcaster(
+        self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
+    ) -> MessageQueue:
+        """Creates a queue from one rank of the group to all others, which call it as well."""
+        return MessageQueue.create_from_process_group(
+            self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
+        )
+
+    def create_single_reader_mq_broadcasters(
+        self, reader_rank_in_group: int = 0, blocking: bool = False
+    ) -> tuple[MessageQueue, list[QueueHandle]]:
+        """Creates a queue from each rank to one of them; returns this rank's, and on the reader all handles."""
+        reader = self.ranks[reader_rank_in_group]
+        return MessageQueue.create_from_process_group_single_reader(
+            self.cpu_group, _CHUNK_BYTES, _CHUNKS, reader, blocking
+        )
+
+    def graph_capture(  # type: ignore[override]
+        self, graph_capture_context: GraphCaptureContext | None = None
+    ) -> AbstractContextManager[GraphCaptureContext]:
+        """Prepares the group for CUDA graphs that are captured within it."""
+        return super().graph_capture(graph_capture_context)
+
+    # Tensors.
+
+    def all_reduce(self, input_: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the sum over all ranks, a new tensor."""
+        return super().all_reduce(input_)
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+        """Concatenates the ranks' tensors along `dim`."""
+        return super().all_gather(input_, dim)
+
+    def all_gatherv(  # type: ignore[override]
+        self, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+    ) -> Any:
+        """Gathers tensors of `sizes[r]` along `dim`: one, or each of a list."""
+        if isinstance(input_, Tensor):
+            return super().all_gatherv(input_, dim, sizes)
+        return [self.all_gatherv(each, dim, sizes) for each in input_]
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:  # type: ignore[override]
+        """Sums over all ranks and returns this rank's slice along `dim`."""
+        return super().reduce_scatter(input_, dim)
+
+    def reduce_scatterv(  # type: ignore[override]
+        self, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> Tensor:
+        """Sums and scatters in slices of `sizes`."""
+        return super().reduce_scatterv(input_, dim, sizes)
+
+    def reduce_scatterv_into_output(
+        self, input_: Tensor, output: Tensor, dim: int = -1, sizes: list[int] | None = None
+    ) -> Tensor:
+        """Sums and scatters as reduce_scatterv, into `output`, which it returns."""
+        return output.copy_(self.reduce_scatterv(input_, dim, sizes))
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """Concatenates on rank `dst`; returns None on the others."""
+        return super().gather(input_, dst, dim)
+
+    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
+        """Fills every rank's tensor with that of `src`; returns it."""
+        return self.broadcast_(input_, src)
+
+    def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sums a CPU tensor over all ranks in place; returns it."""
+        return self.all_reduce_(tensor)
+
+    def send(self, tensor: Tensor, dst: int | None = None) -> None:
+        """Sends a tensor to rank `dst`, by default the next."""
+        super().send(tensor, dst)
+
+    def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:  # type: ignore[override]
+        """Returns the tensor that rank `src`, by default the previous, sends; `size` may be an int."""
+        return super().recv((size,) if isinstance(size, int) else size, dtype, src)
+
+    # Objects and dicts.
+
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0, group: Any = None) -> list[Any]:
+        """Fills every rank's list with the objects of `src`; returns it."""
+        return super().broadcast_object_list(obj_list, src)
+
+    def send_object(self, obj: Any, dst: int) -> None:  # type: ignore[override]
+        """Sends an object to rank `dst`."""
+        super().send_object(obj, dst)
+
+    def recv_object(self, src: int) -> Any:  # type: ignore[override]
+        """Returns the object that rank `src` sends."""
+        return super().recv_object(src)
+
+    def isend_object(self, obj: Any, dst: int) -> Handle:  # type: ignore[override]
+        """Starts send_object."""
+        return super().isend_object(obj, dst)
+
+    def broadcast_tensor_dict(  # type: ignore[override]
+        self,
+        tensor_dict: dict[str, Any] | None = None,
+        src: int = 0,
+        group: Any = None,
+        metadata_group: Any = None,
+    ) -> dict[str, Any] | None:
+        """Returns the dict of `src` on every rank; `group` and `metadata_group` have no meaning, as in vLLM."""
+        return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)
+
+    def send_tensor_dict(  # type: ignore[override]
+        self,
+        tensor_dict: dict[str, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> dict[str, Any] | None:
+        """Sends a dict to rank `dst`, by default the next; returns it in a group of one rank, else None."""
+        return super().send_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+
+    def isend_tensor_dict(  # type: ignore[override]
+        self,
+        tensor_dict: dict[str, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> list[Handle]:
+        """Starts send_tensor_dict; returns its handles, none in a group of one rank."""
+        return list(super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors))
+
+    def recv_tensor_dict(  # type: ignore[override]
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> dict[str, Any] | None:
+        """Returns the dict that rank `src`, by default the previous, sends; None in a group of one rank."""
+        return super().recv_tensor_dict(src, all_gather_group, all_gather_tensors)
+
+    def irecv_tensor_dict(  # type: ignore[override]
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: dict[str, bool] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[Handle], list[Any]]:
+        """Starts to receive: a dict that the handles' `wait()` fills, these, and what is called after them."""
+        tensors, handles, postprocess = super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+        return tensors, list(handles), list(postprocess)
+
+    # Experts, in the plain form: all of a group's tokens go to all of its ranks.
+
+    def _expert_group(self, is_sequence_parallel: bool) -> GroupCoordinator:
+        return self if is_sequence_parallel else GroupCoordinator.of(state.get_dp_group())
+
+    def _dispatch(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
+        group = self._expert_group(is_sequence_parallel)
+        rows = tensors[0].shape[0]
+        self._sizes = coordinator.GroupCoordinator.all_gather(group, torch.tensor([rows]), 0).tolist()
+        return group.all_gatherv(tensors, 0, self._sizes)
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> Any:
+        """Returns all ranks' rows of `[tokens, …]` tensors: of the data-parallel ranks, or of this group's."""
+        if not self._all2all:
+            gathered = [hidden_states, router_logits, *(extra_tensors or ())]
+        else:
+            gathered = self._dispatch([hidden_states, router_logits, *(extra_tensors or ())], is_sequence_parallel)
+        return (*gathered[:2], *([gathered[2:]] if extra_tensors is not None else []))
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: list[Tensor] | None = None,
+    ) -> Any:
+        """Returns what dispatch_router_logits does, of tokens whose experts are chosen."""
+        gathered = [hidden_states, topk_weights, topk_ids, *(extra_tensors or ())]
+        if self._all2all:
+            gathered = self._dispatch(gathered, is_sequence_parallel)
+        return (*gathered[:3], *([gathered[3:]] if extra_tensors is not None else []))
+
+    def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """Sums the ranks' results for the rows of the last dispatch; returns those of this rank's tokens."""
+        if not self._all2all:
+            return hidden_states
+        return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)
+
+    def allocate_combine_input(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sequence_parallel: bool = False
+    ) -> Tensor | None:
+        """Returns None: `combine` takes any tensor."""
+        return None
+
+    def combine_into_output(self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False) -> Tensor:
+        """Combines into `output`, which it returns."""
+        return output.copy_(self.combine(hidden_states, is_sequence_parallel))
+
+    def destroy(self) -> None:
+        """Ends the group on this rank; every rank of it calls it."""
+        self._made.destroy()
+        self.__dict__.update({name: self._made.__dict__[name] for name in ("_destroyed", "pool", "context")})
+
+
+_VIEWS: weakref.WeakKeyDictionary[coordinator.GroupCoordinator, GroupCoordinator] = weakref.WeakKeyDictionary()

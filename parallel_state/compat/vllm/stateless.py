@@ -1,0 +1,171 @@
+"""vLLM's StatelessProcessGroup: metadata among processes that have a store in common, and no process group.
+
+Objects are pickled, as vLLM's: the store must be of processes that may run code here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import socket
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device_communicators.cpu.segment import Segment, SegmentError
+from device_communicators.errors import CollectiveTimeoutError, InvalidArgumentError
+
+_REDUCE: dict[Any, Any] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
+
+
+@dataclasses.dataclass
+class StatelessProcessGroup:
+    """Ranks that exchange objects over a store. Each call is made by both sides, or by all ranks, in the same order."""
+
+    rank: int
+    world_size: int
+    store: Any
+    data_expiration_seconds: int = 3600
+    """After this time what was sent is taken out of the store, read or not."""
+    send_dst_counter: dict[int, int] = dataclasses.field(default_factory=dict)
+    recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
+    broadcast_send_counter: int = 0
+    broadcast_recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
+    entries: deque[tuple[str, float]] = dataclasses.field(default_factory=deque)
+    """Keys that this rank has set, with the time."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise InvalidArgumentError(f"rank must be 0 … {self.world_size - 1}, but is {self.rank}")
+        for counters in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
+            counters.update(dict.fromkeys(range(self.world_size), 0))
+        self._meetings = 0
+
+    def _set(self, key: str, obj: Any) -> None:
+        self.expire_data()
+        self.store.set(key, pickle.dumps(obj))
+        self.entries.append((key, time.time()))
+
+    def expire_data(self) -> None:
+        """Takes out of the store what this rank has sent `data_expiration_seconds` ago."""
+        while self.entries and time.time() - self.entries[0][1] > self.data_expiration_seconds:
+            self.store.delete_key(self.entries.popleft()[0])
+
+    def send_obj(self, obj: Any, dst: int) -> None:
+        """Sends an object to rank `dst`; returns at once."""
+        self._set(f"send/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
+        self.send_dst_counter[dst] += 1
+
+    def recv_obj(self, src: int) -> Any:
+        """Returns the object that rank `src` sends; the store's timeout is the deadline."""
+        found = pickle.loads(self.store.get(f"send/{src}/{self.rank}/{self.recv_src_counter[src]}"))
+        self.recv_src_counter[src] += 1
+        return found
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        """Returns the object of rank `src` on every rank."""
+        if self.rank == src:
+            self._set(f"broadcast/{src}/{self.broadcast_send_counter}", obj)
+            self.broadcast_send_counter += 1
+            return obj
+        found = pickle.loads(self.store.get(f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}"))
+        self.broadcast_recv_src_counter[src] += 1
+        return found
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, in rank order."""
+        return [self.broadcast_obj(obj if rank == self.rank else None, rank) for rank in range(self.world_size)]
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """Returns the tensor of rank `src` on every rank; there the very same."""
+        return self.broadcast_obj(tensor, src)
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Sends a tensor to rank `dst`; returns at once."""
+        self.send_obj(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        """Fills `tensor` with the one that rank `src` sends; returns it."""
+        return tensor.copy_(self.recv_obj(src))
+
+    def all_reduce(self, tensor: Tensor, op: Any = torch.distributed.ReduceOp.SUM) -> Tensor:
+        """Returns a new tensor, the reduction over all ranks in rank order."""
+        first, *others = self.all_gather_obj(tensor)
+        result = first.clone()
+        for each in others:
+            result = _REDUCE[op](result, each)
+        return result
+
+    def barrier(self, timeout: float = 30.0) -> None:
+        """Returns once every rank has called it; rank 0, whose store it may be, as the last.
+
+        Raises CollectiveTimeoutError, a RuntimeError, with the ranks that haven't come in `timeout` seconds.
+        """
+        self._meetings += 1
+        for phase in ("came", "left"):
+            keys = [f"barrier/{self._meetings}/{phase}/{rank}" for rank in range(self.world_size)]
+            self.store.set(keys[self.rank], b"1")
+            if phase == "left" and self.rank != 0:
+                return
+            deadline = time.monotonic() + timeout
+            while not self.store.check(keys):
+                if time.monotonic() > deadline:
+                    missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                    raise CollectiveTimeoutError(
+                        f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
+                        f"{phase}. Look for the first that failed",
+                        operation="barrier", rank=self.rank, suspect_ranks=missing, timeout_s=timeout,
+                    )  # fmt: skip
+                time.sleep(0.001)
+
+    def same_node(self, source_rank: int) -> list[bool]:
+        """Returns, by rank, True if it shares the memory of `source_rank`'s host; every rank calls it."""
+        segment = None
+        if self.rank == source_rank:
+            segment = Segment.make()
+        try:
+            name = self.broadcast_obj(None if segment is None else segment.name, source_rank)
+            sees = segment is not None
+            if segment is None:
+                try:
+                    opened = Segment.open(name)
+                except SegmentError:
+                    opened = None
+                sees = opened is not None
+                if opened is not None:
+                    opened.close()
+            return self.all_gather_obj(sees)
+        finally:
+            if segment is not None:
+                segment.unlink()
+                segment.close()
+
+    @staticmethod
+    def create(
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        data_expiration_seconds: int = 3600,
+        store_timeout: int = 300,
+        listen_socket: socket.socket | None = None,
+    ) -> StatelessProcessGroup:
+        """Returns this process' end of a new group, whose store rank 0 serves at `host` and `port`.
+
+        It serves on `listen_socket`, which it then owns, where that is given. All ranks call it.
+        """
+        given: dict[str, Any] = {} if listen_socket is None else {"master_listen_fd": listen_socket.detach()}
+        store = dist.TCPStore(
+            host, port, world_size, rank == 0, timedelta(seconds=store_timeout), use_libuv=False, **given
+        )
+        return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)
