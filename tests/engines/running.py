@@ -39,7 +39,11 @@ def source(engine: str) -> Path:
 
 def environment(*paths: Path, **variables: str) -> dict[str, str]:
     """Returns variables for a program: this project and `paths` are importable, no launcher's are set, no network."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER) and not (name.startswith("PARALLEL_STATE_") and name.endswith("_SOURCE"))
+    }
     found = filter(None, [str(ROOT), *map(str, paths), kept.get("PYTHONPATH")])
     return {**kept, "PYTHONPATH": os.pathsep.join(found), "OMP_NUM_THREADS": "1", **OFFLINE, **variables}
 

@@ -1,0 +1,28 @@
+"""The programs in examples/, and what each says that it prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+WITH_TORCH_ALONE = [FOLDER / "fsdp2_tp.py"]
+"""What `make test` runs; `make test-engines` runs the others."""
+WITH_ENGINES = sorted(set(FOLDER.glob("*.py")) - set(WITH_TORCH_ALONE))
+
+
+def promised(example: Path) -> list[str]:
+    """Returns the lines that an example's docstring has below "It prints …:"."""
+    text = ast.get_docstring(ast.parse(example.read_text())) or ""
+    found = re.search(r"^It prints[^:]*:\n\n((?:    .*\n?)+)", text, re.MULTILINE)
+    assert found, f"{example.name} must say in its docstring what it prints"
+    return [line.strip() for line in found[1].splitlines()]
+
+
+def check(example: Path, output: str) -> None:
+    """Fails unless the promised lines are in the output, in their order; `…` stands for anything within a line."""
+    printed = iter(line.strip() for line in output.splitlines())
+    for line in promised(example):
+        pattern = ".+".join(map(re.escape, line.split("…")))
+        assert any(re.fullmatch(pattern, each) for each in printed), f"{line!r} is missing, or out of order:\n{output}"
