@@ -18,7 +18,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tests.references import MEGATRON, VLLM, VLLM_OPS, VLLM_QUEUE, VLLM_UTILS, Reference
+from tests.references import (
+    MEGATRON,
+    SGLANG,
+    SGLANG_DP_ATTENTION,
+    SGLANG_OPS,
+    SGLANG_UTILS,
+    VLLM,
+    VLLM_OPS,
+    VLLM_QUEUE,
+    VLLM_UTILS,
+    Reference,
+)
 
 SKIPPED = {"logger", "T", "P", "R"}
 """Public at a module's top level by their spelling, and nobody's interface."""
@@ -313,6 +324,12 @@ PROJECTS: tuple[Project, ...] = (
             "_ENABLE_CUSTOM_ALL_REDUCE", "_WORLD", "_get_unique_name", "_init_stateless_group", "_node_count",
             "_register_group", "_replace_active_groups", "_split_tensor_dict",
         ),
+    ),
+    Project(
+        "sglang",
+        "SGLang 0.5.23",
+        (SGLANG, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION),
+        ("_groups", "_tag_groups_for_flashinfer_allreduce_only", "_tbo_event"),
     ),
 )  # fmt: skip
 """Each compat module has a row here, which the test of all of them and the docs' table read."""

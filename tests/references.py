@@ -109,6 +109,24 @@ SGLANG_WIDTHS = Reference(
     "sglang/srt/runtime_context.py",
     "c36673ec3abb38e7f95c840fd6da8552de3b3f5e4ab5a498c22958e3988b4b1e",
 )
+SGLANG_OPS = Reference(
+    "sglang",
+    "0.5.23",
+    "sglang/srt/distributed/communication_op.py",
+    "f93114fdfe4583bcb93ce80505476691453b19aec51ec67c9c0207834afe97b9",
+)
+SGLANG_UTILS = Reference(
+    "sglang",
+    "0.5.23",
+    "sglang/srt/distributed/utils.py",
+    "c15020f4d013eff37daad37a9a96089d5bb70e7b7f192c6c22fb020148871f1b",
+)
+SGLANG_DP_ATTENTION = Reference(
+    "sglang",
+    "0.5.23",
+    "sglang/srt/layers/dp_attention.py",
+    "c010d3e4da7d1887a5c4d11b7feb59e2ffd9372d54b2990f72e49f7774d6cbf7",
+)
 FAIRSEQ2 = Reference(
     "fairseq2", "0.8.1", "fairseq2/gang.py", "3d4200fefc248792c46cf3830eb20ba90053312032bd246af333dc5c7ff92b18"
 )
@@ -124,7 +142,10 @@ MEGATRON = Reference(
     "megatron/core/parallel_state.py",
     "c94fa8ea456eae4f3c7f710b3d3c78b9e8d1ba485ab9d787333428bdbd51d269",
 )
-ALL = (MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG, SGLANG_WIDTHS, FAIRSEQ2, TORCHTITAN)
+ALL = (
+    MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG, SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS,
+    SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN,
+)  # fmt: skip
 """torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
 

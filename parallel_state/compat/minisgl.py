@@ -1,0 +1,67 @@
+"""A communicator for mini-sglang: `DistributedCommunicator.plugins.append(implementation())`.
+
+Over torch's default group, which mini-sglang makes, and by which it counts its tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_state.coordinator import GroupCoordinator
+
+
+class OverOurs:
+    """mini-sglang's `DistributedImpl`: a group over torch's default one, made by all ranks at the first call."""
+
+    def __init__(self, otherwise: Any) -> None:
+        """`otherwise`: the implementation that was there, for tensors of a device."""
+        self._otherwise = otherwise
+        self._over: Any = None
+        self._group: GroupCoordinator | None = None
+
+    def _found(self) -> GroupCoordinator:
+        if self._group is None or self._over is not dist.group.WORLD:
+            self._over = dist.group.WORLD
+            self._group = GroupCoordinator.from_process_group(self._over, name="minisgl")
+        return self._group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Adds up over the ranks in place; returns `x`."""
+        return self._found().all_reduce_(x) if x.is_cpu else self._otherwise.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Returns the ranks' tensors one behind the other along dim 0."""
+        return self._found().all_gather(x, 0) if x.is_cpu else self._otherwise.all_gather(x)
+
+    def close(self) -> None:
+        """Ends the group, which leaves torch's to mini-sglang. Every rank calls it; twice is fine."""
+        if self._group is not None:
+            self._group.destroy()
+
+
+def implementation(module: Any = None) -> Any:
+    """Returns an implementation of mini-sglang's class, which is in `minisgl.distributed.impl`."""
+    module = module or importlib.import_module("minisgl.distributed.impl")
+    return type("ParallelStateImpl", (OverOurs, module.DistributedImpl), {})(module.DistributedCommunicator.plugins[-1])
+
+
+def install(module: Any) -> str:
+    """Puts ours in the place of `module`'s last; RuntimeError where there is CUDA, on which mini-sglang runs then."""
+    if torch.cuda.is_available():
+        raise RuntimeError("there is CUDA, which NCCL serves")
+    ours, theirs = implementation(module), module.destroy_distributed
+
+    @functools.wraps(theirs)
+    def destroy_distributed() -> None:
+        ours.close()
+        theirs()
+
+    module.DistributedCommunicator.plugins.append(ours)
+    module.destroy_distributed = destroy_distributed
+    return "mini-sglang's all_reduce and all_gather of CPU tensors are ours instead of torch.distributed's"

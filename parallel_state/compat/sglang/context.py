@@ -1,0 +1,147 @@
+"""What SGLang reads and overrides in `get_parallel()`: sizes, this rank's positions, and the groups once they are made.
+
+Within SGLang its own context is the one: ours writes the groups there, and reads the sizes from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
+
+SIZES = {
+    "tp_size": 1, "pp_size": 1, "dp_size": 1, "dcp_size": 1, "ep_size": 1, "attn_dp_size": 1, "attn_cp_size": 1,
+    "moe_dp_size": 1, "shared_experts_tp_size": None, "max_ep_size": None, "ep_join_rank_offset": 0,
+}  # fmt: skip
+"""What is configured, with its default: SGLang's own context has none before its configuration is published."""
+
+GROUPS = {
+    each: f"{each}_group"
+    for each in (
+        "world", "tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "shared_experts_tp", "dcp",
+    )
+}  # fmt: skip
+
+
+def _rank_in(group: str) -> Callable[[Any], Any]:
+    return lambda of: getattr(of, group).rank_in_group
+
+
+DERIVED: dict[str, Callable[[Any], Any]] = {
+    "attn_tp_size": lambda of: of.tp_size // of.attn_dp_size // of.attn_cp_size,
+    "attn_dp_enabled": lambda of: of.attn_dp_size > 1,
+    "attn_dp_rank": lambda of: of.tp_rank // (of.attn_tp_size * of.attn_cp_size),
+    "attn_dcp_size": lambda of: of.dcp_size,
+    "attn_dcp_rank": lambda of: of.dcp_rank if of.dcp_enabled else 0,
+    "dcp_enabled": lambda of: of.attn_dcp_size > 1,
+    "moe_ep_size": lambda of: of.ep_size,
+    "moe_tp_size": lambda of: of.tp_size // of.moe_ep_size // of.moe_dp_size,
+    "num_dp_ranks": lambda of: of.dp_size * of.attn_dp_size,
+    "dp_rank": lambda of: None,
+    "launch_world_rank": lambda of: of.world_group.rank_in_group,
+    "launch_world_size": lambda of: of.ep_join_rank_offset + of.tp_size * of.pp_size,
+    "max_world_size": lambda of: of.max_ep_size or of.launch_world_size,
+    **{f"{each}_rank": _rank_in(group) for each, group in GROUPS.items() if each not in ("world", "shared_experts_tp")},
+}
+"""What follows from sizes and groups, unless it is overridden."""
+
+NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
+
+
+class ParallelContext:
+    """Sizes, ranks and groups by name; an override in a `with` comes before a permanent one, and that before defaults.
+
+    Reading a group that isn't made raises GroupNotInitializedError, a name that there isn't AttributeError.
+    """
+
+    __slots__ = ("_overrides", "_stamp")
+
+    def __init__(self) -> None:
+        self._overrides: dict[str, Any] = {}
+        self._stamp: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        for values in (self._overrides, self._stamp, SIZES):
+            if name in values:
+                return values[name]
+        if name in DERIVED:
+            return DERIVED[name](self)
+        if name in NAMES:
+            raise GroupNotInitializedError(f"get_parallel().{name} is not there; its group has not been made")
+        raise AttributeError(f"get_parallel() has no {name!r}")
+
+    def override_permanently(self, **values: Any) -> None:
+        """Sets values until `clear_stamp`.
+
+        Raises InvalidArgumentError for a name that there isn't, LayoutError, and nothing is set, for sizes that don't
+        divide, ranks beyond their size, and groups of another size.
+        """
+        saved = self._stamp
+        self._stamp = {**saved, **_known(values)}
+        try:
+            _check(self)
+        except LayoutError:
+            self._stamp = saved
+            raise
+
+    def clear_stamp(self) -> None:
+        """Forgets all permanent values."""
+        self._stamp = {}
+
+    @contextmanager
+    def override(self, **kwargs: Any) -> Iterator[ParallelContext]:
+        """Sets values in the body; raises as override_permanently. Nests."""
+        saved = self._overrides
+        self._overrides = {**saved, **_known(kwargs)}
+        try:
+            _check(self)
+            yield self
+        finally:
+            self._overrides = saved
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(values.keys() - NAMES)
+    if unknown:
+        raise InvalidArgumentError(f"get_parallel() has no {', '.join(unknown)}; it has {', '.join(sorted(NAMES))}")
+    return values
+
+
+def _check(context: ParallelContext) -> None:
+    for whole, parts in {
+        "tp_size": ("attn_tp_size", "attn_cp_size", "attn_dp_size"),
+        "tp_size of experts": ("moe_tp_size", "moe_ep_size", "moe_dp_size"),
+    }.items():
+        sizes = [getattr(context, part) for part in parts]
+        if sizes[0] * sizes[1] * sizes[2] != context.tp_size:
+            shown = " · ".join(f"{part} {size}" for part, size in zip(parts, sizes, strict=True))
+            raise LayoutError(f"{whole} {context.tp_size} must be {shown}")
+    # The other groups' sizes need not be theirs: the experts' dp may be attention's wider cp.
+    for name in ("tp", "pp", "attn_tp", "attn_cp", "moe_ep"):
+        group, rank, size = (
+            _set(context, f"{name}_group"),
+            _set(context, f"{name}_rank"),
+            getattr(context, f"{name}_size"),
+        )
+        if group is not None and group.world_size != size:
+            raise LayoutError(f"{name}_size is {size}, but {name}_group has {group.world_size} ranks")
+        if rank is not None and not 0 <= rank < size:
+            raise LayoutError(f"{name}_rank must be in 0 … {size - 1}, but is {rank}")
+
+
+def _set(context: ParallelContext, name: str) -> Any:
+    return context._overrides.get(name, context._stamp.get(name))
+
+
+_PARALLEL = ParallelContext()
+
+
+def get_parallel() -> Any:
+    """Returns the context: SGLang's own where its module is imported in this process, else ours, of the same shape."""
+    theirs = sys.modules.get("sglang.srt.runtime_context")
+    return _PARALLEL if theirs is None else theirs.get_parallel()

@@ -1,0 +1,155 @@
+"""`sglang.srt.layers.dp_attention`, as far as it is parallel state: places in attention's axes, and their groups.
+
+Also getters that earlier releases had: `get_attention_tp_group`, `get_attention_dp_rank`, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from device_communicators.errors import InvalidArgumentError
+from parallel_state.compat.sglang.context import get_parallel
+from parallel_state.compat.sglang.coordinator import GroupCoordinator
+
+
+def compute_dp_attention_world_info(
+    tp_rank: int, tp_size: int, attn_dp_size: int, attn_cp_size: int = 1
+) -> tuple[int, int, int, int]:
+    """Returns rank and size in attention's tp, then in its dp, of a rank of the stage."""
+    attn_tp_size = tp_size // attn_dp_size // attn_cp_size
+    return tp_rank % attn_tp_size, attn_tp_size, tp_rank // (attn_tp_size * attn_cp_size), attn_dp_size
+
+
+def initialize_dp_attention_flags(server_args: Any) -> None:
+    """Has no effect: whether attention has a dp axis is what `get_parallel()` says."""
+
+
+def initialize_dp_attention(server_args: Any) -> None:
+    """Writes this rank's place in attention's dp into `get_parallel()`."""
+    at = get_parallel()
+    place = compute_dp_attention_world_info(at.tp_rank, at.tp_size, at.attn_dp_size, at.attn_cp_size)
+    at.override_permanently(attn_dp_size=place[3], attn_dp_rank=place[2])
+
+
+def is_dp_attention_enabled() -> bool:
+    """Returns True if attention has a dp axis of more than one rank."""
+    return bool(get_parallel().attn_dp_enabled)
+
+
+def deployment_attn_dp_size() -> int:
+    """Returns the number of batches that attention's dp ranks run beside each other."""
+    return int(get_parallel().num_dp_ranks) if is_dp_attention_enabled() else 1
+
+
+def dp_gather_width() -> int:
+    """Returns the number of attention's dp ranks, whose tokens are gathered before the experts."""
+    return int(get_parallel().attn_dp_size)
+
+
+def dp_gather_slot() -> int:
+    """Returns this rank's place among those."""
+    return int(get_parallel().attn_dp_rank)
+
+
+def dp_slot_in(per_rank: Any) -> int:
+    """Returns the place of this rank's entry in a sequence with one per dp rank, or with its own alone.
+
+    Raises InvalidArgumentError for another length.
+    """
+    if len(per_rank) not in (1, dp_gather_width()):
+        raise InvalidArgumentError(f"per_rank must have {dp_gather_width()} entries, but has {len(per_rank)}")
+    return 0 if len(per_rank) == 1 else dp_gather_slot()
+
+
+def world_dp_gather_enabled() -> bool:
+    """Returns False: SGLang gathers over the world after elastic ranks have joined, which none do here."""
+    return False
+
+
+def is_allocation_symmetric() -> bool:
+    """Returns False: no tensor needs memory of NCCL's."""
+    return False
+
+
+def get_dp_tp_group() -> GroupCoordinator:
+    """Returns the ranks that run one batch: attention's tp group where it has a dp axis, else the tp group."""
+    return get_parallel().attn_tp_group if is_dp_attention_enabled() else get_parallel().tp_group
+
+
+def get_moe_cp_group() -> GroupCoordinator:
+    """Returns the experts' dp group, which is attention's cp group where that is wider."""
+    return get_parallel().moe_dp_group
+
+
+def get_moe_cp_rank() -> int:
+    """Returns this rank's position in the experts' dp group."""
+    return int(get_moe_cp_group().rank_in_group)
+
+
+def get_moe_cp_size() -> int:
+    """Returns the number of ranks in the experts' dp group."""
+    return int(get_moe_cp_group().world_size)
+
+
+def is_enable_moe_cp_allgather() -> bool:
+    """Returns True if attention's cp is wider than the experts' dp, whose ranks then share tokens first."""
+    return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
+
+
+def attn_tp_all_reduce(input: Tensor) -> Tensor:
+    """Adds up over attention's tp group, in place; returns `input`."""
+    return get_parallel().attn_tp_group.all_reduce(input)
+
+
+def attn_tp_all_gather(output_list: list[Tensor], input: Tensor) -> None:
+    """Fills the r-th tensor of the list with `input` of rank r of attention's tp group."""
+    return get_parallel().attn_tp_group.all_gather(input, output_tensor_list=output_list)
+
+
+def attn_tp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
+    """Fills `output` with attention's tp ranks' `input`, one behind the other."""
+    get_parallel().attn_tp_group.all_gather_into_tensor(output, input)
+
+
+def attn_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
+    """Fills `output` with attention's cp ranks' `input`, one behind the other."""
+    get_parallel().attn_cp_group.all_gather_into_tensor(output, input)
+
+
+def moe_cp_all_gather_into_tensor(output: Tensor, input: Tensor) -> None:
+    """Fills `output` with the `input` of the experts' dp ranks, one behind the other."""
+    get_parallel().moe_dp_group.all_gather_into_tensor(output, input)
+
+
+def attn_tp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
+    """Fills `output` with this rank's share of the sum over attention's tp group."""
+    get_parallel().attn_tp_group.reduce_scatter_tensor(output, input)
+
+
+def attn_cp_reduce_scatter_tensor(output: Tensor, input: Tensor) -> None:
+    """Fills `output` with this rank's share of the sum over attention's cp group."""
+    get_parallel().attn_cp_group.reduce_scatter_tensor(output, input)
+
+
+def _getter(field: str, name: str) -> Callable[[], Any]:
+    def get() -> Any:
+        return getattr(get_parallel(), field)
+
+    get.__name__ = get.__qualname__ = name
+    get.__doc__ = f"Returns `get_parallel().{field}`."
+    return get
+
+
+OLDER = {
+    f"get_attention_{axis}_{fact}": _getter(f"attn_{axis}_{fact}", f"get_attention_{axis}_{fact}")
+    for axis, facts in {
+        "tp": ("group", "rank", "size"),
+        "cp": ("group", "rank", "size"),
+        "dp": ("rank", "size"),
+    }.items()
+    for fact in facts
+}
+globals().update(OLDER)

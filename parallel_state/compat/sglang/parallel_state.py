@@ -1,0 +1,488 @@
+"""`sglang.srt.distributed.parallel_state` over our one state: SGLang's init, its groups and their getters.
+
+SGLang's `tp_size` counts a stage's ranks, which attention divides into tp, cp and dp and the experts into tp, ep and
+dp. Here each is an axis, so `get_tp_group()` is our `tp_dp_cp` and `get_attn_tp_group()` our `tp`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators import settings
+from device_communicators.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
+from parallel_state import aliases, state
+from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.sglang import utils
+from parallel_state.compat.sglang.context import GROUPS, get_parallel
+from parallel_state.compat.sglang.coordinator import (
+    REDUCE_OP_SUM as REDUCE_OP_SUM,
+)
+from parallel_state.compat.sglang.coordinator import (
+    GroupCoordinator,
+    refuse_elastic,
+)
+from parallel_state.compat.sglang.coordinator import (
+    P2PWork as P2PWork,
+)
+from parallel_state.compat.sglang.coordinator import (
+    TensorMetadata as TensorMetadata,
+)
+from parallel_state.compat.sglang.coordinator import (
+    _groups as _groups,
+)
+from parallel_state.compat.sglang.coordinator import (
+    flashinfer_allreduce as flashinfer_allreduce,
+)
+from parallel_state.compat.sglang.coordinator import (
+    inplace_all_reduce as inplace_all_reduce,
+)
+from parallel_state.compat.sglang.coordinator import (
+    outplace_all_reduce as outplace_all_reduce,
+)
+from parallel_state.compat.sglang.coordinator import (
+    reg_all_gather_into_tensor as reg_all_gather_into_tensor,
+)
+from parallel_state.compat.sglang.coordinator import (
+    reg_all_to_all_single as reg_all_to_all_single,
+)
+from parallel_state.compat.sglang.coordinator import (
+    reg_reduce_scatter_tensor as reg_reduce_scatter_tensor,
+)
+from parallel_state.groups.same_node import in_the_same_node_as as _in_the_same_node_as
+from parallel_state.torch_internals import default_store
+
+logger = logging.getLogger("parallel_state")
+
+_made: dict[str, GroupCoordinator] = {}
+"""Each group that is made, by its name in the context; of equal ranks within a stage it is one."""
+_flags: dict[str, Any] = {"custom_all_reduce": True, "timeout": None, "patched": set(), "vllm": {}}
+_GLOBALS = {
+    **{f"_{name.upper()}": group for name, group in GROUPS.items()},
+    "_SELF_PP": "self_pp_group",
+    "_PDMUX_PREFILL_TP_GROUP": "pdmux_prefill_tp_group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """SGLang's globals (`_TP`, …), which its tests and its diffusion engine read: the group, or None."""
+    if name in _GLOBALS:
+        return _made.get(_GLOBALS[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Init.
+
+
+def init_distributed_environment(
+    world_size: int = -1,
+    rank: int = -1,
+    distributed_init_method: str = "env://",
+    local_rank: int = -1,
+    backend: str = "nccl",
+    timeout: int | None = None,
+    moe_a2a_backend: str | None = None,
+    recovered_rank: bool = False,
+    max_world_size: int | None = None,
+) -> None:
+    """Joins the ranks, in torch's default group if there is one, else by making it; every rank calls it.
+
+    `timeout` in seconds. Objects may travel by pickle, as in SGLang. A second call checks the size. Raises as
+    `parallel_state.init_distributed_environment`, and UnsupportedError for ranks that join or return.
+    """
+    refuse_elastic(recovered_rank, 0, max_world_size)
+    if state.try_get_world_group() is None:
+        _flags["timeout"] = timeout
+        if dist.is_initialized():
+            state.init_distributed_environment(local_rank=local_rank, allow_pickle=True)
+        else:
+            state.init_distributed_environment(
+                world_size,
+                rank,
+                distributed_init_method,
+                local_rank if local_rank >= 0 or distributed_init_method == "env://" else rank,
+                backend,
+                timeout,
+                allow_pickle=True,
+            )
+        if not dist.is_initialized():  # a world of one needs none, but SGLang's code asks for it
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    world = state.get_world_group()
+    if dist.get_world_size() != world.world_size:
+        raise AlreadyInitializedError(f"the world has {world.world_size} ranks, torch's group {dist.get_world_size()}")
+    if moe_a2a_backend == "nixl":
+        utils.set_global_tcp_store(default_store())
+    if "world_group" not in _made:
+        _made["world_group"] = GroupCoordinator.over(world)
+    get_parallel().override_permanently(world_group=_made["world_group"])
+
+
+def init_world_group(
+    ranks: list[int],
+    local_rank: int,
+    backend: str,
+    recovered_rank: bool = False,
+    max_world_size: int | None = None,
+) -> GroupCoordinator:
+    """Returns the group of all ranks over torch's default group; every rank calls it."""
+    refuse_elastic(recovered_rank, 0, max_world_size)
+    return GroupCoordinator.over(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
+
+
+def init_model_parallel_group(
+    group_ranks: list[list[int]],
+    local_rank: int,
+    backend: str,
+    use_pynccl: bool | None = None,
+    use_custom_allreduce: bool | None = None,
+    use_message_queue_broadcaster: bool = False,
+    group_name: str | None = None,
+    use_mscclpp: bool | None = None,
+    use_torch_symm_mem_allreduce: bool | None = None,
+    recovered_rank: bool = False,
+    rank_offset: int = 0,
+    max_world_size: int | None = None,
+) -> GroupCoordinator:
+    """Returns this rank's group among lists of global ranks; every rank of the world is in one, and calls it alike."""
+    custom = _flags["custom_all_reduce"] if use_custom_allreduce is None else use_custom_allreduce
+    return GroupCoordinator(
+        group_ranks, local_rank, backend, False, False, custom, False, False, False,
+        group_name=group_name, recovered_rank=recovered_rank, rank_offset=rank_offset, max_world_size=max_world_size,
+    )  # fmt: skip
+
+
+def initialize_model_parallel(
+    backend: str | None = None,
+    duplicate_tp_group: bool = False,
+    enable_symm_mem: bool = False,
+    recovered_rank: bool = False,
+    rank_offset: int = 0,
+    max_world_size: int | None = None,
+) -> None:
+    """Makes the groups with the sizes of `get_parallel()`, and writes them there; every rank calls it alike.
+
+    `duplicate_tp_group` makes one more of tp's ranks, with process groups of its own. `enable_symm_mem` has no meaning
+    here. Raises as `parallel_state.initialize_model_parallel`.
+    """
+    refuse_elastic(recovered_rank, rank_offset, max_world_size)
+    asked, world = get_parallel(), state.get_world_group()
+    if asked.tp_size * asked.pp_size != world.world_size:
+        raise LayoutError(f"tp_size {asked.tp_size} · pp_size {asked.pp_size} must be all {world.world_size} ranks")
+    attn_tp = asked.tp_size // asked.attn_cp_size // asked.attn_dp_size
+    dcp, shared = asked.attn_dcp_size, asked.shared_experts_tp_size or 1
+    for whole, part, name in ((asked.tp_size, dcp, "attn_dcp_size"), (attn_tp, shared, "shared_experts_tp_size")):
+        if part < 1 or whole % part:
+            raise LayoutError(f"{name} must divide {whole}, but is {part}")
+    state.initialize_model_parallel(
+        attn_tp,
+        asked.pp_size,
+        data_parallel_size=asked.attn_dp_size,
+        context_parallel_size=asked.attn_cp_size,
+        expert_model_parallel_size=asked.moe_ep_size,
+        expert_tensor_parallel_size=asked.tp_size // asked.moe_ep_size // asked.moe_dp_size,
+        decode_context_model_parallel_size=dcp if attn_tp % dcp == 0 else None,
+        backend=backend,
+        timeout=_flags["timeout"],
+        allow_pickle=True,
+    )
+    get = state.get_group
+    tp = _made["tp_group"] = GroupCoordinator.over(get("tp_dp_cp"))
+
+    def view(name: str) -> GroupCoordinator:
+        return tp if state.get_group_ranks(name) == tp.ranks else GroupCoordinator.over(get(name))
+
+    _made.update(attn_tp_group=view("tp"), attn_cp_group=view("cp"), moe_ep_group=view("ep"), moe_tp_group=view("etp"))
+    _made["moe_dp_group"] = _made["attn_cp_group"] if asked.attn_cp_size > asked.moe_dp_size else view("edp")
+    _made["pp_group"] = GroupCoordinator.over(state.get_pp_group())
+    options = world.local_rank, backend or world.backend
+
+    def of_neighbours(size: int, name: str) -> GroupCoordinator:
+        lists = [list(range(start, start + size)) for start in range(0, world.world_size, size)]
+        return init_model_parallel_group(lists, *options, group_name=name)
+
+    if dcp > 1:
+        _made["dcp_group"] = view("dcp") if attn_tp % dcp == 0 else of_neighbours(dcp, "dcp")
+    if shared > 1:
+        of_attention = _made["attn_tp_group"] if shared == attn_tp else None
+        _made["shared_experts_tp_group"] = of_attention or of_neighbours(shared, "shared_experts_tp")
+    _made["self_pp_group"] = of_neighbours(1, "self_pp")
+    if duplicate_tp_group:
+        duplicate = tp.group.make_sub_group(range(tp.world_size), name="pdmux_prefill_tp")
+        _made["pdmux_prefill_tp_group"] = GroupCoordinator.over(duplicate)  # type: ignore[arg-type]
+    get_parallel().override_permanently(**{name: group for name, group in _made.items() if name in GROUPS.values()})
+
+
+def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
+    """Returns a ProcessGroup of `group_ranks`, the same on each of them; every rank of the world calls it."""
+    mine = sorted(set(group_ranks))
+    asked = state.get_world_group().all_gather_object(mine)
+    made = {each: dist.new_group(list(each), backend=backend) for each in sorted({tuple(each) for each in asked})}
+    return made[tuple(mine)]
+
+
+def model_parallel_is_initialized() -> bool:
+    """Returns True if there are tp and pp groups."""
+    return {"tp_group", "pp_group"} <= _made.keys()
+
+
+def destroy_model_parallel() -> None:
+    """Ends the groups; the world stays. Every rank calls it; twice is fine."""
+    _reset_bootstrap()
+    get_parallel().clear_stamp()
+    world = _made.pop("world_group", None)
+    extra = [_made.pop(name) for name in ("pdmux_prefill_tp_group", "self_pp_group") if name in _made]
+    made = {id(group): group for group in (*extra, *_made.values())}
+    _made.clear()
+    if world is not None:
+        _made["world_group"] = world
+    with contextlib.ExitStack() as stack:  # whatever one of them raises, the others are ended
+        stack.callback(state.destroy_model_parallel)
+        for group in made.values():
+            stack.callback(group.destroy)
+
+
+def _reset_bootstrap() -> None:
+    """Lets SGLang's own start run again in this process, as its destroy does."""
+    bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
+    if bootstrap is not None:
+        bootstrap.reset_parallel_initialised()
+
+
+def destroy_distributed_environment() -> None:
+    """Ends the world, and torch's default group whoever made it, as SGLang's. Every rank calls it; twice is fine."""
+    destroy_model_parallel()
+    _made.clear()
+    _flags["timeout"] = None
+    state.destroy_distributed_environment()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort_distributed_environment() -> None:
+    """Ends this rank's waits in all process groups without a word to the others, which may be gone. Raises nothing."""
+    if not dist.is_initialized():
+        return
+    world = state.try_get_world_group()
+    try:
+        if world is not None and world.pool is not None:
+            world.pool.abandon()
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None:
+            abort()
+    except Exception as error:  # the process is on its way out
+        logger.warning("the abort of the process groups failed: %s: %s", type(error).__name__, error)
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Ends groups and world, and frees unused memory; on demand shuts Ray down."""
+    destroy_distributed_environment()
+    aliases.cleanup_dist_env_and_memory(shutdown_ray)
+    gc.collect()
+
+
+# Scopes.
+
+
+@contextmanager
+def pdmux_prefill_tp_group() -> Iterator[None]:
+    """Makes the duplicate of the tp group the one that `get_tp_group()` gives, in the body."""
+    with get_parallel().override(tp_group=_of("pdmux_prefill_tp_group")):
+        yield
+
+
+@contextmanager
+def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
+    """Makes `pp_group` the pipeline in the body: a draft model that isn't cut into stages. Doesn't nest."""
+    values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
+    with _patched("pp_group", pp_group), get_parallel().override(**values):
+        yield
+
+
+@contextmanager
+def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: bool) -> Iterator[None]:
+    """Makes `tp_group` the tp group in the body: a draft model. Doesn't nest.
+
+    With `owns_attention` it is that of attention, too, and there is no other dimension. Within SGLang its own flag for
+    the place in the gather of attention's dp is kept, as by SGLang.
+    """
+    size, rank = tp_group.world_size, tp_group.rank_in_group
+    values: dict[str, Any] = {"tp_size": size, "tp_rank": rank, "tp_group": tp_group}
+    if owns_attention:
+        for whole in ("attn_tp", "moe_tp"):
+            values |= {f"{whole}_size": size, f"{whole}_rank": rank}
+        for single in ("attn_dp", "attn_cp", "moe_ep"):
+            values |= {f"{single}_size": 1, f"{single}_rank": 0}
+        values |= {"attn_tp_group": tp_group, "attn_cp_group": None, "moe_ep_group": None, "moe_dp_size": 1}
+    with _patched("tp_group", tp_group), _gather_slot(owns_attention), get_parallel().override(**values):
+        yield
+
+
+@contextmanager
+def _gather_slot(owns_attention: bool) -> Iterator[None]:
+    """Keeps, within SGLang, where this rank stands in the gather of attention's dp, which the sizes no longer say."""
+    theirs = sys.modules.get("sglang.srt.runtime_context")
+    flags = None if theirs is None else theirs.get_flags().dp
+    if flags is None or not owns_attention or not flags.enabled:
+        yield
+        return
+    saved = flags.scoped_gather_slot
+    if saved is None:
+        flags.scoped_gather_slot = sys.modules["sglang.srt.layers.dp_attention"].dp_gather_slot()
+    try:
+        yield
+    finally:
+        flags.scoped_gather_slot = saved
+
+
+@contextmanager
+def _patched(name: str, group: GroupCoordinator) -> Iterator[None]:
+    if name in _flags["patched"]:
+        raise AlreadyInitializedError(f"the {name} is patched already; patches don't nest")
+    _flags["patched"].add(name)
+    before = _made.get(name)
+    _made[name] = group
+    try:
+        yield
+    finally:
+        _flags["patched"].discard(name)
+        _made.pop(name)
+        if before is not None:
+            _made[name] = before
+
+
+@contextmanager
+def graph_capture(stream: Any = None) -> Iterator[GraphCaptureContext]:
+    """Prepares every group that model layers call for a CUDA graph, on `stream` or on a new one."""
+    names = ("tp", "pp", "dcp", "attn_tp", "shared_experts_tp", "moe_ep", "moe_tp")
+    groups = {id(group): group for name in names if (group := _made.get(f"{name}_group")) is not None}
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(get_tp_group().graph_capture(stream=stream))
+        for group in groups.values():
+            if group is not get_tp_group():
+                stack.enter_context(group.graph_capture(context))
+        yield context
+
+
+# Flags of SGLang's kernels. The first is ours as well.
+
+
+def set_custom_all_reduce(enable: bool) -> None:
+    """Allows, or forbids, kernels of our own to groups that are made from now on."""
+    _flags["custom_all_reduce"] = enable
+    state.set_custom_all_reduce(enable)
+
+
+def _no_such_kernel(enable: bool) -> None:
+    """Has no effect: the kernels are SGLang's; which one carries a tensor is the route's choice here."""
+
+
+set_mscclpp = set_torch_symm_mem_all_reduce = set_flashinfer_allreduce_only = _no_such_kernel
+
+
+def _tag_groups_for_flashinfer_allreduce_only() -> None:
+    """Has no effect: no group has a workspace of FlashInfer's."""
+
+
+def get_default_distributed_backend(device: str) -> str:
+    """Returns the backend for a device's tensors: NCCL for CUDA, else gloo, or what PARALLEL_STATE_BACKEND says."""
+    return settings.BACKEND.get() or ("nccl" if device == "cuda" else "gloo")
+
+
+def get_torch_distributed_pg_options(group_name: str | None = None) -> None:
+    """Returns None: SGLang has options for NPUs alone."""
+
+
+def get_mooncake_transfer_engine() -> Any | None:
+    """Returns the engine that SGLang has started in this process, or None."""
+    theirs = sys.modules.get("sglang.srt.distributed.device_communicators.mooncake_transfer_engine")
+    return None if theirs is None else theirs.get_mooncake_transfer_engine()
+
+
+def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
+    """Returns, by rank of the group, True if it shares the source's memory; every rank of it calls it."""
+    return _in_the_same_node_as(pg.group if isinstance(pg, GroupCoordinator) else pg, source_rank)
+
+
+def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
+    """Gives vLLM's module, if it is installed, our world, tp and pp getters; `reverse` gives its own back."""
+    with contextlib.suppress(ImportError):
+        import vllm.distributed.parallel_state as theirs
+
+        for getter in (get_world_group, get_tp_group, get_pp_group):
+            own = _flags["vllm"].setdefault(getter.__name__, getattr(theirs, getter.__name__))
+            setattr(theirs, getter.__name__, own if reverse else getter)
+
+
+# Getters.
+
+
+def _of(name: str) -> GroupCoordinator:
+    if name not in _made:
+        raise GroupNotInitializedError(f"the {name} has not been made; initialize_model_parallel() makes it")
+    return _made[name]
+
+
+def _getter(name: str, read: Callable[[], Any], what: str) -> Callable[[], Any]:
+    def get() -> Any:
+        return read()
+
+    get.__name__ = get.__qualname__ = name
+    get.__doc__ = f"Returns {what}; GroupNotInitializedError before the group is made."
+    return get
+
+
+_FACTS = {
+    "world_size": (lambda group: getattr(get_parallel(), group).world_size, "the number of ranks in"),
+    "rank": (lambda group: getattr(get_parallel(), group).rank_in_group, "this rank's position in"),
+}
+_LONG = {
+    "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "attn_tp": "attn_tensor_model_parallel",
+    "attn_cp": "attn_context_model_parallel", "moe_dp": "moe_data_parallel", "moe_ep": "moe_expert_parallel",
+    "moe_tp": "moe_tensor_parallel", "dcp": "dcp",
+}  # fmt: skip
+
+
+def _getters() -> dict[str, Callable[[], Any]]:
+    made = {}
+    for short, group in GROUPS.items():
+        what = f"the group `get_parallel().{group}`"
+        read = functools.partial(lambda name: getattr(get_parallel(), name), group)
+        made[f"get_{short}_group"] = _getter(f"get_{short}_group", read, what)
+        for fact, (of, text) in _FACTS.items() if short in _LONG else ():
+            name = f"get_{_LONG[short]}_{fact}"
+            made[name] = _getter(name, functools.partial(of, group), f"{text} {what}")
+    return made
+
+
+_MADE = _getters()
+globals().update(_MADE)
+get_world_group, get_tp_group, get_pp_group = _MADE["get_world_group"], _MADE["get_tp_group"], _MADE["get_pp_group"]
+get_tensor_model_parallel_group, get_pipeline_model_parallel_group = get_tp_group, get_pp_group
+
+
+def get_self_pp_group() -> GroupCoordinator:
+    """Returns the pipeline of this rank alone, for a draft model."""
+    return _of("self_pp_group")
+
+
+def get_dcp_group_no_assert() -> GroupCoordinator | None:
+    """Returns the decode context-parallel group; None where there is none."""
+    return _made.get("dcp_group")
+
+
+def get_world_size() -> int:
+    """Returns the number of ranks of the world."""
+    return int(get_world_group().world_size)
+
+
+def get_world_rank() -> int:
+    """Returns this rank's position in the world."""
+    return int(get_world_group().rank_in_group)
