@@ -38,7 +38,7 @@ _SLOW_IMPORTS = {
     ),
     ("tests.compile.compiler_preload",): (
         "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models", "test_graph_breaks",
-        "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
+        "test_ops_registration", "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip

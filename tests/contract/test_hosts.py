@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ import parallel_state as ps
 from device_communicators.cpu import native
 from tests.contract.attempts import Outcome, attempt, world
 from tests.hosts import Host, HostRanks, Hosts, problem
+from tests.programs import FORK_SERVERS, Program
 
 try:
     native.load()
@@ -35,6 +35,7 @@ OnHosts = Callable[[Sequence[int]], HostRanks]
 PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 2, 1)]
 TIMEOUT_S = 3.0
 SOON_S = 3.0
+DEADLINE_S = 60.0
 
 
 def _world_size() -> int:
@@ -334,8 +335,7 @@ def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
 
 
 OWNER = """
-import sys, time
-sys.path[:0] = [{root!r}]
+import time
 from tests.contract.test_hosts import _routes
 from tests.hosts import Host, Hosts
 if __name__ == "__main__":
@@ -346,16 +346,13 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_is_left_of_hosts_whose_owner_was_killed(hosts: Hosts, tmp_path: Path) -> None:
-    script = tmp_path / "owner.py"
-    script.write_text(OWNER.format(root=str(Path(__file__).parents[2])))
-    owner = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+def test_nothing_is_left_of_hosts_whose_owner_was_killed(hosts: Hosts) -> None:
+    owner = Program(FORK_SERVERS + OWNER, os.environ)
     try:
-        assert owner.stdout is not None
-        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        (line,) = owner.lines(1, DEADLINE_S)
     finally:
         owner.kill()
-        owner.wait()
+    pids = [int(pid) for pid in line.split()]
     assert len(pids) == 4
     deadline = time.monotonic() + SOON_S
     while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
