@@ -18,8 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 CONCRETE = {row.module for row in CATALOG}
 ROOMS = {LOWER: LOWER_ROOMS, UPPER: UPPER_ROOMS}
 
-MAY_PICKLE = ("parallel_state/messages/codec/values.py", "parallel_state/launch/")
-"""By the caller's explicit `allow_pickle`; and a function for the processes that `launch` itself starts."""
+MAY_PICKLE = (
+    "parallel_state/messages/codec/values.py",
+    "parallel_state/launch/",
+    "parallel_state/compat/vllm/message_queue.py",
+    "parallel_state/compat/vllm/stateless.py",
+)
+"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and vLLM's queue
+and stateless group, whose callers pass any object: they are taken by who asks for vLLM's names."""
 MEASURES_PICKLING = "parallel_state/tools/bench/messages.py"
 """Times torch's own way of sending objects, between processes that it starts itself."""
 

@@ -111,6 +111,7 @@ def _destroy(group: GroupCoordinator) -> None:
         memory.close()
 
 
+_MOST_CORES = 1024
 _NEIGHBOURS: dict[int, tuple[int, ...]] = {}
 
 
@@ -120,7 +121,10 @@ def _neighbours() -> tuple[int, ...]:
         return ()
     size = dist.get_world_size()
     if size not in _NEIGHBOURS:
-        masks: list[Any] = [0] * size
-        dist.all_gather_object(masks, sum(1 << core for core in usable_cores()))
-        _NEIGHBOURS[size] = tuple(masks)
+        mine = torch.zeros(_MOST_CORES, dtype=torch.uint8)
+        mine[[core for core in usable_cores() if core < _MOST_CORES]] = 1
+        every = torch.empty(size * _MOST_CORES, dtype=torch.uint8)
+        dist.all_gather_into_tensor(every, mine)
+        masks = every.view(size, _MOST_CORES)
+        _NEIGHBOURS[size] = tuple(sum(1 << core for core in row.nonzero().flatten().tolist()) for row in masks)
     return _NEIGHBOURS[size]

@@ -11,6 +11,7 @@ import contextlib
 import copyreg
 import ctypes
 import io
+import json
 import logging
 import os
 import pickle
@@ -49,6 +50,7 @@ _FOREVER_S = 1e9  # its writer lives, or the wait ends
 _GRACE_S = 0.5
 """The time in which a process that goes because its peer went may hear of it in its own way first."""
 _NAP_S = 0.001
+_TOLD_BYTES = 2048
 _WAITS = "no message for %d s on %s, whose other end lives: it computes, or hangs"
 
 
@@ -402,11 +404,10 @@ class MessageQueue:
         """Returns a queue that each rank writes and the global `reader_rank` reads, and there all ranks' handles."""
         same = in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank))
         queue = MessageQueue(1, int(same[dist.get_rank(pg)]), max_chunk_bytes=max_chunk_bytes, max_chunks=max_chunks)
-        handles: list[Any] | None = [None] * dist.get_world_size(pg) if dist.get_rank() == reader_rank else None
-        dist.gather_object(queue.export_handle(), handles, dst=reader_rank, group=pg)
+        handles = [each for each in _exchange(pg, queue.export_handle()) if each is not None]
         if blocking:
             queue.wait_until_ready()
-        return queue, handles or []
+        return queue, handles if dist.get_rank() == reader_rank else []
 
     @staticmethod
     def create_from_process_group(
@@ -439,9 +440,7 @@ class MessageQueue:
         if is_stateless:
             handle = pg.broadcast_obj(handle, writer_rank)
         else:
-            told = [handle]
-            dist.broadcast_object_list(told, src=dist.get_global_rank(pg, writer_rank), group=pg)
-            (handle,) = told
+            handle = _exchange(pg, handle)[writer_rank]
         queue = queue or MessageQueue.create_from_handle(handle, rank)  # type: ignore[arg-type]
         if blocking:
             queue.wait_until_ready()
@@ -460,6 +459,24 @@ class MessageQueue:
 
 
 _READY = b"READY"
+
+
+def _exchange(pg: Any, handle: Handle | None) -> list[Handle | None]:
+    """Returns the handles of a process group's ranks, all of which call it."""
+    told = b"" if handle is None else json.dumps({**vars(handle), "secret": handle.secret.hex()}).encode()
+    mine = torch.frombuffer(bytearray(told.ljust(_TOLD_BYTES)), dtype=torch.uint8)
+    every = torch.empty(dist.get_world_size(pg) * _TOLD_BYTES, dtype=torch.uint8)
+    dist.all_gather_into_tensor(every, mine, group=pg)
+    return [_handle_of(bytes(row.tolist()).strip()) for row in every.view(-1, _TOLD_BYTES)]
+
+
+def _handle_of(told: bytes) -> Handle | None:
+    if not told:
+        return None
+    facts = json.loads(told)
+    place = facts.pop("buffer_handle")
+    facts["secret"] = bytes.fromhex(facts["secret"])
+    return Handle(**facts, buffer_handle=None if place is None else tuple(place))
 
 
 def _own_ip() -> str:

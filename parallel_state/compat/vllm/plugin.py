@@ -7,6 +7,7 @@ have imported the class get ours instead.
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 from device_communicators.cpu import native
@@ -16,7 +17,7 @@ GROUP = "vllm.platform_plugins"
 _NAME = "parallel_state"
 _PLATFORM = "parallel_state.compat.vllm.platform.ParallelStateCpuPlatform"
 _QUEUE_MODULE = "vllm.distributed.device_communicators.shm_broadcast"
-_asking = False
+_asking = threading.Lock()
 
 
 class StandBackError(Exception):
@@ -25,14 +26,12 @@ class StandBackError(Exception):
 
 def find_platform() -> str | None:
     """Returns the name of the platform class. Raises StandBackError where vLLM wouldn't run on the CPU's own class."""
-    global _asking
-    if _asking:  # by another plug-in that looks whether it is alone, as this one does
+    if not _asking.acquire(blocking=False):  # by another plug-in that looks whether it is alone, as this one does
         return None
-    _asking = True
     try:
         _check_alone()
     finally:
-        _asking = False
+        _asking.release()
     try:
         native.load()
     except native.NativeUnavailableError as error:
