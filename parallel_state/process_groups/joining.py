@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -134,7 +135,8 @@ def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_
 
     Every rank of the group calls it; its first rank says the name.
     """
-    token = torch.randint(256, (8,), dtype=torch.uint8).to(device)
+    # Not of torch's generator: a program's seed gives the same weights with us and without.
+    token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
     size = dist.get_world_size(group)
     if dist.get_rank(group) > 0:
         token.zero_()

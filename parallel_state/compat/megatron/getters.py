@@ -86,12 +86,12 @@ def _getter(kind: str, fact: str, name: str) -> Callable[..., Any]:
         chosen = CHOSEN.get(name)
         if chosen is not None:
             return chosen
+        if kind == "etp" and group_of(kind) is None:  # as Megatron, for programs that set sizes without groups
+            return CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
         if none_yet and is_before_start():
             return 0
         if kind in ("gtp", "egtp") and group_of(kind) is None:
             return 0
-        if kind == "etp" and group_of(kind) is None:  # as Megatron, for programs that set sizes without groups
-            return CHOSEN.get(name.replace("expert_tensor", "tensor_model"))
         return of(kind)
 
     return get_number

@@ -53,7 +53,7 @@ class RankGenerator:
         for name, size in self.name_to_size.items():
             if name not in names and size != 1:
                 raise RefusedError(f"the order must name {name}, whose size is {size}, but is {order!r}")
-        names += [name for name in self.name_to_size if name not in names]
+        names += [name for name in self.name_to_size if name not in names and name != "gtp_remat"]
         self.order = "-".join(names)
         self.ordered_size = [self.name_to_size[name] for name in names]
 
@@ -75,6 +75,8 @@ class RankGenerator:
         """Returns the groups that share a weight; of one rank each with size 1. Raises RefusedError for another."""
         if gtp_remat_size != self.gtp_remat:
             raise RefusedError(f"gtp_remat_size must be {self.gtp_remat}, as it was made, but is {gtp_remat_size}")
+        if "gtp_remat" not in self.order.split("-"):
+            return [[rank] for rank in range(self.rank_offset, self.rank_offset + self.world_size)]
         return self.get_ranks("gtp_remat")
 
 
