@@ -23,7 +23,7 @@ SGLANG_VERSIONS = ((0, 5, 23), (0, 5, 24))
 MINISGL = "minisgl.distributed.impl"
 """The module of mini-sglang, which has no entry points and no releases, that holds its communicators."""
 
-_LOGGED = "PARALLEL_STATE_PLUGIN_LOGGED"
+_LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
 """Names in the environment of child processes what their parent has logged, so that each line is there once."""
 
 

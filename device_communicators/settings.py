@@ -209,6 +209,10 @@ DEBUG_DIR: Setting[str | None] = Setting(
     "PARALLEL_STATE_DEBUG_DIR", None, _word, "a folder",
     "Where a rank writes its groups' last operations when one fails; python -m parallel_state debug reads them.",
 )  # fmt: skip
+PLUGIN: Setting[str | None] = Setting(
+    "PARALLEL_STATE_PLUGIN", None, _word, "names of engines with commas between them",
+    "Which engines run on this library without a line of code: vllm, sglang, minisgl. Read by their entry points.",
+)  # fmt: skip
 LOG_LEVEL: Setting[str] = Setting(
     "PARALLEL_STATE_LOG_LEVEL", "WARNING", _log_level, "DEBUG, INFO, WARNING or ERROR",
     "Level of the log of processes that `launch` started.",
@@ -218,7 +222,7 @@ ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SOFT_TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
     PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
-    DEBUG_DIR, LOG_LEVEL,
+    DEBUG_DIR, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (folder / "impl.py").write_text(IMPL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.delenv("_PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     yield
     for name in [each for each in sys.modules if each.partition(".")[0] == "minisgl"]:
@@ -88,7 +88,7 @@ def test_it_stands_back(
 
 
 def test_sglangs_stands_back_without_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.delenv("_PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
     monkeypatch.setenv("PARALLEL_STATE_PLUGIN", "")
     plugins.sglang_general()
     assert caplog.text == ""

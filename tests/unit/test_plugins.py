@@ -38,7 +38,7 @@ def test_versions_outside_the_tested_range_are_left_alone(
     from parallel_state.compat.vllm import plugin
 
     monkeypatch.setenv(plugins.VARIABLE, "sglang, vLLM")
-    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.delenv("_PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setattr(plugin, "find_platform", lambda: "ours")
     for _ in range(2):
@@ -55,7 +55,7 @@ def test_whatever_goes_wrong_leaves_the_engine_alone(
         raise RuntimeError("as it happens")
 
     monkeypatch.setenv(plugins.VARIABLE, "vllm")
-    monkeypatch.delenv("PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
+    monkeypatch.delenv("_PARALLEL_STATE_PLUGIN_LOGGED", raising=False)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
     monkeypatch.setattr(plugin, "find_platform", fail)
     monkeypatch.setattr(plugin, "install", fail)
