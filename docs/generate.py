@@ -1,6 +1,6 @@
 """Draws the docs' pictures and writes the tables that follow from the source; `make docs` and the docs tests call it.
 
-    python docs/generate.py            # rewrites docs/pictures/*.svg
+    python docs/generate.py            # rewrites docs/pictures/*.svg and docs/compat.md
 
 Pictures are on a white card, with plain colours, so they read the same on a dark page.
 """
@@ -320,6 +320,44 @@ def errors_tree() -> str:
     return "\n".join(walk(errors.ParallelStateError, 0)) + "\n"
 
 
+NAMES_INTRO = """# Names of other projects
+
+<!-- Written by docs/generate.py from the compat modules and from the projects' own files. -->
+
+Each module of `parallel_state.compat` has one project's names, over the one state. A name is *the same* if it takes
+the same parameters, with the same defaults, as in the version named here; private names that a project's own tree
+imports are listed as well. Members of a class are names, too. A test compares each with the project's own files.
+"""
+
+
+def names_page() -> str | None:
+    """Returns docs/compat.md; None where the projects' files aren't here (tests/references.py fetches them)."""
+    _rooms()  # makes `tests` importable
+    from importlib import import_module
+
+    from tests import compat_names
+
+    if not all(each.is_cached() for project in compat_names.PROJECTS for each in project.references):
+        return None
+    parts = [NAMES_INTRO]
+    for project in compat_names.PROJECTS:
+        name = f"parallel_state.compat.{project.module}"
+        rows = compat_names.rows(import_module(name), project.references, project.also)
+        of = {state: [row for row in rows if row.state == state] for state in ("same", "note", "missing")}
+        counts = ", ".join(
+            f"{len(of[state])} {word}"
+            for state, word in (("same", "the same"), ("note", "with a note"), ("missing", "missing"))
+        )
+        versions = ", ".join(dict.fromkeys(f"{each.project} {each.version}" for each in project.references))
+        parts.append(f"## {project.title}\n\n`{name}`{f', compared with {versions}' if versions else ''}: {counts}.\n")
+        if of["same"]:
+            parts.append("The same: " + ", ".join(f"`{row.name}`" for row in of["same"]) + ".\n")
+        for state, head in (("note", "what differs"), ("missing", "why it is missing")):
+            if of[state]:
+                parts.append(_table(("name", head), [(f"`{row.name}`", row.why) for row in of[state]]))
+    return "\n".join(parts)
+
+
 def write_tables() -> None:
     """Writes what the pages include, into a folder that git ignores."""
     GENERATED.mkdir(exist_ok=True)
@@ -338,6 +376,9 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, svg in pictures().items():
         (PICTURES / name).write_text(svg)
+    page = names_page()
+    if page is not None:
+        (DOCS / "compat.md").write_text(page)
 
 
 if __name__ == "__main__":

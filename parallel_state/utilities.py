@@ -139,7 +139,9 @@ class _PlainGroup(TensorCalls):
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
 
-    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
+    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int], out: Tensor | None = None) -> Tensor:
+        if self._is_single_rank():
+            return x
         return _AllToAllRows.apply(x, outputs, inputs, self)
 
     def exchange(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:

@@ -249,6 +249,9 @@ def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str
 
     namespace = {"torch": torch, "dist": torch.distributed, **vars(module)}
     names: dict[str, Name] = {}
+    references = list(references)
+    if not references:  # its names are asked for all over a tree, which a test of that tree looks through
+        names = dict.fromkeys([*module.__all__, *module.MISSING], Name(None))
     for reference in references:
         for name, each in names_of(reference.read(), also).items():
             names.setdefault(name, each)
@@ -331,5 +334,6 @@ PROJECTS: tuple[Project, ...] = (
         (SGLANG, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION),
         ("_groups", "_tag_groups_for_flashinfer_allreduce_only", "_tbo_event"),
     ),
+    Project("deepspeed", "DeepSpeed's mpu", ()),
 )  # fmt: skip
 """Each compat module has a row here, which the test of all of them and the docs' table read."""

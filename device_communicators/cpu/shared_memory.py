@@ -60,21 +60,26 @@ class SharedMemoryCommunicator(Communicator):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         if x.dim() == 0:
             return super().all_gather(x, dim)
-        x = x.contiguous()
         shape = list(x.shape)
         shape[dim] *= self.context.size
         out = x.new_empty(shape)
-        outer = x.shape[:dim].numel() if x.numel() else 1
-        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
+        self.all_gather_into(x, dim, out)
         return out
 
-    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
+    def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
         x = x.contiguous()
+        outer = x.shape[:dim].numel() if x.numel() else 1
+        self._group.call("all_gather", out.data_ptr(), x.data_ptr(), outer, x.nbytes // outer)
+
+    def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str) -> Tensor:
         shape = list(x.shape)
         shape[dim] //= self.context.size
         out = x.new_empty(shape)
-        self._reduce_scatter(out, x, x.shape[:dim].numel() if x.numel() else 1, reduce_op)
+        self.reduce_scatter_into(x, dim, reduce_op, out)
         return out
+
+    def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
+        self._reduce_scatter(out, x.contiguous(), x.shape[:dim].numel() if x.numel() else 1, reduce_op)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, outer: int, reduce_op: str) -> None:
         wide_out, op, narrow = reducible_in_memory(out, reduce_op)

@@ -293,6 +293,25 @@ class Communicator(ABC):
         self.flat_all_gather(out, x.contiguous())
         return merge_blocks(out, dim, x.dim())
 
+    # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: where `dim` is 0, at once.
+
+    def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
+        if dim == 0:
+            self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
+        else:
+            out.copy_(self.all_gather(x, dim))
+
+    def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
+        if dim == 0:
+            self.flat_reduce_scatter(out, x.contiguous(), reduce_op)
+        else:
+            out.copy_(self.reduce_scatter(x, dim, reduce_op))
+
+    def all_to_all_into(
+        self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor
+    ) -> None:
+        self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
+
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sum(sizes), *rows.shape[1:]))

@@ -211,10 +211,12 @@ class Route:
         reduce_op: str | None = None,
         part_of: str | None = None,
         method: str = "",
+        form: str = "",
     ) -> Any:
         """Calls `operation` of the first communicator that carries it; `args` are that method's.
 
-        `method`: what the caller called, where that isn't `operation`.
+        `method`: what the caller called, where that isn't `operation`. `form`: the communicator's method for it where
+        it isn't that of its name (`all_gather_into`); its arguments begin with the same ones.
         Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
         is under way, or the CommunicationError that happened.
         """
@@ -231,7 +233,7 @@ class Route:
                 before, WAITS[thread] = WAITS.get(thread), (self, record)
                 try:
                     with nullcontext() if call is None else communicator.turn(call.method):
-                        result = getattr(communicator, operation)(*args)
+                        result = getattr(communicator, form or operation)(*args)
                     record.ended_s = time.monotonic()
                 finally:
                     end_wait(thread, before)

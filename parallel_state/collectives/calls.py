@@ -4,16 +4,21 @@ Common to all: every rank of the group calls it, in the same order, with tensors
 the group; inputs of any strides, also empty, are left unchanged and results are new contiguous tensors (for a group of
 one rank: the input itself). Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no
 communicator carries raises UnsupportedError; what happens on the way raises a CommunicationError.
+With `out`, a tensor of the result's shape and dtype on the same device, of any strides, the result is there and `out`
+is returned. A large one is written in place, a contiguous one that needs no gradient; else the result is copied, with
+its gradient, as by `copy_`.
 All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
 Gradients: see `ops`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError, RemoteError
@@ -24,10 +29,13 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks, ops
+from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE = _OPS.all_reduce.default
 """The overload itself, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
+_INTO_BYTES = 64 << 10
+TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
 
@@ -53,6 +61,10 @@ class GroupMember:
         if self._destroyed:
             self.route.check_usable()  # raises
         return True
+
+
+def _copied(out: Tensor, received: Tensor) -> Tensor:
+    return out.copy_(received)
 
 
 class TensorCalls(GroupMember):
@@ -84,19 +96,49 @@ class TensorCalls(GroupMember):
     def all_gather(self, x: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
-        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. With `out`, a
-        tensor of the result's shape and dtype on the same device, of any strides, the result is copied there (with its
-        gradient, as by `copy_`), and `out` is returned.
+        A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. `out`: see
+        above.
         """
         checks.check_tensor(self.context, "all_gather", x)
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
         if out is not None:
-            checks.check_out(self.context, "all_gather", out, x, dim)
+            checks.check_out(self.context, "all_gather", out, x, self._gathered(x, dim))
+            if self._goes_into(out, x):
+                _OPS.all_gather_into(x, self._token, out, dim, self._key)
+                return out
         if self._is_single_rank():
             gathered = x if x.dim() else x.reshape(1)
         else:
             gathered = _OPS.all_gather(x, self._token, dim, self._key)
         return gathered if out is None else out.copy_(gathered)
+
+    def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gathers into `out`, as torch's: `[n, …]` to `[world_size · n, …]`, or to `[world_size, n, …]`; returns it."""
+        return self._into_stacked("all_gather_into_tensor", self.all_gather, out, x)
+
+    def _gathered(self, x: Tensor, dim: int) -> list[int]:
+        return [n * self.world_size if at == dim else n for at, n in enumerate(x.shape)] or [self.world_size]
+
+    def _scattered(self, x: Tensor, dim: int) -> list[int]:
+        return [n // self.world_size if at == dim else n for at, n in enumerate(x.shape)]
+
+    def _goes_into(self, out: Tensor, x: Tensor) -> bool:
+        """Returns True if a result is written to `out` by the op; else it is copied there, with its gradient."""
+        if self._is_single_rank() or not out.is_contiguous():
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        # Below this size a kernel of the op's own and a copy take less time than an op by way of Python.
+        return (not out.is_cpu or out.nbytes >= _INTO_BYTES) and not in_transform()
+
+    def _into_stacked(self, name: str, call: Callable[..., Tensor], out: Tensor, x: Tensor) -> Tensor:
+        checks.check_tensor(self.context, name, x)
+        checks.check_tensor(self.context, f"out of {name}", out)
+        stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
+        call(x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
+        return out
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Returns every rank's `x`, in rank order, as views of one new tensor."""
@@ -106,8 +148,13 @@ class TensorCalls(GroupMember):
         with self.route.called_as("all_gather_to_list"):
             return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
 
-    def all_gatherv(self, x: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`."""
+    def all_gatherv(self, x: TensorOrList, dim: int = 0, sizes: Sequence[int] | None = None) -> TensorOrList:
+        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`; every rank passes the same `sizes`.
+
+        Of a list of tensors, which all have these sizes, it returns a list.
+        """
+        if isinstance(x, list):
+            return [self.all_gatherv(each, dim, sizes) for each in x]
         if sizes is None:
             return self.all_gather(x, dim)
         checks.check_tensor(self.context, "all_gatherv", x)
@@ -118,20 +165,38 @@ class TensorCalls(GroupMember):
             return x
         return _OPS.all_gatherv(x, self._token, dim, list(sizes), self._key)
 
-    def reduce_scatter(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, out: Tensor | None = None
+    ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
         checks.check_tensor(self.context, "reduce_scatter", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter", op)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
-        if self._is_single_rank():
-            return x
-        return _OPS.reduce_scatter(x, self._token, dim, op, self._key)
+        if out is not None:
+            checks.check_out(self.context, "reduce_scatter", out, x, self._scattered(x, dim))
+            if self._goes_into(out, x):
+                _OPS.reduce_scatter_into(x, self._token, out, dim, op, self._key)
+                return out
+        scattered = x if self._is_single_rank() else _OPS.reduce_scatter(x, self._token, dim, op, self._key)
+        return scattered if out is None else out.copy_(scattered)
+
+    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
+        """Reduces and scatters along dim 0 into `out`, which it returns; `x` may be `[world_size, *out.shape]`."""
+        checks.check_tensor(self.context, "reduce_scatter_tensor", x)
+        checks.check_tensor(self.context, "out of reduce_scatter_tensor", out)
+        stacked = out.dim() > 0 and list(x.shape) == [self.world_size, *out.shape]
+        return self.reduce_scatter(x.flatten(0, 1) if stacked else x, 0, op, out=out)
 
     def reduce_scatterv(
-        self, x: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
-    ) -> Tensor:
-        """Reduces and scatters as reduce_scatter, in slices of `sizes`; every rank passes the same `sizes`."""
+        self, x: TensorOrList, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
+    ) -> TensorOrList:
+        """Reduces and scatters as reduce_scatter, in slices of `sizes`; every rank passes the same `sizes`.
+
+        Of a list of tensors, which are all cut by these sizes, it returns a list.
+        """
+        if isinstance(x, list):
+            return [self.reduce_scatterv(each, dim, sizes, op) for each in x]
         if sizes is None:
             return self.reduce_scatter(x, dim, op)
         checks.check_tensor(self.context, "reduce_scatterv", x)
@@ -224,6 +289,7 @@ class TensorCalls(GroupMember):
         *,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Cuts `x` along `scatter_dim`, sends slice r to rank r, concatenates what came along `gather_dim`.
 
@@ -234,14 +300,19 @@ class TensorCalls(GroupMember):
         scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
         gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)
         if output_split_sizes is not None or input_split_sizes is not None:
-            return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes)
+            return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes, out)
         checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
         size = self.world_size
-        if self._is_single_rank():
-            return x
         if scatter_dim == 0 and gather_dim == 0:
             splits = [x.shape[0] // size] * size
-            return self._exchange_rows(x, splits, splits)
+            return self._exchange_rows(x, splits, splits, out)
+        if out is not None:
+            shape = self._scattered(x, scatter_dim)
+            shape[gather_dim] *= size
+            checks.check_out(self.context, "all_to_all", out, x, shape)
+            return out.copy_(self.all_to_all(x, scatter_dim, gather_dim))
+        if self._is_single_rank():
+            return x
         shape = list(x.shape)
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
@@ -249,11 +320,35 @@ class TensorCalls(GroupMember):
         # Where the dims are 1 long, flatten gives a view of other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
-    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
-        return _OPS.all_to_all(x, self._token, outputs, inputs, self._key)
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        x: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Exchanges rows into `out`, as torch's; returns it. Split sizes as for all_to_all."""
+        return self.all_to_all(
+            x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
+        )
+
+    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int], out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            checks.check_out(self.context, "all_to_all", out, x, [sum(outputs), *x.shape[1:]])
+            if self._goes_into(out, x):
+                _OPS.all_to_all_into(x, self._token, out, outputs, inputs, self._key)
+                return out
+        received = x if self._is_single_rank() else _OPS.all_to_all(x, self._token, outputs, inputs, self._key)
+        return received if out is None else out.copy_(received)
 
     def _all_to_all_rows(
-        self, x: Tensor, scatter_dim: int, gather_dim: int, outputs: Sequence[int] | None, inputs: Sequence[int] | None
+        self,
+        x: Tensor,
+        scatter_dim: int,
+        gather_dim: int,
+        outputs: Sequence[int] | None,
+        inputs: Sequence[int] | None,
+        out: Tensor | None,
     ) -> Tensor:
         if scatter_dim != 0 or gather_dim != 0:
             raise InvalidArgumentError(
@@ -268,9 +363,7 @@ class TensorCalls(GroupMember):
         checks.check_sizes(self.context, "all_to_all", "input_split_sizes", inputs)
         checks.check_sizes(self.context, "all_to_all", "output_split_sizes", outputs)
         checks.check_total(self.context, "all_to_all", "input_split_sizes", sum(inputs), x, 0)
-        if self._is_single_rank():
-            return x
-        return self._exchange_rows(x, list(outputs), list(inputs))
+        return self._exchange_rows(x, list(outputs), list(inputs), out)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
@@ -367,6 +460,66 @@ class TensorCalls(GroupMember):
         src = checks.source(self.context, "irecv", src)
         out = torch.empty(size, dtype=dtype, device=self.device)
         return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
+
+    @host_call(_TRANSFER)
+    @transfer("batch_isend_irecv")
+    def batch_isend_irecv(self, operations: Sequence[tuple[str, Tensor, int] | dist.P2POp]) -> list[TensorHandle]:
+        """Starts transfers together, in any order on each rank; returns a handle of each, in theirs, to wait for.
+
+        An operation is `("isend", x, dst)` or `("irecv", out, src)`, which fills `out`, of any strides; or torch's
+        `P2POp`, whose peer must be in this group. Transfers between two ranks in one direction are matched in their
+        order. Change or read the tensors after `wait()` only. No gradient; not for compiled code.
+        """
+        checks.check_no_transform(self.context, "batch_isend_irecv")
+        found = [self._operation_of(each) for each in operations]
+        handles: dict[int, TensorHandle] = {}
+        for at in self._order_of(found):
+            name, x, peer = found[at]
+            flat, tag = x.detach().contiguous(), self.context.tag(0)
+            if name == "isend":
+                handles[at] = TensorHandle(self.route.start("isend", flat, peer, tag), x, keep=flat)
+            else:
+                handle = self.route.start("irecv_", flat, peer, tag)
+                whole = x.is_contiguous()
+                handles[at] = TensorHandle(handle, x, None if whole else functools.partial(_copied, x, flat))
+        return [handles[at] for at in range(len(found))]
+
+    def _operation_of(self, operation: tuple[str, Tensor, int] | dist.P2POp) -> tuple[str, Tensor, int]:
+        method = "batch_isend_irecv"
+        if isinstance(operation, dist.P2POp):
+            if operation.peer not in self.context.ranks:
+                raise InvalidArgumentError(
+                    f"the peer of a P2POp of {method} on {self.context} must be one of its global ranks, but is "
+                    f"{operation.peer}"
+                )
+            operation = operation.op.__name__, operation.tensor, self.context.ranks.index(operation.peer)
+        name, x, peer = operation
+        if name not in ("isend", "irecv"):
+            raise InvalidArgumentError(
+                f"an operation of {method} on {self.context} must be isend or irecv, but is {name!r}"
+            )
+        checks.check_tensor(self.context, method, x)
+        if name == "irecv":
+            checks.check_writable(self.context, method, x)
+            checks.check_no_gradient(self.context, method, "receive into a tensor without one", x)
+            return name, x, checks.source(self.context, method, peer)
+        return name, x, checks.destination(self.context, method, peer)
+
+    def _order_of(self, operations: Sequence[tuple[str, Tensor, int]]) -> list[int]:
+        """Returns the order in which transfers are started.
+
+        Receives first: a send may wait for its reader. A device's queue takes one after the other, so there both ranks
+        of a pair come to it in the same order as all others come to theirs, and the lower one sends first.
+        """
+        own = self.rank_in_group
+
+        def place(at: int) -> tuple[int, ...]:
+            name, x, peer = operations[at]
+            if x.is_cpu:
+                return (0, name == "isend")
+            return (1, min(own, peer), max(own, peer), (name == "irecv") == (own < peer))
+
+        return sorted(range(len(operations)), key=place)
 
     # Without waiting: a handle's `wait()` gives what the collective would have given, detached. For overlap in eager
     # code. Change an input after `wait()` only. A communicator that can't go on by itself has done the work when the

@@ -68,8 +68,8 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
         )
 
 
-def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim: int) -> None:
-    """Checks that `out` can hold the ranks' `x`, joined along `dim`."""
+def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, shape: Sequence[int]) -> None:
+    """Checks that `out` can hold what becomes of `x`, a result of `shape`."""
     check_tensor(context, f"out of {operation}", out)
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if not torch.compiler.is_compiling() and wrapped(x) and not wrapped(out):
@@ -88,10 +88,9 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, dim
             raise InvalidArgumentError(
                 f"out of {operation} on {context} is an inference tensor, which torch writes to in inference mode only"
             )
-    shape = [n * context.size if at == dim else n for at, n in enumerate(x.shape)] or [context.size]
-    if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+    if list(out.shape) != list(shape) or out.dtype != x.dtype or out.device != x.device:
         raise InvalidArgumentError(
-            f"out of {operation} on {context} must have shape {shape}, {x.dtype} and device {x.device}, "
+            f"out of {operation} on {context} must have shape {list(shape)}, {x.dtype} and device {x.device}, "
             f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
         )
 

@@ -192,6 +192,23 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
     return kernel
 
 
+def _into_kernel(name: str) -> Callable[..., Any]:
+    """Returns the kernel on the Autograd key of an op that writes to `out`; its caller adds gradients by `copy_`."""
+
+    def kernel(x: Tensor, token: Tensor, out: Tensor, *args: Any) -> None:
+        checks.check_no_gradient(find_route(args[-1]).context, name, "leave out= out", x, out)
+        with torch._C._AutoDispatchBelowAutograd():
+            getattr(_OPS, name).default(x, token, out, *args)
+        torch.autograd.graph.increment_version(out)
+
+    return kernel
+
+
+def _apart(x: Tensor, out: Tensor) -> Tensor:
+    """Returns `x`, or a copy where `out` shares its memory: others read `x` while this rank writes."""
+    return x.clone() if x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() else x
+
+
 # Fake kernels: shapes only. They look the group up as well, so a shape error shows when a model is traced.
 
 
@@ -333,6 +350,31 @@ def all_to_all(
     x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> Tensor:
     return find_route(group).run("all_to_all", x, x, output_splits, input_splits)
+
+
+# Into a contiguous tensor of the caller's, which has the result's shape and dtype.
+
+
+@register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str group", "()",
+          autograd=_into_kernel("all_gather_into"))  # fmt: skip
+def all_gather_into(x: Tensor, token: Tensor, out: Tensor, dim: int, group: str) -> None:
+    find_route(group).run("all_gather", x, _apart(x, out), dim, out, form="all_gather_into")
+
+
+@register("Tensor x, Tensor(a!) token, Tensor(b!) out, int dim, str reduce_op, str group", "()",
+          autograd=_into_kernel("reduce_scatter_into"))  # fmt: skip
+def reduce_scatter_into(x: Tensor, token: Tensor, out: Tensor, dim: int, reduce_op: str, group: str) -> None:
+    args = (_apart(x, out), dim, reduce_op, out)
+    find_route(group).run("reduce_scatter", x, *args, reduce_op=reduce_op, form="reduce_scatter_into")
+
+
+@register("Tensor x, Tensor(a!) token, Tensor(b!) out, SymInt[] output_splits, SymInt[] input_splits, str group", "()",
+          autograd=_into_kernel("all_to_all_into"))  # fmt: skip
+def all_to_all_into(
+    x: Tensor, token: Tensor, out: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+) -> None:
+    args = (_apart(x, out), output_splits, input_splits, out)
+    find_route(group).run("all_to_all", x, *args, form="all_to_all_into")
 
 
 @register("Tensor x, Tensor(a!) token, int src, str group", fake=fake_same, formula=_grad_broadcast)

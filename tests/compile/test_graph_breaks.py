@@ -89,6 +89,20 @@ def _sub_group(group: Group, x: Tensor) -> Any:
     return y
 
 
+def _given(group: Group, x: Tensor) -> Any:
+    given = Group.from_process_group(group.device_group)
+    y = given.all_reduce(x)
+    given.destroy()
+    return y
+
+
+def _batched(group: Group, x: Tensor) -> Any:
+    y, other = torch.empty_like(x), 1 - group.rank_in_group
+    for handle in group.batch_isend_irecv([("isend", x * 2, other), ("irecv", y, other)]):
+        handle.wait()
+    return y
+
+
 def _captured(group: Group, x: Tensor) -> Any:
     with group.graph_capture():
         return x + 1
@@ -134,9 +148,12 @@ PARTNERS |= {sender: receiver for receiver, sender in PARTNERS.items() if sender
 
 CALLS: dict[str, Call] = {
     "all_gather": Call(lambda group, x: group.all_gather(x, 0)),
+    "all_gather(out)": Call(lambda group, x: group.all_gather(x, 0, out=torch.empty(8, 6))),
+    "all_gather_into_tensor": Call(lambda group, x: group.all_gather_into_tensor(torch.empty(2, 4, 6), x)),
     "all_gather_async": Call(lambda group, x: group.all_gather_async(x, 0).wait(), WAITING),
     "all_gather_object": Call(lambda group, x: group.all_gather_object({"x": x, "n": 1}), OBJECTS),
     "all_gather_to_list": Call(lambda group, x: group.all_gather_to_list(x)),
+    "all_gatherv(list)": Call(lambda group, x: group.all_gatherv([x, x * 2], 0, [4, 4])),
     "all_gatherv": Call(lambda group, x: group.all_gatherv(x, 0, [4, 4])),
     "all_reduce": Call(lambda group, x: group.all_reduce(x)),
     "all_reduce_": Call(lambda group, x: group.all_reduce_(x.clone())),
@@ -146,8 +163,10 @@ CALLS: dict[str, Call] = {
     "all_reduce_async": Call(lambda group, x: group.all_reduce_async(x).wait(), WAITING),
     "all_sum": Call(lambda group, x: x * group.all_sum(group.rank_in_group), OBJECTS),
     "all_to_all": Call(lambda group, x: group.all_to_all(x, 0, 1)),
+    "all_to_all_single": Call(lambda group, x: group.all_to_all_single(torch.empty(4, 6), x)),
     "as_process_group": Call(lambda group, x: (x + 1, group.as_process_group().size())[0], STATE),
     "barrier": Call(lambda group, x: (x + 1, group.barrier())[0]),
+    "batch_isend_irecv": Call(_batched, WAITING),
     "broadcast": Call(lambda group, x: group.broadcast(x, 1)),
     "broadcast_": Call(lambda group, x: group.broadcast_(x.clone(), 1)),
     "broadcast_async": Call(lambda group, x: group.broadcast_async(x, 1).wait(), WAITING),
@@ -166,6 +185,7 @@ CALLS: dict[str, Call] = {
     "explain": Call(lambda group, x: (x + 1, group.explain()), STATE),
     "first_global_rank": Call(lambda group, x: x + group.first_global_rank),
     "first_rank_in_group": Call(lambda group, x: x + group.first_rank_in_group),
+    "from_process_group": Call(_given, STATE),
     "gather": Call(lambda group, x: group.gather(x, 1, 0)),
     "graph_capture": Call(_captured, STATE),
     "irecv": Call(_started, WAITING),
@@ -195,6 +215,7 @@ CALLS: dict[str, Call] = {
         )
     ),
     "reduce_scatter": Call(lambda group, x: group.reduce_scatter(x, 0)),
+    "reduce_scatter_tensor": Call(lambda group, x: group.reduce_scatter_tensor(torch.empty(2, 6), x)),
     "reduce_scatter_async": Call(lambda group, x: group.reduce_scatter_async(x, 0).wait(), WAITING),
     "reduce_scatterv": Call(lambda group, x: group.reduce_scatterv(x, 0, [3, 1])),
     "scatter": Call(lambda group, x: group.scatter(x if group.is_first_rank else None), "size"),

@@ -78,6 +78,10 @@ CASES = (
     Case("reduce_scatter", (3, 4), (1, "min"), (3, 2)),
     Case("reduce_scatter", (4, 3), (0, "sum"), (2, 3), differentiable=True),
     Case("reduce_scatterv", (4, 3), (0, [2, 2], "avg"), (2, 3), differentiable=True),
+    Case("all_gather_into", (4, 3), (torch.empty(8, 3), 0), None),
+    Case("all_gather_into", (4, 3), (torch.empty(4, 6), 1), None),
+    Case("reduce_scatter_into", (4, 3), (torch.empty(2, 3), 0, "sum"), None),
+    Case("all_to_all_into", (4, 3), (torch.empty(4, 3), [2, 2], [2, 2]), None),
     Case("gather", (4, 3), (1, 0), (4, 6)),
     Case("gather", (4, 3), (0, 1), (0,)),
     Case("scatter", (4, 3), ([2, 3], torch.float32, CPU, 0, 0), (2, 3)),
@@ -210,7 +214,8 @@ def test_every_op_writes_the_token(name: str) -> None:
     assert token.alias_info is not None
     assert token.alias_info.is_write
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    assert written == (["x", "token"] if name.endswith("_") else ["token"])
+    also = {"_": ["x", "token"], "o": ["token", "out"]}  # in place, or into another tensor
+    assert written == also.get(name[-1] if name.endswith(("_", "_into")) else "", ["token"])
     assert all(result.alias_info is None for result in schema.returns)
     assert torch.Tag.pt2_compliant_tag in _op(name).tags
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 
 from tests import compat_names, references
+from tests.doc_blocks import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+import generate
 
 THEIRS = """
 import torch
@@ -89,6 +94,13 @@ def test_a_difference_is_found(compare: Any, old: str, new: str, found: str) -> 
 def test_each_name_of_a_project_is_accounted_for(project: compat_names.Project) -> None:
     module = importlib.import_module(f"parallel_state.compat.{project.module}")
     assert compat_names.differences(module, project.references, project.also) == []
+
+
+def test_the_page_is_that_of_the_modules() -> None:
+    page = generate.names_page()
+    if page is None:
+        pytest.skip("python tests/references.py fetches the projects' files")
+    assert (ROOT / "docs" / "compat.md").read_text() == page, "run: python docs/generate.py"
 
 
 def test_names_that_a_tree_imports_are_found(tmp_path: Path) -> None:

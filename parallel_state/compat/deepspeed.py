@@ -1,0 +1,75 @@
+"""A model-parallel unit for DeepSpeed: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
+
+It has the getters that DeepSpeed 0.19 asks of an `mpu`, over the one state. Groups are torch ProcessGroups: *slice* and
+*tensor model* parallel are `tp`, *pipe* and *pipeline model* parallel `pp`, *model* parallel both of them (`model`, as
+in DeepSpeed's own grid), *sequence* parallel `cp`, *sequence data* parallel `dp_cp`.
+
+The sizes are those of `initialize_model_parallel`, called after deepspeed.init_distributed or any other
+init_process_group, and before deepspeed.initialize. Without that call the first getter makes the groups of a program
+that is data-parallel alone; then every rank makes that first call, as DeepSpeed's ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from parallel_state.state import (
+    get_group,
+    get_group_rank,
+    get_group_ranks,
+    initialize_model_parallel,
+    model_parallel_is_initialized,
+)
+
+_FACTS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "group": (lambda name: get_group(name).device_group, "Returns the torch ProcessGroup of this rank's"),
+    "rank": (get_group_rank, "Returns this rank's position in its"),
+    "world_size": (lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
+    "group_ranks": (get_group_ranks, "Returns the global ranks of this rank's"),
+    "src_rank": (lambda name: get_group_ranks(name)[0], "Returns the global rank of the first one in this rank's"),
+}
+_USUAL = ("group", "rank", "world_size")
+_ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "data_parallel": ("dp", (*_USUAL, "group_ranks")),
+    "model_parallel": ("model", _USUAL),
+    "tensor_model_parallel": ("tp", (*_USUAL, "src_rank")),
+    "slice_parallel": ("tp", _USUAL),
+    "pipeline_model_parallel": ("pp", _USUAL),
+    "pipe_parallel": ("pp", ("group", "world_size")),
+    "pipeline_parallel": ("pp", ("world_size",)),
+    "sequence_parallel": ("cp", _USUAL),
+    "sequence_data_parallel": ("dp_cp", _USUAL),
+}
+"""DeepSpeed's word -> the name of the group, and the facts that it asks for."""
+
+NOTES: dict[str, str] = {
+    "get_model_parallel_rank": "in tp × pp, as of DeepSpeed's grid; Megatron's is that of tp",
+    "get_model_parallel_world_size": "of tp × pp, as of DeepSpeed's grid; Megatron's is that of tp",
+}
+MISSING: dict[str, str] = {
+    "initialize_sequence_parallel": "by this name DeepSpeed knows an mpu that has sequence parallelism alone, and asks "
+    "it for nothing else; sizes are given to initialize_model_parallel",
+    "_init_tp_mesh_device": "of DeepSpeed's own `utils.groups`, which AutoTP puts in the place of an mpu",
+}
+
+
+def _getter(name: str, axis: str, fact: str) -> Callable[[], Any]:
+    find, words = _FACTS[fact]
+
+    def getter() -> Any:
+        if not model_parallel_is_initialized():
+            initialize_model_parallel()
+        return find(axis)
+
+    getter.__name__ = getter.__qualname__ = name
+    getter.__doc__ = f"{words} `{axis}` group."
+    return getter
+
+
+__all__ = ["initialize_model_parallel"]
+for _word, (_axis, _facts) in _ASKED.items():
+    for _fact in _facts:
+        _name = f"get_{_word}_{_fact}"
+        globals()[_name] = _getter(_name, _axis, _fact)
+        __all__ += [_name]
