@@ -72,6 +72,11 @@ def _carries_everything(backend: str | None, name: str) -> dict[str, Any]:
         handle = first.isend(torch.tensor([rank]), first.next_rank_in_group)
         facts["received"] = first.recv([1], torch.int64).item()
         handle.wait()
+        y, after, before = torch.zeros(1, dtype=torch.int64), (rank + 1) % size, (rank - 1) % size
+        transfers = [dist.P2POp(dist.isend, torch.tensor([rank]), after), dist.P2POp(dist.irecv, y, before)]
+        for each in first.batch_isend_irecv(transfers):
+            each.wait()
+        facts["in a batch"] = y.item()
         part = first.make_sub_group([1, 2])
         facts["part"] = None if part is None else whose(part)
         if part is not None:
@@ -115,6 +120,7 @@ def test_it_is_a_whole_group_that_leaves_the_given_one_alone(pools: Pools, backe
             "object": {"rank": 1},
             "pickled": True,
             "received": (rank - 1) % 4,
+            "in a batch": (rank - 1) % 4,
             "part": [1, 2] if rank in (1, 2) else None,
             "destroyed": "GroupDestroyedError",
             "stays": 4.0,
