@@ -34,7 +34,7 @@ from parallel_state.torch_internals import in_transform
 _OPS = torch.ops.parallel_state
 _ALL_REDUCE = _OPS.all_reduce.default
 """The overload itself, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
-_INTO_BYTES = 64 << 10
+_INTO_BYTES = 2 << 20
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
@@ -130,7 +130,7 @@ class TensorCalls(GroupMember):
             return False
         if torch.compiler.is_compiling():
             return True
-        # Below this size a kernel of the op's own and a copy take less time than an op by way of Python.
+        # On the CPU a kernel without Python and a copy take less time than an op by way of Python, up to this size.
         return (not out.is_cpu or out.nbytes >= _INTO_BYTES) and not in_transform()
 
     def _into_stacked(self, name: str, call: Callable[..., Tensor], out: Tensor, x: Tensor) -> Tensor:
@@ -154,6 +154,8 @@ class TensorCalls(GroupMember):
         Of a list of tensors, which all have these sizes, it returns a list.
         """
         if isinstance(x, list):
+            if not all(isinstance(each, Tensor) for each in x):
+                checks.check_tensor(self.context, "all_gatherv", x)  # raises
             return [self.all_gatherv(each, dim, sizes) for each in x]
         if sizes is None:
             return self.all_gather(x, dim)
@@ -196,6 +198,8 @@ class TensorCalls(GroupMember):
         Of a list of tensors, which are all cut by these sizes, it returns a list.
         """
         if isinstance(x, list):
+            if not all(isinstance(each, Tensor) for each in x):
+                checks.check_tensor(self.context, "reduce_scatterv", x)  # raises
             return [self.reduce_scatterv(each, dim, sizes, op) for each in x]
         if sizes is None:
             return self.reduce_scatter(x, dim, op)
