@@ -89,8 +89,13 @@ def _sub_group(group: Group, x: Tensor) -> Any:
     return y
 
 
+_GIVEN: dict[str, Any] = {}
+
+
 def _given(group: Group, x: Tensor) -> Any:
-    given = Group.from_process_group(group.device_group)
+    if not torch.compiler.is_compiling():  # the eager call comes first
+        _GIVEN["group"] = group.device_group
+    given = Group.from_process_group(_GIVEN["group"])
     y = given.all_reduce(x)
     given.destroy()
     return y
