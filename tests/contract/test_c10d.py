@@ -6,6 +6,7 @@ What torch builds on these calls is in test_c10d_programs.py.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
@@ -294,6 +295,48 @@ def come_late() -> float:
 
 def test_a_started_call_waits_for_no_peer_and_idle_ranks_burn_no_cpu(pools: Pools) -> None:
     assert max(pools(2).run(come_late, timeout_s=DEADLINE_S)) < 0.05
+
+
+def wait_for_any_source() -> float:
+    """Returns the CPU seconds of a second in which rank 0 waits for a message of any rank."""
+    with torch_world() as (rank, _):
+        before = time.thread_time()
+        if rank == 1:
+            time.sleep(1)
+            dist.send(torch.ones(1), 0)
+        else:
+            dist.recv(torch.empty(1))
+        return time.thread_time() - before
+
+
+def test_a_wait_for_any_rank_sleeps(pools: Pools) -> None:
+    assert max(pools(2).run(wait_for_any_source, timeout_s=DEADLINE_S)) < 0.05
+
+
+def shared_mappings() -> int:
+    """How many parts of shared memory this process has mapped."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        return sum("/parallel_state-" in line for line in maps)
+
+
+def make_groups_again_and_again() -> list[int]:
+    with torch_world() as (_, size):
+        counts = []
+        for _ in range(3):
+            group = dist.new_group()
+            dist.all_reduce(x := torch.ones(4), group=group)
+            dist.all_reduce(x, group=group, async_op=True).wait()
+            assert x.eq(size * size).all()
+            dist.destroy_process_group(group)
+            del group
+            counts.append(shared_mappings())
+        return counts
+
+
+def test_nothing_stays_of_a_group_that_was_destroyed(pools: Pools) -> None:
+    for first, *later in pools(2).run(make_groups_again_and_again, timeout_s=DEADLINE_S):
+        assert later == [first, first]
 
 
 def leave_work_behind() -> float:

@@ -52,6 +52,12 @@ def _compare_with_gloo() -> int:
                 assert world.recv((9,), torch.float32, peer).eq(peer).all()
         for work in works:
             work.wait()
+        received = {peer: torch.empty(3) for peer in world.ranks if peer != world.rank}
+        both = [dist.P2POp(dist.isend, torch.full((3,), float(world.rank)), peer) for peer in received]
+        both += [dist.P2POp(dist.irecv, x, peer) for peer, x in received.items()]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        assert all(x.eq(peer).all() for peer, x in received.items())
         world.barrier()
         return len(found[0])
 

@@ -121,7 +121,10 @@ class Borrowed final : public c10d::Work {
   bool isSuccess() const override { return work_->isSuccess(); }
   std::exception_ptr exception() const override { return work_->exception(); }
   int sourceRank() const override { return work_->sourceRank(); }
-  std::vector<Tensor> result() override { return work_->result(); }
+  std::vector<Tensor> result() override {
+    const bool is_transfer = opType_ == OpType::SEND || opType_ == OpType::RECV || opType_ == OpType::RECVANYSOURCE;
+    return is_transfer ? std::vector<Tensor>{} : work_->result();  // gloo's transfers have none
+  }
   void synchronize() override { work_->synchronize(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return work_->getFuture(); }
   bool wait(std::chrono::milliseconds timeout) override {
@@ -166,8 +169,17 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
   init();
 }
 
-Backend::~Backend() {
-  callbacks_.without_interpreter([this] { shutdown(); });  // whose lock the threads may need to end
+Backend::~Backend() { release_resources(); }
+
+void Backend::release_resources() {
+  if (!callbacks_.leave) return;  // for the second time
+  // The threads may need the interpreter's lock to end.
+  callbacks_.without_interpreter([this] {
+    shutdown();
+    pairs_.reset();
+  });
+  auto last = std::make_unique<const Callbacks>(std::exchange(callbacks_, {}));
+  if (is_forked_child()) static_cast<void>(last.release());  // what they hold is the parent's
 }
 
 // What a caller may get wrong raises what torch's own backends raise for it.

@@ -93,6 +93,8 @@ class Backend final : public c10d::Backend {
   c10d::ErrorType getError() override;
   void abort() override;
   void shutdown() override;
+  // Called with the last user: Python's object, which the callbacks hold, has a weak pointer to this.
+  void release_resources() override;
 
  private:
   struct Kind {  // of a call, as it is recorded
@@ -142,7 +144,7 @@ class Backend final : public c10d::Backend {
   const std::uint64_t group_;
   const bool spans_hosts_;
   const c10::intrusive_ptr<Options> options_;
-  const Callbacks callbacks_;
+  Callbacks callbacks_;
   const int made_in_;
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Pairs> pairs_;

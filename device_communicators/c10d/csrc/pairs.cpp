@@ -363,6 +363,7 @@ void Pairs::pull_all() {
 
 bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
   auto next_look = Clock::now() + kBetweenLooks;
+  auto nap = std::chrono::duration_cast<std::chrono::microseconds>(kShortestNap);
   while (!transfer.isCompleted()) {
     const auto now = Clock::now();
     if (until && now >= *until) return false;
@@ -390,7 +391,8 @@ bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
     }
     if (moved) continue;
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!transfer.isCompleted()) finished_.wait_for(lock, kShortestNap);
+    if (!transfer.isCompleted()) finished_.wait_for(lock, nap);
+    nap = std::min<std::chrono::microseconds>(nap + nap / 16, kLongestNap);  // that after some 16 ms
   }
   return true;
 }
