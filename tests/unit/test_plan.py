@@ -323,6 +323,7 @@ def test_bad_sizes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--world-size", "8", "--color-by", "nothing"], "must be one of tp"),
         (["--world-size", "8", "--gpus-per-node", "0"], "at least 1"),
         (["--world-size", "8", "--json", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
+        (["--world-size", "8", "--json", "/dev/full"], "cannot write /dev/full: No space"),
         (["--world-size", "16385", "--svg", "x.svg"], "at most 16384 ranks"),
     ],
 )
@@ -478,15 +479,16 @@ def test_as_a_process(tmp_path: Path) -> None:
     """A reader that stops reading ends a command without a traceback; a full disk, and an error, are told in a line."""
     plan = ["plan", "--world-size", "64", "--json"]
     commands = [("pipe", ["topology"]), ("pipe", plan), ("pipe", ["--help"]), ("/dev/full", plan[:3])]
-    commands.append(("/dev/null", ["plan", "--world-size", "7", "--tp", "2"]))
+    commands += [("/dev/full", plan), ("/dev/null", ["plan", "--world-size", "7", "--tp", "2"])]
     done = subprocess.run(
         [sys.executable, "-c", FORKS, json.dumps(commands), str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
-    *_, code, code_of_error = json.loads(done.stdout)
-    *stopped, full, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
+    *_, code_of_text, code_of_json, code_of_error = json.loads(done.stdout)
+    *stopped, text, tree, error = [(tmp_path / str(number)).read_text() for number in range(len(commands))]
     assert not [errors for errors in stopped if "Traceback" in errors or "BrokenPipe" in errors]
-    assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
+    for code, full in ((code_of_text, text), (code_of_json, tree)):
+        assert (code, full.count("\n")) == (1, 1) and "can't be written: No space left" in full
     assert code_of_error == 2
     assert error.startswith("error: the world size must be divisible")
 

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.html is not None:
             write(options.html, page(plan, kind, remarks))
     except OSError as error:
+        if error.filename is None:  # stdout's
+            raise
         parser.error(f"cannot write {error.filename}: {error.strerror}")
     if STDOUT not in (options.json, options.svg, options.html):
         print(plan_text(plan, remarks, communicators) if options.rank is None else rank_text(plan, options.rank))
@@ -110,8 +112,12 @@ def write(path: str, text: str) -> None:
     """Writes to a file, or to stdout."""
     if path == STDOUT:
         sys.stdout.write(text)
-    else:
+        return
+    try:
         Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = path  # where it is full, the error doesn't name it
+        raise
 
 
 def _refuse(request: Request, error: LayoutError, json_path: str | None) -> int:
