@@ -261,9 +261,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def cpu_group(self) -> Any:
         """Returns the ProcessGroup for CPU tensors; the device group itself where the device is the CPU.
 
-        It is gloo's, or our own backend's, made with the group (PARALLEL_STATE_CPU_BACKEND=parallel_state). gloo's
-        beside a device group that is seldom used for messages is made at the first use, which is then a call that every
-        rank of the group makes (a barrier, a broadcast of an object).
+        It is gloo's, or our own backend's, made with the group (PARALLEL_STATE_CPU_BACKEND=parallel_state); a mesh's,
+        and the default group of a world that joined it, stay what the program made. gloo's beside a device group that
+        is seldom used for messages is made at the first use, which is then a call that every rank of the group makes (a
+        barrier, a broadcast of an object).
         """
         found = self._for_callers
         return self._process_group(lambda: found or self.context.cpu_group, self.traits.options.for_callers)
@@ -474,6 +475,8 @@ def create_group(
             nccl_config=traits.options.nccl_config,
         )
         for_callers, found = traits.options.for_callers, None
+        if traits.options.for_cpu == traits.options and pool.is_programs(device, everyone=domain.is_root):
+            for_callers = traits.options.for_cpu
         if given is not None:
             found = given.for_callers
         elif len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:

@@ -144,7 +144,7 @@ def init_distributed_environment(
         if watch is None:
             watch = startup.watch_joined(place, token)
         watcher = None if watch is None else watch.watcher
-        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher)
+        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher, joined=not made_here)
         pool.address = host.address_towards(server or place.master)
         everyone = list(range(place.world_size))
         world = init_world_group(
@@ -210,7 +210,7 @@ def init_world_group(
     size = dist.get_world_size() if pool is None else pool.world_size
     if list(ranks) != list(range(size)):
         raise LayoutError(f"the ranks of the world must be 0 … {size - 1} in ascending order, but are {list(ranks)}")
-    pool = pool or ProcessGroupPool(seconds(None), token=agree_on_token(device))
+    pool = pool or ProcessGroupPool(seconds(None), token=agree_on_token(device), joined=True)
     options = GroupOptions(backend).resolve(backend, pool.timeout_s, known=pool.default_backend)
     traits = Traits(device, local_rank, options, allow_pickle)
     if high_priority_stream and options.is_nccl:

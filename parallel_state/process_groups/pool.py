@@ -92,12 +92,19 @@ class ProcessGroupPool:
     """The process groups of one initialised world; equal rank sets with equal options are one group."""
 
     def __init__(
-        self, timeout_s: float, *, token: str = "", alone_over: str | None = None, watcher: Watcher | None = None
+        self,
+        timeout_s: float,
+        *,
+        token: str = "",
+        alone_over: str | None = None,
+        watcher: Watcher | None = None,
+        joined: bool = False,
     ) -> None:
         """`token` tells this world's names from those of others on the same store.
 
         `alone_over`: the backend of a world of one without a default group. `alone` makes one at its first use, unless
-        the program has made its own by then. `watcher`: one that has watched since the start.
+        the program has made its own by then. `watcher`: one that has watched since the start. `joined`: the default
+        group is the program's own.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -119,7 +126,7 @@ class ProcessGroupPool:
         self._channels: Counter[tuple[int, ...]] = Counter()
         self._made: Counter[_Key] = Counter()
         self._unshared: Counter[_Key] = Counter()
-        self._borrowed: set[_Key] = set()
+        self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
         self._stores: list[Any] = []
@@ -361,6 +368,11 @@ class ProcessGroupPool:
                 self._borrowed.add(key)
             self._users[key] += 1
             return Acquired(self._groups[key], (key,))
+
+    def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
+        """Returns True if the program made this group; the default group counts only for `everyone`, the world's."""
+        own = self._borrowed.intersection(acquired.keys)
+        return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
         """Destroys the groups that nobody uses any more. Whoever acquired together releases together.

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import parallel_state as ps
 from tests.contract.attempts import environment, world
+from tests.contract.test_c10d import torch_world
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -39,3 +40,20 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
 def test_calls_of_torch_between_calls_of_the_group(pools: Pools, backend: str) -> None:
     for told in pools(4).run(_between_own_calls, backend, timeout_s=120.0):
         assert told == (backend, backend, "gloo")
+
+
+def _in_the_programs_world() -> tuple[bool, bool, str]:
+    with environment(PARALLEL_STATE_CPU_BACKEND="parallel_state"), torch_world("gloo"):
+        ps.initialize_model_parallel(2)
+        world, tp = ps.get_world_group(), ps.get_tp_group()
+        total = torch.ones(1)
+        dist.all_reduce(total, group=tp.cpu_group)
+        assert total.item() == 2
+        kept = world.device_group is world.cpu_group is dist.group.WORLD
+        found = kept, tp.cpu_group is tp.device_group, str(dist.get_backend(tp.cpu_group))
+        ps.destroy_distributed_environment()
+        return found
+
+
+def test_a_default_group_of_the_program_stays_the_world_s(pools: Pools) -> None:
+    assert pools(4).run(_in_the_programs_world, timeout_s=120.0) == [(True, True, "parallel_state")] * 4
