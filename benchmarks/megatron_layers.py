@@ -2,8 +2,9 @@
 
     python benchmarks/megatron_layers.py            8 KiB to 1 MiB of activations; needs megatron-core
 
-Forward and backward of a column- and a row-parallel linear layer with sequence parallelism, and without; and of their
-collectives alone. The answers of both are compared first, to the bit. Microseconds of the slower rank, medians.
+Forward and backward of a column- and a row-parallel linear layer, with sequence parallelism and without; the embedding,
+forward; and the collectives alone. The answers of both are compared first, to the bit. Microseconds of the slower rank,
+medians.
 """
 
 from __future__ import annotations
@@ -131,7 +132,23 @@ def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
     return run
 
 
+def embedding(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
+    from megatron.core import ModelParallelConfig, tensor_parallel
+
+    config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True)
+    torch.manual_seed(3)
+    init: Any = torch.nn.init.normal_
+    table = tensor_parallel.VocabParallelEmbedding(1024, HIDDEN, init_method=init, config=config, tp_group=group)
+    tokens = torch.randint(1024, (size // (4 * HIDDEN), 1))
+
+    def run() -> list[torch.Tensor]:
+        return [table(tokens).detach()]
+
+    return run
+
+
 WORK = {
+    "vocabulary-parallel embedding, forward": embedding,
     "linear layers": linear_layers(False),
     "linear layers, sequence parallel": linear_layers(True),
     "regions of sequence parallelism": regions,

@@ -3,11 +3,11 @@
     pip install parallel-state megatron-core
     python examples/megatron_layers.py
 
-prints, within a minute (the losses to a few digits):
+It prints, within a minute (`…`: some digits):
 
     groups: parallel_state, ranks [0, 1]
-    loss 0: 0.9975
-    loss 50: 0.0000
+    loss 0: …
+    loss 50: 0.…
 
 The lines that differ from a program over Megatron's own state are the first two of `main`.
 """

@@ -10,6 +10,7 @@ DEADLINE_S = 120.0
 PROGRAM = """
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 import pytest, torch, torch.distributed as dist
 import parallel_state
 from parallel_state.compat import megatron as mpu
@@ -68,6 +69,10 @@ for asked in (mpu.get_data_parallel_group_gloo, mpu.get_inter_distributed_optimi
               mpu.get_hierarchical_context_parallel_groups, lambda: mpu.initialize_model_parallel(2)):
     with pytest.raises(AssertionError):
         asked()
+collection = SimpleNamespace(tp=mpu.get_tensor_model_parallel_group(), pos_embd=None)
+(made,) = mpu.coordinators_of(collection, "tp", "pos_embd").values()
+assert made.ranks == pair and made.all_reduce(torch.ones(2)).tolist() == [2, 2]
+made.destroy()
 mpu.set_tensor_model_parallel_rank(7)
 assert mpu.get_tensor_model_parallel_rank() == 7
 mpu.set_tensor_model_parallel_rank(None)

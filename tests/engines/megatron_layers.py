@@ -252,6 +252,28 @@ def pipeline() -> Found:
     return {**found, **gradients(model)}
 
 
+def collection() -> Found:
+    """The ranks of each group in Megatron's collection; over ours, of the one that we make as well."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    made = [ProcessGroupCollection.use_mpu_process_groups()]
+    if hasattr(parallel_state, "process_group_collection"):
+        made.append(parallel_state.process_group_collection())
+    found = [
+        {
+            name: torch.tensor(dist.get_process_group_ranks(group))
+            for name, group in vars(each).items()
+            if group is not None
+        }
+        for each in made
+    ]
+    if any(each.keys() != found[0].keys() for each in found):
+        raise ValueError([sorted(each) for each in found])
+    return {name: tensor for each in found for name, tensor in each.items()}
+
+
 CASES: dict[str, Callable[[], Found]] = {
     "layers": lambda: layers(False),
     "layers with sequence parallelism": lambda: layers(True),
@@ -260,6 +282,7 @@ CASES: dict[str, Callable[[], Found]] = {
     "data parallelism": lambda: data_parallel(False),
     "distributed optimizer": lambda: data_parallel(True),
     "pipeline": pipeline,
+    "collection": collection,
 }
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.engines import running
 HERE = Path(__file__).parent
 CASES = (
     "layers", "layers with sequence parallelism", "GPT", "GPT with sequence parallelism", "data parallelism",
-    "distributed optimizer", "pipeline",
+    "distributed optimizer", "pipeline", "collection",
 )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ from parallel_state.compat.megatron.getters import (
 )
 from parallel_state.compat.megatron.installation import install
 from parallel_state.compat.megatron.notes import MISSING, NOTES
-from parallel_state.compat.megatron.process_group_collections import process_group_collection
+from parallel_state.compat.megatron.process_group_collections import coordinators_of, process_group_collection
 from parallel_state.compat.megatron.process_groups import (
     create_group,
     create_hierarchical_groups,
@@ -84,6 +84,7 @@ from parallel_state.compat.megatron.ranks import (
 )
 
 __all__ = [
+    "coordinators_of",
     "GlobalMemoryBuffer",
     "MISSING",
     "NOTES",

@@ -103,12 +103,7 @@ def initialize_model_parallel(
     Raises NotInitializedError before init_process_group and InitializedError at the second time, both AssertionErrors;
     RefusedError for sizes that don't fit, a RuntimeError and an AssertionError.
     """
-    if sharp_enabled_group is not None and not use_sharp:
-        raise RefusedError(f"use_sharp must be True with sharp_enabled_group={sharp_enabled_group!r}")
-    if sharp_enabled_group not in (None, "dp", "dp_replica"):
-        raise RefusedError(f"sharp_enabled_group must be 'dp' or 'dp_replica', but is {sharp_enabled_group!r}")
-    if sharp_enabled_group == "dp_replica" and num_distributed_optimizer_instances == 1:
-        raise RefusedError("sharp_enabled_group='dp_replica' needs several optimizer instances")
+    _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
     if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
         raise RefusedError(
             f"pipeline_model_parallel_comm_backend must be 'nccl', 'ucc' or None, "
@@ -172,21 +167,7 @@ def initialize_model_parallel(
                 gloo_group_of(kind)
         if create_all_gather_group:
             LISTED["dp_cp_ag"] = _apart("dp_cp", timeout)
-        if hierarchical_context_parallel_sizes:
-            for ranks in _lists("cp"):
-                made, _ = create_hierarchical_groups(
-                    dist.get_rank(),
-                    ranks,
-                    hierarchical_context_parallel_sizes,
-                    timeout=timeout,
-                    group_desc="CONTEXT_PARALLEL_GROUP",
-                )
-                HIERARCHICAL.extend(made)
-        if hybrid_context_parallel:
-            for ranks in _lists("dp_cp"):
-                if len(ranks) % 2:
-                    raise RefusedError(f"hybrid context parallelism needs an even dp · cp, but it is {len(ranks)}")
-                HYBRID.update(create_hybrid_dp_cp_groups(dist.get_rank(), ranks, None))
+        _make_context_parallel(hierarchical_context_parallel_sizes, hybrid_context_parallel, timeout)
         if virtual_pipeline_model_parallel_size is not None:
             CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
             CHOSEN["get_virtual_pipeline_model_parallel_world_size"] = virtual_pipeline_model_parallel_size
@@ -194,6 +175,18 @@ def initialize_model_parallel(
     except BaseException:
         destroy_model_parallel()
         raise
+
+
+def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: timedelta) -> None:
+    """Makes the groups within `cp`, by level, and those within `dp_cp`, by size; all ranks that made the others do."""
+    me = dist.get_rank()
+    for ranks in _lists("cp") if levels else ():
+        made, _ = create_hierarchical_groups(me, ranks, levels or (), timeout=timeout, group_desc="CONTEXT_PARALLEL")
+        HIERARCHICAL.extend(made)
+    for ranks in _lists("dp_cp") if hybrid else ():
+        if len(ranks) % 2:
+            raise RefusedError(f"hybrid context parallelism needs an even dp · cp, but it is {len(ranks)}")
+        HYBRID.update(create_hybrid_dp_cp_groups(me, ranks, None))
 
 
 def destroy_model_parallel() -> None:
@@ -223,6 +216,15 @@ def _join_world() -> None:
             )
         state.init_distributed_environment()
         _JOINED[:] = [weakref.ref(dist.group.WORLD)]
+
+
+def _check_sharp(use_sharp: bool, sharp_enabled_group: str | None, instances: int) -> None:
+    if sharp_enabled_group is not None and not use_sharp:
+        raise RefusedError(f"use_sharp must be True with sharp_enabled_group={sharp_enabled_group!r}")
+    if sharp_enabled_group not in (None, "dp", "dp_replica"):
+        raise RefusedError(f"sharp_enabled_group must be 'dp' or 'dp_replica', but is {sharp_enabled_group!r}")
+    if sharp_enabled_group == "dp_replica" and instances == 1:
+        raise RefusedError("sharp_enabled_group='dp_replica' needs several optimizer instances")
 
 
 def _say_unused(**options: Any) -> None:

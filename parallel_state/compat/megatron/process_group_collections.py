@@ -1,4 +1,4 @@
-"""Megatron's ProcessGroupCollection, from groups of ours and to them."""
+"""Megatron's ProcessGroupCollection, from groups of ours and into them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from parallel_state import state
+from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import ParallelGroups
 
 KINDS = {
@@ -35,3 +36,17 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
         kinds["inter_dist_opt"] = "inter_dist_opt"
     found = {name: groups.try_get(kind) for name, kind in kinds.items()}
     return kind_of_collection(**{name: None if each is None else each.device_group for name, each in found.items()})
+
+
+def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
+    """Returns a GroupCoordinator over each of these groups of a ProcessGroupCollection, by its field: `tp`, `dp_cp`, ….
+
+    Every rank of the groups calls it with the same fields in the same order; left out where this rank has no such
+    group. The groups stay their owner's; `destroy()` of each coordinator ends what was made beside its group.
+    """
+    found = {name: getattr(collection, name, None) for name in names}
+    return {
+        name: GroupCoordinator.from_process_group(group, name=KINDS.get(name, name))
+        for name, group in found.items()
+        if group is not None
+    }
