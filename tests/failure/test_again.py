@@ -158,7 +158,6 @@ def _half_way(place: str, how: str, port: int) -> tuple[Outcome, Outcome, dict[s
         return told, after, clean, _again(port, 3 if how == "killed" else 4, rank)
 
 
-@pytest.mark.side_by_side
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
     """The others are told within their deadline, have nothing left, and make a smaller world."""
@@ -178,7 +177,6 @@ def test_a_rank_is_killed_half_way(ranks: Ranks, place: str) -> None:
         assert again[3] < AGAIN_S
 
 
-@pytest.mark.side_by_side
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_half_way(ranks: Ranks, place: str) -> None:
     with held_port() as port:
