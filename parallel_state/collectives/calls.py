@@ -14,7 +14,7 @@ Gradients: see `ops`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -114,7 +114,13 @@ class TensorCalls(GroupMember):
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
         """Gathers into `out`, as torch's: `[n, …]` to `[world_size · n, …]`, or to `[world_size, n, …]`; returns it."""
-        return self._into_stacked("all_gather_into_tensor", self.all_gather, out, x)
+        name = "all_gather_into_tensor"
+        checks.check_tensor(self.context, name, x)
+        checks.check_tensor(self.context, f"out of {name}", out)
+        stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
+        # Of this class: those that derive from it have other arguments.
+        TensorCalls.all_gather(self, x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
+        return out
 
     def _gathered(self, x: Tensor, dim: int) -> list[int]:
         return [n * self.world_size if at == dim else n for at, n in enumerate(x.shape)] or [self.world_size]
@@ -132,13 +138,6 @@ class TensorCalls(GroupMember):
             return True
         # On the CPU a kernel without Python and a copy take less time than an op by way of Python, up to this size.
         return (not out.is_cpu or out.nbytes >= _INTO_BYTES) and not in_transform()
-
-    def _into_stacked(self, name: str, call: Callable[..., Tensor], out: Tensor, x: Tensor) -> Tensor:
-        checks.check_tensor(self.context, name, x)
-        checks.check_tensor(self.context, f"out of {name}", out)
-        stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
-        call(x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
-        return out
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Returns every rank's `x`, in rank order, as views of one new tensor."""
@@ -188,7 +187,7 @@ class TensorCalls(GroupMember):
         checks.check_tensor(self.context, "reduce_scatter_tensor", x)
         checks.check_tensor(self.context, "out of reduce_scatter_tensor", out)
         stacked = out.dim() > 0 and list(x.shape) == [self.world_size, *out.shape]
-        return self.reduce_scatter(x.flatten(0, 1) if stacked else x, 0, op, out=out)
+        return TensorCalls.reduce_scatter(self, x.flatten(0, 1) if stacked else x, 0, op, out=out)
 
     def reduce_scatterv(
         self, x: TensorOrList, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
@@ -332,8 +331,8 @@ class TensorCalls(GroupMember):
         input_split_sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Exchanges rows into `out`, as torch's; returns it. Split sizes as for all_to_all."""
-        return self.all_to_all(
-            x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
+        return TensorCalls.all_to_all(
+            self, x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
         )
 
     def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int], out: Tensor | None = None) -> Tensor:
