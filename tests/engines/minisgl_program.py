@@ -2,7 +2,8 @@
 
     python minisgl_program.py RESULTS
 
-One shim: `minisgl.kernel.indexing` is a CUDA kernel, compiled at its first use. Here it is a look-up of torch's.
+Two shims: `minisgl.kernel.indexing` is a CUDA kernel, compiled at its first use, and here a look-up of torch's; NVTX's
+ranges, which torch's build for the CPU lacks, are none.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def rank_of(rank: int, port: int, results: str) -> None:
     )
 
     minisgl.kernel.indexing = lambda **given: indexing(torch, **given)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0  # type: ignore[assignment]
     set_tp_info(rank, SIZE)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=SIZE)
     random = torch.Generator().manual_seed(rank)

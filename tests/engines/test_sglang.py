@@ -1,6 +1,6 @@
 """SGLang 0.5.23 itself, over its own parallel state, over ours by its names, and with the plug-in: equal results.
 
-Its engine doesn't run here: sgl_kernel has no build for a CPU, and SGLang's own needs AVX-512.
+Its engine doesn't run here: sgl_kernel, without which models can't be imported, has no build for a CPU on the index.
 """
 
 from __future__ import annotations
