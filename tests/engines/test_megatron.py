@@ -24,7 +24,7 @@ def test_its_own_test_passes_as_far_as_over_its_own_state(tmp_path: Path) -> Non
         folder = tmp_path / which
         folder.mkdir()
         program = running.python(HERE / "megatron_suite.py", source, which, folder)
-        running.run(program, running.environment(), timeout_s=900)
+        running.run(program, running.environment(), timeout_s=1800)
         outcomes[which] = [
             {name: (outcome, text) for name, outcome, text in json.loads((folder / f"{rank}.json").read_text())}
             for rank in range(8)
@@ -37,7 +37,7 @@ def test_its_own_test_passes_as_far_as_over_its_own_state(tmp_path: Path) -> Non
     ]
     assert not worse
     passed = [sum(outcome == "passed" for outcome, _ in each.values()) for each in outcomes["ours"]]
-    assert min(passed) >= 70  # of 84, in 22 functions
+    assert min(passed) >= 70  # of 82, in 22 functions; main of August 2026 refuses three of them itself
 
 
 @pytest.fixture(scope="module")
