@@ -28,6 +28,7 @@ from parallel_state.compat.megatron.lookup import (
     forget,
     gloo_group_of,
     group_of,
+    has_group,
     size_of,
 )
 from parallel_state.compat.megatron.process_groups import (
@@ -112,7 +113,7 @@ def initialize_model_parallel(
     if hierarchical_context_parallel_sizes:
         hierarchical_ranks(range(context_parallel_size), hierarchical_context_parallel_sizes)
     _join_world()
-    if group_of("dp") is not None:
+    if has_group("dp"):
         raise InitializedError("the model-parallel groups exist already; call destroy_model_parallel() first")
     on_gpu = backend_of_groups() is None and torch.cuda.is_available()
     nccl = _nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
@@ -324,7 +325,7 @@ def create_all_gather_groups(
 
     An all-gather over them can run beside a reduce-scatter over the others. Every rank of the world calls it.
     """
-    if group_of("dp") is None:
+    if not has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
     dense, _ = _apart("dp_cp", timeout)
     if not for_expert_parallelism or size_of("ep") == 1:

@@ -16,6 +16,7 @@ from parallel_state.compat.megatron.lookup import (
     HYBRID,
     gloo_group_of,
     group_of,
+    has_group,
     is_before_start,
     or_raise,
     rank_of,
@@ -122,7 +123,7 @@ def _get(fact: str) -> Any:
 
 def is_initialized() -> bool:
     """Returns True if there are data-parallel groups."""
-    return group_of("dp") is not None
+    return has_group("dp")
 
 
 def is_unitialized() -> bool:
@@ -133,7 +134,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Returns True if there are tensor-, pipeline- and data-parallel groups."""
-    return all(group_of(kind) is not None for kind in ("tp", "pp", "dp"))
+    return all(map(has_group, ("tp", "pp", "dp")))
 
 
 # Data-parallel groups, with Megatron's flags.

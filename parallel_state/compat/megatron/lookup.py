@@ -94,6 +94,11 @@ def group_of(kind: str) -> Any:
     return None if group is None else group.device_group
 
 
+def has_group(kind: str) -> bool:
+    """Returns True if this rank has its group of a kind that every layout has; makes no process group of one rank."""
+    return _put(kind) is not None or kind in LISTED or state.model_parallel_is_initialized()
+
+
 def ranks_of(kind: str) -> list[int]:
     """Returns the global ranks of this rank's group of a kind; NotInitializedError without."""
     if kind in LISTED:
