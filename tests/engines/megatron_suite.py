@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
+import time
 import types
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 RANKS = 8
 TIMEOUT = timedelta(seconds=60)
+PATIENCE_S = 180.0
 
 
 def main(source: Path, which: str, folder: Path) -> None:
@@ -53,8 +56,22 @@ def main(source: Path, which: str, folder: Path) -> None:
             finally:
                 os._exit(0)
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    await_all(children, folder)
+
+
+def await_all(children: list[int], folder: Path) -> None:
+    """Returns when the ranks have ended; ends them where no test has for a while: over gloo one waits for ever."""
+    left, progress = set(children), time.monotonic()
+    seen: list[int] = []
+    while left:
+        left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
+        sizes = [path.stat().st_size for path in sorted(folder.glob("*.json"))]
+        if sizes != seen:
+            seen, progress = sizes, time.monotonic()
+        if time.monotonic() - progress > PATIENCE_S:
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.2)
 
 
 def stand_in_for_cuda(backend: str) -> None:
