@@ -5,23 +5,15 @@ engine calls "nothing to do" where the engine isn't named, where it isn't of the
 wrong, which one line of its log says. A module of its own, because a module of the package would import torch.
 """
 
-import importlib.abc
-import importlib.util
 import logging
 import os
 import re
-import sys
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
 
 VARIABLE = "PARALLEL_STATE_PLUGIN"
 VLLM_VERSIONS = ((0, 32), (0, 34))
 """From the first on, before the second: those whose engine the tests have run, or whose interfaces they have read."""
 
 SGLANG_VERSIONS = ((0, 5, 23), (0, 5, 24))
-MINISGL = "minisgl.distributed.impl"
-"""The module of mini-sglang, which has no entry points and no releases, that holds its communicators."""
 
 _LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
 """Names in the environment of child processes what their parent has logged, so that each line is there once."""
@@ -72,42 +64,6 @@ def sglang_general() -> None:
         log_once("sglang", logging.INFO, install())
     except Exception as error:
         log_once("sglang", logging.WARNING, f"stands back, SGLang runs as it is: {error or type(error).__name__}")
-
-
-def torch_imported() -> None:
-    """Awaits the import of mini-sglang, where it is wanted; the entry point of `torch.backends`, which torch calls.
-
-    mini-sglang has none of its own, and imports torch in each of its processes.
-    """
-    if is_wanted("minisgl") and not any(isinstance(each, _Awaited) for each in sys.meta_path):
-        sys.meta_path.insert(0, _Awaited())
-
-
-class _Awaited(importlib.abc.MetaPathFinder):
-    """Finds one module, by those who find it otherwise, and changes it once it is imported."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != MINISGL:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then_install(spec.loader.exec_module)  # type: ignore[method-assign]
-        return spec
-
-
-def _then_install(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    def executed(module: ModuleType) -> None:
-        execute(module)
-        try:
-            from parallel_state.compat.minisgl import install
-
-            log_once("minisgl", logging.INFO, install(module))
-        except Exception as error:
-            text = f"stands back, mini-sglang runs as it is: {error or type(error).__name__}"
-            log_once("minisgl", logging.WARNING, text)
-
-    return executed
 
 
 def log_once(engine: str, level: int, text: str) -> None:

@@ -211,7 +211,7 @@ DEBUG_DIR: Setting[str | None] = Setting(
 )  # fmt: skip
 PLUGIN: Setting[str | None] = Setting(
     "PARALLEL_STATE_PLUGIN", None, _word, "names of engines with commas between them",
-    "Which engines run on this library without a line of code: vllm, sglang, minisgl. Read by their entry points.",
+    "Which engines run on this library without a line of code: vllm, sglang. Read by their entry points.",
 )  # fmt: skip
 LOG_LEVEL: Setting[str] = Setting(
     "PARALLEL_STATE_LOG_LEVEL", "WARNING", _log_level, "DEBUG, INFO, WARNING or ERROR",

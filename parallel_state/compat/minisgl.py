@@ -1,4 +1,4 @@
-"""A communicator for mini-sglang: `DistributedCommunicator.plugins.append(implementation())`.
+"""A communicator for mini-sglang, which has no entry points: `minisgl.install()` in each process, before its engine.
 
 Over torch's default group, which mini-sglang makes, and by which it counts its tensor-parallel ranks.
 """
@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from device_communicators.errors import UnsupportedError
 from parallel_state.coordinator import GroupCoordinator
+
+_MODULE = "minisgl.distributed.impl"
 
 
 class OverOurs:
@@ -45,17 +48,23 @@ class OverOurs:
             self._group.destroy()
 
 
-def implementation(module: Any = None) -> Any:
+def implementation() -> Any:
     """Returns an implementation of mini-sglang's class, which is in `minisgl.distributed.impl`."""
-    module = module or importlib.import_module("minisgl.distributed.impl")
+    module = importlib.import_module(_MODULE)
     return type("ParallelStateImpl", (OverOurs, module.DistributedImpl), {})(module.DistributedCommunicator.plugins[-1])
 
 
-def install(module: Any) -> str:
-    """Puts ours in the place of `module`'s last; RuntimeError where there is CUDA, on which mini-sglang runs then."""
+def install() -> None:
+    """Adds ours to `DistributedCommunicator.plugins`, of which mini-sglang asks the last; twice is fine.
+
+    Raises UnsupportedError where there is CUDA: mini-sglang's tensors are there then, and NCCL carries them.
+    """
     if torch.cuda.is_available():
-        raise RuntimeError("there is CUDA, which NCCL serves")
-    ours, theirs = implementation(module), module.destroy_distributed
+        raise UnsupportedError("mini-sglang runs on CUDA here, where NCCL carries its tensors: nothing to install")
+    module = importlib.import_module(_MODULE)
+    if isinstance(module.DistributedCommunicator.plugins[-1], OverOurs):
+        return
+    ours, theirs = implementation(), module.destroy_distributed
 
     @functools.wraps(theirs)
     def destroy_distributed() -> None:
@@ -63,5 +72,5 @@ def install(module: Any) -> str:
         theirs()
 
     module.DistributedCommunicator.plugins.append(ours)
-    module.destroy_distributed = destroy_distributed
-    return "mini-sglang's all_reduce and all_gather of CPU tensors are ours instead of torch.distributed's"
+    for each in (module, importlib.import_module("minisgl.distributed")):
+        each.destroy_distributed = destroy_distributed  # type: ignore[attr-defined]
