@@ -53,7 +53,11 @@ assert all(getattr(ps, name) is not None for name in ps.__all__)
 for package in (ps, dc):
     for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not found.name.endswith("__main__"):
-            importlib.import_module(found.name)
+            try:
+                importlib.import_module(found.name)
+            except ModuleNotFoundError as error:  # of a plug-in, which its engine loads
+                if error.name != "vllm":
+                    raise
 
 # All is imported, nothing has been started: the ranks are forked from here, and what they print is kept apart.
 ranks = []

@@ -41,7 +41,7 @@ from parallel_state.state import (
 )
 
 divide, split_tensor_along_last_dim = utilities.divide, utilities.split_tensor_along_last_dim
-sched_yield = os.sched_yield
+sched_yield = getattr(os, "sched_yield", None)  # Linux has it
 USE_SCHED_YIELD = True
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
 
