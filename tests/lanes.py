@@ -59,10 +59,10 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 COMPILERS = _files(
     "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
-) + _files("tests/contract", "test_collectives_ranks", "test_package")
+) + _files("tests/contract", "test_collectives_ranks", "test_gpu_suite", "test_package")
 PROGRAMS = _files(
     "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_docs_code",
-    "test_extending", "test_gpu_suite", "test_inference", "test_torch_suite",
+    "test_extending", "test_inference", "test_torch_suite",
 )  # fmt: skip
 """Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
