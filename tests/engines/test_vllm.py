@@ -87,7 +87,7 @@ def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None
 
 
 @pytest.mark.parametrize("reason", ["not named", "not among VLLM_PLUGINS", "another version"])
-def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plugins: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if reason == "not named":
         more = {"ours": False}
@@ -97,7 +97,7 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, tmp_
         (tmp_path / "sitecustomize.py").write_text(
             "import parallel_state_plugins as plugins\nplugins.VLLM_VERSIONS = ((0, 1), (0, 2))\n"
         )
-        more = {"PYTHONPATH": f"{tmp_path}:{running.ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        more = {"PYTHONPATH": f"{tmp_path}:{plugins}:{running.ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     _, log = run(models("llama"), {}, **more)
     assert GROUPS_OURS not in log
     assert log.count(STANDS_BACK) == (reason == "another version")
