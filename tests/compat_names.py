@@ -54,7 +54,7 @@ class Parameter(NamedTuple):
 
 
 class Name(NamedTuple):
-    """What a project says of a name: its parameters, or None where it isn't called."""
+    """Holds a project's word on a name: its parameters, or None where it isn't called."""
 
     parameters: list[Parameter] | None
 

@@ -50,7 +50,7 @@ class Lane(NamedTuple):
     """What of `paths` another lane has."""
     niceness: int = 0
     command: tuple[str, ...] = ()
-    """What runs instead of pytest; where it fails, the run has failed."""
+    """Runs instead of pytest; where it fails, the run has failed."""
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:

@@ -314,7 +314,7 @@ def test_a_wait_for_any_rank_sleeps(pools: Pools) -> None:
 
 
 def shared_mappings() -> int:
-    """How many parts of shared memory this process has mapped."""
+    """Counts the parts of shared memory that this process has mapped."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         return sum("/parallel_state-" in line for line in maps)

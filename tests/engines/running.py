@@ -82,7 +82,7 @@ class Started:
 
     @property
     def output(self) -> str:
-        """What it has written so far, to stdout and stderr."""
+        """Returns all it has written so far, to stdout and stderr."""
         return Path(self._log.name).read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> str:

@@ -73,7 +73,7 @@ def groups_of(parallel: Any) -> dict[str, Any]:
 
 
 def calls(torch: Any, group: Any, rank: int) -> list[Any]:
-    """What every call of SGLang's coordinator gives, on small integers: any order of a sum gives the same."""
+    """Returns the result of every call of SGLang's coordinator, on small integers: sums don't depend on order."""
     size, at = group.world_size, group.rank_in_group
     random = torch.Generator().manual_seed(rank)
     x = torch.randint(-9, 9, (4 * size, 6), generator=random).to(torch.bfloat16)

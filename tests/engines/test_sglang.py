@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(find_spec("sglang") is None, reason="make test-e
 
 @pytest.fixture(scope="module")
 def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank has found, by the way in which it ran."""
+    """Returns each rank's findings, by the way in which it ran."""
     import torch
 
     folder = tmp_path_factory.mktemp("sglang")
@@ -42,7 +42,7 @@ def found(plugins: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def differences(ours: Any, theirs: Any, at: str) -> list[str]:
-    """Where two results differ, bit for bit, in words."""
+    """Names the places in which two results differ, bit for bit."""
     import torch
 
     if isinstance(theirs, torch.Tensor):
@@ -95,7 +95,7 @@ def test_nothing_that_its_own_tree_imports_is_missing() -> None:
 
 
 def test_the_entry_point_stands_back(plugins: Path) -> None:
-    """Where it isn't asked, where the engine isn't on its CPU, and with another version: SGLang stays as it was."""
+    """SGLang stays as it was where the plug-in isn't asked, off its CPU engine, and in another version."""
     code = (
         "import sys, os; os.environ['SGLANG_PLUGINS'] = 'parallel_state'\n"
         "from sglang.srt.plugins import load_plugins\n"

@@ -22,10 +22,9 @@ MAY_PICKLE = (
     "parallel_state/messages/codec/values.py",
     "parallel_state/launch/",
     "parallel_state/compat/vllm/message_queue.py",
-    "parallel_state/compat/vllm/stateless.py",
 )
-"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and vLLM's queue
-and stateless group, whose callers pass any object: they are taken by who asks for vLLM's names."""
+"""By the caller's explicit `allow_pickle`; a function for the processes that `launch` itself starts; and vLLM's queue,
+whose callers pass any object: it is taken by who asks for vLLM's names."""
 MEASURES_PICKLING = "parallel_state/tools/bench/messages.py"
 """Times torch's own way of sending objects, between processes that it starts itself."""
 

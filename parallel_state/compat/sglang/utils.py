@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import struct
 import sys
-import time
-from collections import deque
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state import utilities
-from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import bytes_of, flat_bytes
+from parallel_state.compat.stateless import StoreGroup
 
 logger = logging.getLogger("parallel_state")
 
@@ -93,92 +88,13 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     return sum(layers[:pp_rank]), sum(layers[: pp_rank + 1])
 
 
-_LENGTH = struct.Struct("<q")
-
-
-def _to_bytes(obj: Any) -> bytes:
-    metadata, tensors = codec.encode(obj, allow_pickle=True)
-    return b"".join([_LENGTH.pack(len(metadata)), metadata, *(bytes_of(flat_bytes(each)) for each in tensors)])
-
-
-def _from_bytes(data: bytes) -> Any:
-    at = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    message = codec.read(data[_LENGTH.size : at], allow_pickle=True)
-    tensors = []
-    for each in message.tensors:
-        tensor = torch.empty(each.shape, dtype=each.dtype)
-        size = tensor.numel() * tensor.element_size()
-        flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data[at : at + size] or b"\0"), dtype=torch.uint8)[:size])
-        tensors.append(tensor)
-        at += size
-    return message.build(tensors)
-
-
 @dataclasses.dataclass
-class StatelessProcessGroup:
-    """Objects between processes that share a store, and nothing else; for few and small ones.
-
-    What was sent stays in the store until `data_expiration_seconds` have passed. `dst` and `src` are ranks.
-    """
-
-    rank: int
-    world_size: int
-    store: Any
-    data_expiration_seconds: int = 3600
-    send_dst_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    broadcast_send_counter: int = 0
-    broadcast_recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    entries: deque[tuple[str, float]] = dataclasses.field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(f"rank must be in 0 … {self.world_size - 1}, but is {self.rank}")
-        for counter in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
-            counter.update(dict.fromkeys(range(self.world_size), 0))
-
-    def send_obj(self, obj: Any, dst: int) -> None:
-        """Leaves an object for rank `dst`."""
-        self._put(f"send_to/{dst}/{self.rank}/{self.send_dst_counter[dst]}", obj)
-        self.send_dst_counter[dst] += 1
-
-    def recv_obj(self, src: int) -> Any:
-        """Returns the next object that rank `src` sends."""
-        obj = self._get(f"send_to/{self.rank}/{src}/{self.recv_src_counter[src]}")
-        self.recv_src_counter[src] += 1
-        return obj
-
-    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns rank `src`'s object; every rank calls it."""
-        if self.rank == src:
-            self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
-            self.broadcast_send_counter += 1
-            return obj
-        found = self._get(f"broadcast_from/{src}/{self.broadcast_recv_src_counter[src]}")
-        self.broadcast_recv_src_counter[src] += 1
-        return found
-
-    def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order."""
-        self.broadcast_obj(obj, self.rank)
-        return [obj if src == self.rank else self.broadcast_obj(None, src) for src in range(self.world_size)]
+class StatelessProcessGroup(StoreGroup):
+    """Objects between processes that share a store, and nothing else."""
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
         self.all_gather_obj(None)
-
-    def expire_data(self) -> None:
-        """Deletes from the store what this rank put there `data_expiration_seconds` ago."""
-        while self.entries and time.perf_counter() - self.entries[0][1] > self.data_expiration_seconds:
-            self.store.delete_key(self.entries.popleft()[0])
-
-    def _put(self, key: str, obj: Any) -> None:
-        self.expire_data()
-        self.store.set(key, _to_bytes(obj))
-        self.entries.append((key, time.perf_counter()))
-
-    def _get(self, key: str) -> Any:
-        return _from_bytes(self.store.get(key))
 
     @staticmethod
     def create(

@@ -1,15 +1,10 @@
-"""vLLM's StatelessProcessGroup: metadata among processes that have a store in common, and no process group.
-
-Objects are pickled, as vLLM's: the store must be of processes that may run code here.
-"""
+"""vLLM's StatelessProcessGroup: metadata among processes that have a store in common, and no process group."""
 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import socket
 import time
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.cpu.segment import Segment, SegmentError
-from device_communicators.errors import CollectiveTimeoutError, InvalidArgumentError
+from device_communicators.errors import CollectiveTimeoutError
+from parallel_state.compat.stateless import StoreGroup
 
 _REDUCE: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.add,
@@ -29,62 +25,12 @@ _REDUCE: dict[Any, Any] = {
 
 
 @dataclasses.dataclass
-class StatelessProcessGroup:
-    """Ranks that exchange objects over a store. Each call is made by both sides, or by all ranks, in the same order."""
-
-    rank: int
-    world_size: int
-    store: Any
-    data_expiration_seconds: int = 3600
-    """After this time what was sent is taken out of the store, read or not."""
-    send_dst_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    broadcast_send_counter: int = 0
-    broadcast_recv_src_counter: dict[int, int] = dataclasses.field(default_factory=dict)
-    entries: deque[tuple[str, float]] = dataclasses.field(default_factory=deque)
-    """Keys that this rank has set, with the time."""
+class StatelessProcessGroup(StoreGroup):
+    """Ranks that exchange objects and tensors over a store."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise InvalidArgumentError(f"rank must be 0 … {self.world_size - 1}, but is {self.rank}")
-        for counters in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
-            counters.update(dict.fromkeys(range(self.world_size), 0))
+        super().__post_init__()
         self._meetings = 0
-
-    def _set(self, key: str, obj: Any) -> None:
-        self.expire_data()
-        self.store.set(key, pickle.dumps(obj))
-        self.entries.append((key, time.time()))
-
-    def expire_data(self) -> None:
-        """Takes out of the store what this rank has sent `data_expiration_seconds` ago."""
-        while self.entries and time.time() - self.entries[0][1] > self.data_expiration_seconds:
-            self.store.delete_key(self.entries.popleft()[0])
-
-    def send_obj(self, obj: Any, dst: int) -> None:
-        """Sends an object to rank `dst`; returns at once."""
-        self._set(f"send/{self.rank}/{dst}/{self.send_dst_counter[dst]}", obj)
-        self.send_dst_counter[dst] += 1
-
-    def recv_obj(self, src: int) -> Any:
-        """Returns the object that rank `src` sends; the store's timeout is the deadline."""
-        found = pickle.loads(self.store.get(f"send/{src}/{self.rank}/{self.recv_src_counter[src]}"))
-        self.recv_src_counter[src] += 1
-        return found
-
-    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns the object of rank `src` on every rank."""
-        if self.rank == src:
-            self._set(f"broadcast/{src}/{self.broadcast_send_counter}", obj)
-            self.broadcast_send_counter += 1
-            return obj
-        found = pickle.loads(self.store.get(f"broadcast/{src}/{self.broadcast_recv_src_counter[src]}"))
-        self.broadcast_recv_src_counter[src] += 1
-        return found
-
-    def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Returns every rank's object, in rank order."""
-        return [self.broadcast_obj(obj if rank == self.rank else None, rank) for rank in range(self.world_size)]
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         """Returns the tensor of rank `src` on every rank; there the very same."""
