@@ -37,7 +37,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     """
 
     device_communicator: GroupCoordinator | None
-    """Returns this coordinator, which has all that vLLM's callers use; None for one rank, or where none was asked for."""
+    """Returns this coordinator, which has what callers use of it; None for one rank, or where none was asked for."""
     mq_broadcaster: MessageQueue | None
     """None: objects go through the group's own queues."""
     device_index: int
