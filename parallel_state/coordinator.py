@@ -453,7 +453,7 @@ def create_group(
         members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), traits.options.timeout_s)
         fake = is_fake(device.process_group)
         real = cpu_group.made and len(ranks) > 1 and not fake
-        memory = HostMemory(members, pool.address, pool.neighbours) if real else None
+        memory = HostMemory(members, pool.neighbours) if real else None
         if memory is not None:
             memory.attach(cpu_group(), pool.watcher, pool.watched_with(ranks))
             memory.hear(pool.watcher, domain)

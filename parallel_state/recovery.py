@@ -50,8 +50,8 @@ def reinitialize(
 
     Each of them calls it with the same `ranks`, ascending, and sizes; `error.suspect_ranks` says who is lost. The old
     world is let go without a word to the lost ranks, the next one numbers the survivors from 0 in their order, under
-    the same launcher's store or at the same address; where the rank that served the store is lost, at the lowest
-    survivor's, one port further. Then initialize_model_parallel with the sizes and `options` given.
+    the same launcher's store; where a rank served it, at the port that the lowest survivor has reserved for this since
+    the start. Then initialize_model_parallel with the sizes and `options` given.
 
     Where it fails on the way, as another rank ends meanwhile, there is no world any more: those that are left then call
     init_distributed_environment with an address of their own.
@@ -66,19 +66,17 @@ def reinitialize(
             "there is no world that this library has started; call init_distributed_environment()"
         )
     survivors = check_survivors(ranks, world.rank, world.world_size)
-    memory = world.context.host_memory
-    addresses = memory.addresses if memory is not None else ()
-    init_method = start.meeting_place(survivors, addresses)
+    init_method = start.meeting_place(survivors)
     lost = sorted(set(world.ranks) - set(survivors))
     logger.warning("rank %d starts again without ranks %s", world.rank, format_ranks(lost))
     place = survivors.index(world.rank)
     if world.pool is not None:
         world.pool.abandon()
-    state.destroy_distributed_environment()
-    gc.collect()  # an error and the calls that it went through hold each other: with them goes the port
-    options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
-    state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
-    state._note_generation(start.generation + 1)
+    with start.reserved.handed_on():
+        state.destroy_distributed_environment()
+        gc.collect()  # an error and the calls that it went through hold each other: with them goes the old store
+        options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
+        state.init_distributed_environment(len(survivors), place, init_method, **options_of_world)
     state.initialize_model_parallel(
         tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size=data_parallel_size, **options
     )

@@ -53,6 +53,8 @@ from parallel_state.torch_internals import is_fake
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from parallel_state.startup.rendezvous import Met
+
 logger = logging.getLogger("parallel_state")
 
 c10d.register()
@@ -119,6 +121,7 @@ def init_distributed_environment(
     server: tuple[str, int] | None = None
     alone_over, made_here = None, False
     watch: StartWatch | None = None
+    met: Met | None = None
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
         from parallel_state import world as startup
@@ -134,7 +137,7 @@ def init_distributed_environment(
             if alone_over is not None:
                 device = startup.device_alone(alone_over, place)
             else:
-                device, watch = startup.make_default_group(
+                device, watch, met = startup.make_default_group(
                     place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream
                 )
                 _OWNS_DEFAULT_GROUP = True
@@ -171,11 +174,14 @@ def init_distributed_environment(
                 "bind_device": bind_device,
                 "high_priority_stream": high_priority_stream,
             }
-            _START = environment.Start(distributed_init_method, options, server)
+            next_world = (met.next_stores, met.reserved) if met is not None else ()
+            _START = environment.Start(distributed_init_method, options, *next_world)
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watch is not None:
             watch.give_up(named)
+        if met is not None:
+            met.reserved.close()
         destroy_distributed_environment()
         if named is not error:
             raise named from error
@@ -250,10 +256,13 @@ def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
     global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START
     forks.check("destroy_distributed_environment()")
-    world, _WORLD, _NODES, _START = _WORLD, None, None, None
+    world, _WORLD, _NODES = _WORLD, None, None
+    start, _START = _START, None
     owned, _OWNS_DEFAULT_GROUP = _OWNS_DEFAULT_GROUP, False
     with contextlib.ExitStack() as rest:  # whatever one of them raises, the others are done; it runs from its end
         rest.callback(_take_back_exports)
+        if start is not None:
+            rest.callback(start.reserved.close)
         if owned:
             rest.callback(_destroy_default_group)
         if world is not None:
@@ -275,13 +284,6 @@ def _take_back_exports() -> None:
         if os.environ.get(name) == value:
             del os.environ[name]
     _EXPORTED.clear()
-
-
-def _note_generation(generation: int) -> None:
-    """Records how often this world was rebuilt."""
-    global _START
-    if _START is not None:
-        _START = dataclasses.replace(_START, generation=generation)
 
 
 # Its division.

@@ -137,14 +137,15 @@ def make_default_group(
     timeout_s: float,
     bind_device: bool = False,
     high_priority_stream: bool = False,
-) -> tuple[torch.device, StartWatch | None]:
+) -> tuple[torch.device, StartWatch | None, Met | None]:
     """Finds the other ranks and makes torch's default group with them.
 
-    Returns the device of its tensors, and the watch over the rest of the start, where there are other ranks.
+    Returns the device of its tensors, the watch over the rest of the start, where there are other ranks, and what came
+    of their meeting.
     """
     backend = backend_of(backend)
     if backend == "fake":
-        return _make_fake_group(place, timeout_s), None
+        return _make_fake_group(place, timeout_s), None, None
     check_backend(backend)
     device = device_of(backend, place)
     if bind_device and device.type == "cpu":
@@ -170,10 +171,11 @@ def make_default_group(
         if watch is not None:
             watch.give_up(named)
             watch.close()
+        met.reserved.close()
         if named is not error:
             raise named from error
         raise
-    return device, watch
+    return device, watch, met
 
 
 def _make_fake_group(place: ProcessEnvironment, timeout_s: float) -> torch.device:

@@ -90,7 +90,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     is_default = not options.global_ranks_in_group
     world = World.of(options.store, ranks, is_default)
     begins = not world.begun
-    memory = HostMemory(members, world.address, world.neighbours)
+    memory = HostMemory(members, world.neighbours)
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)

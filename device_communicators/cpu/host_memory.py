@@ -40,13 +40,9 @@ _SLICE = timedelta(milliseconds=50)
 class HostMemory:
     """The shared memory of one group; `attach` it once, all ranks together, before anything else is asked."""
 
-    def __init__(self, members: Members, address: str = "", neighbours: Sequence[int] = ()) -> None:
-        """`address`: where other hosts reach this rank's, for `addresses`. `neighbours`: the cores, a bit each, of all
-        ranks on this host, where there are others than the group's."""
+    def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
+        """`neighbours`: the cores, a bit each, of all ranks on this host, where there are others than the group's."""
         self.members = members
-        self.addresses: tuple[str, ...] = ()
-        """Of all ranks of the group, as each gave it."""
-        self._address = address
         self.cores: tuple[int, ...] = ()
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
         self._neighbours = tuple(neighbours)
@@ -94,7 +90,7 @@ class HostMemory:
                 exchange = functools.partial(
                     _wait, ranks=watched or self.members.ranks, watcher=watcher, deadline=started + limit_s
                 )
-                self._attach(_Meeting(self.members, cpu_group, stack, self._address, exchange))
+                self._attach(_Meeting(self.members, cpu_group, stack, exchange))
         except RuntimeError as error:
             if isinstance(error, CommunicationError):
                 raise
@@ -127,7 +123,6 @@ class HostMemory:
         self.pids = meeting.pids()
         self.watched_together = meeting.watched_together(self.hosts)
         self.debug = meeting.debug
-        self.addresses = meeting.addresses
         self.cores = meeting.cores()
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
@@ -240,7 +235,6 @@ class _Meeting:
         members: Members,
         cpu_group: Any,
         stack: contextlib.ExitStack,
-        address: str,
         wait: Callable[[Any], None],
     ) -> None:
         self._wait = wait
@@ -248,7 +242,6 @@ class _Meeting:
         self.problem: str | None = None
         self.local_ranks: tuple[int, ...] = (members.rank,)
         self._cpu_group = cpu_group
-        self._address = address
         self._stack = stack  # segments are closed, and their names taken away, at its end
         self._opened: dict[int, Segment] = {}
         self._facts: list[dict[str, Any]] = []
@@ -272,7 +265,6 @@ class _Meeting:
                 "name": name,
                 "pid": os.getpid(),
                 "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
-                "address": self._address,
                 "cores": _core_mask(),
                 "debug": settings.DEBUG.get(),
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
@@ -351,10 +343,6 @@ class _Meeting:
         if problem is None and any(facts[rank]["count"] != len(host) for host in hosts for rank in host):
             problem = "some of its ranks see memory that others of their host don't"
         return hosts, problem
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return tuple(facts["address"] for facts in self._facts)
 
     @property
     def debug(self) -> bool:

@@ -11,11 +11,12 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from device_communicators.errors import InvalidArgumentError, SettingError
+from parallel_state.startup.reserved import ReservedPort, address_of
 
 Source = Literal["torchrun", "slurm", "open_mpi", "pmi", "single", "explicit"]
 
@@ -25,8 +26,6 @@ LOOPBACK = "127.0.0.1"
 # another process can hold one, and above the registered ones that cluster services use (SLURM's 6817-6819,
 # 8080, 9100, …). 10,000 ports: jobs whose ids differ by less than that never share one.
 DERIVED_PORTS = range(20_000, 30_000)
-_FIRST_PORT = 1024
-"""Below, only root may listen; after the last port comes this one."""
 _STEP_STRIDE = 7_919  # a prime: the steps of one job don't land on the ports of the next jobs
 
 
@@ -157,25 +156,22 @@ class Start:
     init_method: str
     options: Mapping[str, Any]
     """Further arguments of init_distributed_environment."""
-    server: tuple[str, int] | None
-    """Host and port of the store where rank 0 serves it; None where a launcher, or the file system, does."""
-    generation: int = 0
-    """Worlds that this process was in before, by `reinitialize`."""
+    next_stores: tuple[str, ...] = ()
+    """Where each rank has reserved a port for the next world's store; empty where a launcher, or a file, serves it."""
+    reserved: ReservedPort = field(default_factory=ReservedPort)
+    """This rank's."""
 
-    def meeting_place(self, ranks: Sequence[int], addresses: Sequence[str]) -> str:
+    def meeting_place(self, ranks: Sequence[int]) -> str:
         """Returns the init method of the next world, of this one's `ranks`; the same on all of them."""
-        if self.server is None:
+        if not self.next_stores:
             return self.init_method
-        host, port = self.server
-        if 0 not in ranks:
-            host = addresses[ranks[0]] if addresses else ""
-            if not host:
-                raise InvalidArgumentError(
-                    f"rank 0 served the store, and where rank {ranks[0]} can be reached isn't known; call "
-                    "destroy_distributed_environment() and init_distributed_environment(...) with an address"
-                )
-            # Not the old port: the rank that held it may only have been given up, and still hold it.
-            port = _FIRST_PORT + (port + 1 + self.generation - _FIRST_PORT) % (65_536 - _FIRST_PORT)
+        address = address_of(self.next_stores[ranks[0]])
+        if address is None:
+            raise InvalidArgumentError(
+                f"a rank served the store, and where rank {ranks[0]} can serve the next one isn't known; call "
+                "destroy_distributed_environment() and init_distributed_environment(...) with an address"
+            )
+        host, port = address
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

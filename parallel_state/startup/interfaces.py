@@ -45,6 +45,8 @@ class Address(NamedTuple):
     pid: str = ""
     born: str = ""
     """Start time of the process, as the kernel counts: another one may have its pid later."""
+    next_store: str = ""
+    """Where it would serve the store of the next world, `host:port`; empty where it can't, or a launcher does."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -54,6 +53,7 @@ from device_communicators.errors import (
 from parallel_state.startup import interfaces
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.interfaces import Address
+from parallel_state.startup.reserved import ReservedPort, interface_of, listener_at
 from parallel_state.startup.watch import Processes, in_thread
 from parallel_state.store.client import JOB_STORE
 
@@ -82,6 +82,14 @@ class Met(NamedTuple):
     processes: Processes
     deadline: float
     """Deadline of the whole start."""
+    reserved: ReservedPort
+    """This process' port for the store of the next world; `places` have those of all ranks."""
+
+    @property
+    def next_stores(self) -> tuple[str, ...]:
+        """Where each rank would serve the next world's store; empty where a launcher, or a file, does."""
+        found = tuple(self.places[rank].next_store for rank in sorted(self.places))
+        return found if any(found) else ()
 
 
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
@@ -95,8 +103,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(dist.HashStore(), {}, Processes(Address()), deadline)
+        return Met(dist.HashStore(), {}, Processes(Address()), deadline, ReservedPort())
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
+    reserved = ReservedPort()
     if init_method == "env://" or init_method.startswith("tcp://"):
         by_launcher = init_method == "env://" and launcher_serves_store()
         address = _address(init_method, place)
@@ -110,6 +119,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
         logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
         run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
         connect = partial(open_store, address, place, deadline)
+        if not by_launcher:
+            reserved = ReservedPort.beside(address, place.rank)
+            own_place = own_place._replace(next_store=reserved.where)
         meeting = _Meeting(place, own_place, where, timeout_s, deadline, connect, f"parallel_state/{run or 0}")
     elif "://" in init_method:
         connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
@@ -122,9 +134,10 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(store, meeting.places, meeting.processes, deadline)
+        return Met(store, meeting.places, meeting.processes, deadline, reserved)
     except BaseException as error:
         meeting.processes.close()
+        reserved.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error
@@ -399,7 +412,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
     give_up = min(deadline, time.monotonic() + _PORT_RETRY_S)
     while True:
         try:
-            listener = listen_on(_interface(address[0]), address[1], place.world_size + 16)
+            backlog = place.world_size + 16
+            listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             if in_use and time.monotonic() + 0.2 < give_up:
@@ -448,21 +462,6 @@ def _check_own(address: tuple[str, int], listener: socket.socket, deadline: floa
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
         "or start rank 0 on the host that has this address",
     )
-
-
-def _interface(host: str) -> str | None:
-    """Returns where to listen: on loopback and on a literal address that is this host's, on these alone; else on all.
-
-    A name may resolve to 127.0.1.1 on its own host, and an address may be a service's in front of it.
-    """
-    if host == "localhost":
-        return host
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((str(ipaddress.ip_address(host)), 0))
-    except (OSError, ValueError):
-        return None
-    return host
 
 
 def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:

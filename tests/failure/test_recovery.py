@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,26 @@ def test_the_others_go_on_under_a_store_of_their_own(ranks: Ranks, victim: int, 
     with held_port() as port:
         results = ranks.survivors(_losing, [victim], route, port, True, timeout_s=DEADLINE_S)
     _check(results, route, [3])
+
+
+@contextmanager
+def neighbour_of_a_stranger() -> Iterator[int]:
+    """A port that is held for the test, and the one after it, at which another program listens."""
+    with ExitStack() as tried:
+        while True:
+            port = tried.enter_context(held_port())
+            with suppress(OSError, OverflowError):
+                tried.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+                break
+        yield port
+
+
+@pytest.mark.parametrize("victims", [[0, 0], [1, 1]], ids=str)
+def test_a_stranger_at_the_next_port_does_not_matter(ranks: Ranks, victims: list[int]) -> None:
+    """Where they meet again was reserved when they started; it isn't computed from where they met before."""
+    with neighbour_of_a_stranger() as port:
+        results = ranks.survivors(_losing, victims, "shared memory", port, False, timeout_s=DEADLINE_S)
+    _check(results, "shared memory", [3, 2])
 
 
 @pytest.mark.parametrize(("victims", "route"), on_routes([[0, 0], [1, 0], [3, 1]]), ids=str)
