@@ -39,7 +39,7 @@ def vllm_platform() -> "str | None":
 
 
 def vllm_general() -> None:
-    """Puts the message queue in vLLM's place where the platform is ours; the entry point of `vllm.general_plugins`."""
+    """Puts our queue in vLLM's place, where the platform is ours; the entry point of `vllm.general_plugins`."""
     if not is_wanted("vllm"):
         return
     try:

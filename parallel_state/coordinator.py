@@ -102,12 +102,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
         for_callers: Any = None,
-        owns_pool: bool = False,
     ) -> None:
-        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's.
-
-        `owns_pool`: the pool has no other user, and ends with the group.
-        """
+        """`for_callers`: the process group for CPU tensors that `cpu_group` gives, where it isn't the context's."""
         self.context = context
         self.traits = traits or Traits(context.device)
         self.unique_name = context.name
@@ -123,7 +119,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
         self._for_callers = for_callers
-        self._owns_pool = owns_pool
+        self._owns_pool = False
+        """True if the pool has no other user, and ends with the group."""
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         register_route(self.route)
@@ -139,6 +136,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         name: str = "group",
         timeout: timedelta | float | None = None,
         allow_pickle: bool = False,
+        within: GroupCoordinator | None = None,
     ) -> GroupCoordinator:
         """Creates a coordinator over a torch ProcessGroup that exists: of gloo, our own backend, NCCL or another one.
 
@@ -149,7 +147,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         own for it, else the CPU. `cpu_group`: the gloo group of the same ranks beside a device group; left out, and
         where `process_group` isn't gloo's itself, one is made. `name` is for messages. `timeout`, seconds or a
         timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S). `allow_pickle` as in
-        initialize_model_parallel.
+        initialize_model_parallel. `within`: a coordinator over more ranks, such as one over `dist.group.WORLD`, that
+        outlives this one; then a death that fails it fails this one too, and waits here count all of its ranks on the
+        host: on cores that others need, one doesn't spin.
 
         `device_group` is `process_group`. The coordinator owns what it made: memory, watch, and the gloo group, if it
         made that; `destroy()` ends those, and leaves `process_group` and `cpu_group` to their owner, who destroys them
@@ -158,28 +158,48 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         in each other's way.
 
         Raises GroupNotInitializedError before init_process_group, InvalidArgumentError on a rank that isn't in the
-        group or for what is no group of torch's, RendezvousError where a rank of the group doesn't come.
+        group, for what is no group of torch's, or for ranks outside of `within`, RendezvousError where a rank of the
+        group doesn't come.
         """
         from device_communicators.c10d.world import address_of  # here, as those of create_group
 
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
+        outer = None if within is None else within._as_outer(given.ranks)
         limits.raise_descriptor_limit()
         prepare(len(given.ranks))
         timeout_s = seconds(timeout)
-        pool = ProcessGroupPool(timeout_s, token=agree_on_token(given.device, process_group, "from_process_group"))
+        if outer is None:
+            token = agree_on_token(given.device, process_group, "from_process_group")
+            pool, domain = ProcessGroupPool(timeout_s, token=token), FailureDomain(given.ranks, is_root=True)
+        else:
+            pool, domain = outer
         try:
-            pool.address = address_of(default_store())
+            if outer is None:
+                pool.address = address_of(default_store())
             options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
             place = environment.explicit(pool.rank, pool.world_size, rendezvous=False)
             traits = Traits(given.device, place.local_rank, options, allow_pickle)
-            domain = FailureDomain(given.ranks, is_root=True)
             group = create_group(pool, given.ranks, name, traits, domain=domain, given=given)
-            watch(pool, group)
+            group._owns_pool = outer is None
+            if outer is None:
+                watch(pool, group)
         except BaseException:
-            pool.close()
+            if outer is None:
+                pool.close()
             raise
         return group
+
+    def _as_outer(self, ranks: Sequence[int]) -> tuple[ProcessGroupPool, FailureDomain]:
+        """Returns what a coordinator over some of this one's ranks, global, shares with it."""
+        self.route.check_usable()
+        if self.pool is None or not set(ranks) <= set(self.context.ranks):
+            raise InvalidArgumentError(
+                f"within must be a coordinator over ranks {format_ranks(ranks)} and others, but is {self.context} of "
+                f"global ranks {format_ranks(self.context.ranks)}"
+            )
+        root = "" if self.context.domain is None else self.context.domain.root
+        return self.pool, FailureDomain(self.context.failure_ranks, root)
 
     # Membership.
 
@@ -427,7 +447,7 @@ def create_group(
     Which ranks call it, `division`, `near` and `unshared`, as for ProcessGroupPool.acquire. Pairs a group for tensors
     of the traits' device with a gloo group; where its backend is gloo the two are one. `domain`: the ranks whose death
     fails the group, all of the world if none is given. `given`: the process group over which it is made, and which
-    stays its owner's; the pool, made for it, ends with the group.
+    stays its owner's.
     """
     # Here, because only groups of processes have memory in common; and before anybody waits for this rank.
     from device_communicators.cpu.host_memory import HostMemory
@@ -481,8 +501,7 @@ def create_group(
             found = given.for_callers
         elif len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:
             found = device.process_group if for_callers == traits.options else acquire(for_callers).process_group
-        owns_pool = given is not None
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found, owns_pool=owns_pool)
+        return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
     except BaseException as error:
         # In a group that was left in the middle of a call operations may have been begun that never end.
         failed = isinstance(error, CommunicationError)

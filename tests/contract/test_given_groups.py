@@ -220,6 +220,51 @@ def test_a_rank_that_dies_is_named(pools: Pools, backend: str) -> None:
         assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (1,) and outcome.seconds < 5, outcome
 
 
+def _two_pairs(name: str, death: bool) -> Any:
+    with default_group("gloo", name) as everyone:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        rank = dist.get_rank()
+        outer = over(everyone)
+        pair = over(pairs[rank // 2], name="pair", within=outer)
+        if death:
+            outer.barrier()
+            if rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            # One waits for the one that ends, one for one that waits for nobody else, and that one for nobody.
+            return attempt(pair.recv, [3], torch.float32) if rank == 0 else attempt(pair.all_reduce, torch.ones(3))
+        memory, everyones = pair.context.host_memory, outer.context.host_memory
+        assert memory is not None and everyones is not None
+        found = {
+            "ranks": whose(pair),
+            "waits": memory.waiting == everyones.waiting,
+            "others": attempt(
+                over, pairs[rank // 2], within=over(dist.new_group([rank], use_local_synchronization=True))
+            ),
+        }
+        pair.destroy()
+        found["outer stays"] = whose(outer)
+        outer.destroy()
+        found["destroyed"] = attempt(over, pairs[rank // 2], within=outer).kind
+    return found
+
+
+def test_a_group_within_another_one_shares_its_watch(pools: Pools) -> None:
+    for rank, found in enumerate(pools(4).run(_two_pairs, _new_name(), False, timeout_s=DEADLINE_S)):
+        others = found.pop("others")
+        assert others.kind == "InvalidArgumentError" and "within must be a coordinator over ranks" in others.text
+        ranks = [[0, 1], [2, 3]][rank // 2]
+        assert found == {
+            "ranks": ranks, "waits": True, "outer stays": [0, 1, 2, 3], "destroyed": "GroupDestroyedError"
+        }  # fmt: skip
+
+
+def test_a_death_within_another_group_is_named(pools: Pools) -> None:
+    found = pools(4).survivors(_two_pairs, _new_name(), True, timeout_s=DEADLINE_S)
+    assert sorted(found) == [0, 1, 2]
+    for outcome in found.values():
+        assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (3,) and outcome.seconds < 1, outcome
+
+
 def _over_hosts() -> tuple[list[str], float]:
     with world() as everyone:
         group = over(everyone.device_group)

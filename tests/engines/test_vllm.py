@@ -65,19 +65,27 @@ def test_the_same_tokens(layout: str, models: Callable[..., Path], run: Run) -> 
 
 
 def test_experts_on_two_ranks(models: Callable[..., Path], run: Run) -> None:
-    """TP2 × EP2 of a mixture of experts, stock and on ours; where stock itself breaks there is nothing to compare.
+    """A mixture of experts, TP2 × EP2, has the tokens of vLLM's own TP2, where each expert is cut instead.
 
-    vLLM 0.32's worker ends with a segmentation fault in its kernel for experts on a CPU with AVX2, without the plug-in.
+    vLLM 0.32's own EP2 ends with a segmentation fault: its kernel for CPUs reads behind a rank's experts.
     """
-    model = models("qwen3_moe", moe_intermediate_size=72)
-    try:
-        stock, _ = run(model, {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ours=False)
-    except AssertionError as error:
-        if "exit code: -11" not in str(error):
-            raise
-        pytest.skip("vLLM's own engine ends with a segmentation fault, without the plug-in")
-    ours, log = run(model, {"tensor_parallel_size": 2, "enable_expert_parallel": True})
+    model, split = models("qwen3_moe"), {"tensor_parallel_size": 2}
+    stock, _ = run(model, split, ours=False)
+    assert len({token for row in stock["tokens"] for token in row}) > 8
+    ours, log = run(model, {**split, "enable_expert_parallel": True})
     assert ours["tokens"] == stock["tokens"] and GROUPS_OURS in log
+    assert all(each["tp"]["all_reduce"] > 32 for each in ours["traffic"]), ours["traffic"]
+
+
+def test_experts_of_two_replicas(models: Callable[..., Path], run: Run) -> None:
+    """DP2 × EP2: each layer's tokens go to both replicas and back, by dispatch and combine over our groups."""
+    model = models("qwen3_moe")
+    stock, _ = run(model, {"tensor_parallel_size": 2}, ours=False)
+    ours, _ = run(model, {"enable_expert_parallel": True}, "--replicas", "2")
+    assert ours["tokens"] == stock["tokens"]
+    for replica in ours["traffic"]:
+        calls = replica[0]["dp"]
+        assert calls["all_gatherv"] > 32 and calls["reduce_scatterv"] > 32, calls
 
 
 def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None:
@@ -86,13 +94,29 @@ def test_a_killed_worker_is_named(models: Callable[..., Path], run: Run) -> None
     assert "died unexpectedly" in log and "VllmWorker-1" in log
 
 
-@pytest.mark.parametrize("reason", ["not named", "not among VLLM_PLUGINS", "another version"])
+def test_each_survivor_of_another_stage_says_who_died(models: Callable[..., Path], run: Run, tmp_path: Path) -> None:
+    """TP2 × PP2: the last worker ends; one waits for it, one for that one, and one for nobody, in a third's group."""
+    options = {**LAYOUTS["tp2pp2"]}
+    result, _ = run(models("llama"), options, "--survivors", str(tmp_path), VLLM_ALLOW_INSECURE_SERIALIZATION="1")
+    (died, _), *found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (3, 0, 1, 2)]
+    for at, error in found:
+        assert error.startswith("PeerDiedError") and "global rank 3" in error, error
+        assert at - died < 2
+    assert "EngineDead" in result["error"] or "died" in result["error"], result["error"]
+
+
+@pytest.mark.parametrize(
+    "reason", ["not named", "not among VLLM_PLUGINS", "another version", "another platform's plug-in"]
+)
 def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plugins: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if reason == "not named":
         more = {"ours": False}
     elif reason == "not among VLLM_PLUGINS":
         more = {"VLLM_PLUGINS": "some_other"}
+    elif reason == "another platform's plug-in":
+        installed(tmp_path)
+        more = {"PYTHONPATH": f"{tmp_path}:{plugins}:{running.ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     else:
         (tmp_path / "sitecustomize.py").write_text(
             "import parallel_state_plugins as plugins\nplugins.VLLM_VERSIONS = ((0, 1), (0, 2))\n"
@@ -100,7 +124,44 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plug
         more = {"PYTHONPATH": f"{tmp_path}:{plugins}:{running.ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     _, log = run(models("llama"), {}, **more)
     assert GROUPS_OURS not in log
-    assert log.count(STANDS_BACK) == (reason == "another version")
+    assert log.count(STANDS_BACK) == reason.startswith("another")
+    if reason == "another platform's plug-in":
+        assert f"{STANDS_BACK}: the platform some_accelerator is active" in log
+
+
+def installed(folder: Path) -> None:
+    """Writes another project into a folder for PYTHONPATH: a platform of vLLM's, and the entry point that names it."""
+    (folder / "some_accelerator.py").write_text("def register():\n    return 'some_platform.SomePlatform'\n")
+    (folder / "some_platform.py").write_text(
+        "from vllm.platforms.cpu import CpuPlatform\n\n\nclass SomePlatform(CpuPlatform):\n    pass\n"
+    )
+    facts = folder / "some_accelerator-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: some-accelerator\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[vllm.platform_plugins]\nsome_accelerator = some_accelerator:register\n")
+
+
+RESOLVE = """
+from vllm import platforms
+if {cuda}:
+    platforms.builtin_platform_plugins["cuda"] = lambda: "some_platform.SomePlatform"
+print("PLATFORM", type(platforms.current_platform).__name__)
+"""
+
+
+@pytest.mark.parametrize("other", ["none", "CUDA", "a plug-in"])
+def test_vllm_chooses_the_other_platform(other: str, plugins: Path, tmp_path: Path) -> None:
+    """vLLM's own choice among platforms, where CUDA is there, another plug-in is, or nothing else.
+
+    The builtin plug-in for CUDA, which looks for a driver, answers as on a machine that has one.
+    """
+    installed(tmp_path)
+    more = {"VLLM_PLUGINS": "parallel_state" if other != "a plug-in" else "parallel_state,some_accelerator"}
+    variables = running.environment(tmp_path, plugins, PARALLEL_STATE_PLUGIN="vllm", **more)
+    log = running.run(running.python("-c", RESOLVE.format(cuda=other == "CUDA")), variables, 200)
+    expected = "ParallelStateCpuPlatform" if other == "none" else "SomePlatform"
+    assert f"PLATFORM {expected}" in log
+    assert log.count(STANDS_BACK) == (other != "none")
 
 
 # The figures.

@@ -1,8 +1,10 @@
 """A run of vLLM's CPU engine, in a process of its own: its tokens and times as one line of JSON, after `RESULT `.
 
-    python tests/engines/vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill]
+    python tests/engines/vllm_program.py FOLDER '{"tensor_parallel_size": 2}' [--rounds N] [--kill | --survivors FOLDER]
 
-The engine is stock, or on this project where PARALLEL_STATE_PLUGIN=vllm; nothing here tells the two apart.
+The engine is stock, or on this project where PARALLEL_STATE_PLUGIN=vllm; but for `traffic`, which stock's groups don't
+count, nothing here tells the two apart. `--replicas 2`: so many engines side by side, data-parallel, each with its own
+part of the prompts; the tokens are those of all, in their order.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -32,12 +37,58 @@ def engine(model: str, options: dict[str, Any]) -> Any:
 def generate(llm: Any, prompts: int, tokens: int) -> list[list[int]]:
     from vllm import SamplingParams
 
+    rank, size = (
+        int(os.environ.get(name, default)) for name, default in (("VLLM_DP_RANK", "0"), ("VLLM_DP_SIZE", "1"))
+    )
     asked = [
         {"prompt_token_ids": [(37 * row + 11 * place) % 255 for place in range(PROMPT_TOKENS)]}
-        for row in range(prompts)
+        for row in range(prompts)[prompts * rank // size : prompts * (rank + 1) // size]
     ]
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     return [list(each.outputs[0].token_ids) for each in llm.generate(asked, sampling, use_tqdm=False)]
+
+
+def traffic(worker: Any) -> dict[str, dict[str, int]]:
+    """Returns the calls of each group of a worker by operation, of those that count them; runs in the worker."""
+    from vllm.distributed import parallel_state
+
+    groups = {name: getattr(parallel_state, f"_{name.upper()}") for name in ("tp", "pp", "dp", "ep")}
+    communicators = {name: getattr(each, "device_communicator", None) for name, each in groups.items()}
+    return {
+        name: {operation: found.calls for operation, found in each.group.traffic().items()}
+        for name, each in communicators.items()
+        if hasattr(each, "group")
+    }
+
+
+def wait_for_the_dead(worker: Any, folder: str) -> None:
+    """Ends the last rank while the others wait: one for it, one for that one, one for nobody; runs in the workers.
+
+    FOLDER/RANK.json has when a wait ended, and with which error; of the last rank when it ended.
+    """
+    import json
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    import torch
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group, get_world_group
+
+    rank = get_world_group().rank
+    if rank == get_world_group().world_size - 1:
+        time.sleep(0.5)  # the others wait
+        Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), ""]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if rank == 0:
+            get_pp_group().device_communicator.recv(torch.Size([3]), torch.float32, 1)
+        else:
+            get_tp_group().all_reduce(torch.ones(3))
+        error = ""
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    Path(folder, f"{rank}.json").write_text(json.dumps([time.time(), error]))
 
 
 def workers() -> list[int]:
@@ -48,13 +99,49 @@ def workers() -> list[int]:
     return sorted(each.pid for each in found if "VLLM::Worker" in " ".join(each.cmdline()))
 
 
+def print_of_replicas(count: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        variables = {
+            "VLLM_DP_SIZE": count,
+            "VLLM_DP_MASTER_IP": "127.0.0.1",
+            "VLLM_DP_MASTER_PORT": free.getsockname()[1],
+        }
+    replicas = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:]],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **{name: str(value) for name, value in variables.items()}, "VLLM_DP_RANK": str(rank)},
+        )
+        for rank in range(count)
+    ]
+    results = []
+    for each in replicas:
+        output, _ = each.communicate()
+        print(output, flush=True) if "RESULT " not in output else None
+        results += [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if "RESULT " in line]
+    if len(results) < count:
+        sys.exit(f"of {count} replicas {len(results)} have a result")
+    whole = {
+        "tokens": [row for each in results for row in each["tokens"]],
+        "traffic": [each["traffic"] for each in results],
+    }
+    print("RESULT " + json.dumps(whole), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("options", type=json.loads)
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--survivors", default="")
+    parser.add_argument("--replicas", type=int, default=1)
     arguments = parser.parse_args()
+    if arguments.replicas > 1 and "VLLM_DP_RANK" not in os.environ:
+        print_of_replicas(arguments.replicas)
+        return
     started = time.monotonic()
     llm = engine(arguments.model, arguments.options)
     result: dict[str, Any] = {"start_s": time.monotonic() - started, "tokens": generate(llm, PROMPTS, NEW_TOKENS)}
@@ -68,6 +155,15 @@ def main() -> None:
         firsts.append(1000 * (time.monotonic() - began))
     if rates:
         result |= {"tokens_per_s": statistics.median(rates), "first_token_ms": statistics.median(firsts)}
+    result["traffic"] = llm.collective_rpc(traffic)
+    if arguments.survivors:
+        began = time.monotonic()
+        try:
+            llm.collective_rpc(wait_for_the_dead, args=(arguments.survivors,))
+            generate(llm, 1, 1)
+            result["error"] = ""
+        except Exception as error:
+            result |= {"error": f"{type(error).__name__}: {error}", "told_s": time.monotonic() - began}
     if arguments.kill:
         victim = workers()[-1]
         os.kill(victim, signal.SIGKILL)

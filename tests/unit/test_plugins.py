@@ -62,3 +62,18 @@ def test_whatever_goes_wrong_leaves_the_engine_alone(
     assert plugins.vllm_platform() is None
     plugins.vllm_general()
     assert [record.getMessage().endswith("as it happens") for record in caplog.records] == [True, True]
+
+
+def test_experts_of_other_ranks_weigh_nothing() -> None:
+    import torch
+
+    from parallel_state.compat.vllm.experts import localized
+
+    weights, ids = torch.tensor([[0.7, 0.3], [0.6, 0.4]]), torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    of_second_rank = torch.tensor([-1, -1, 0, 1])  # of two with two experts each
+    found = localized(weights, ids, of_second_rank, applied_to_input=False)
+    assert torch.equal(found["topk_ids"], torch.tensor([[1, 0], [0, 0]], dtype=torch.int32))
+    assert torch.equal(found["topk_weights"], torch.tensor([[0.7, 0.0], [0.0, 0.4]]))
+    applied = localized(weights, ids, of_second_rank, applied_to_input=True)
+    assert torch.equal(applied["topk_weights"], torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    assert found["apply_router_weight_on_input"] is applied["apply_router_weight_on_input"] is False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,12 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.utils import get_cpu_distributed_timeout_or_none
 
-from device_communicators.cpu.host_memory import HostMemory
-from device_communicators.cpu.native_build import usable_cores
-from device_communicators.cpu.native_group import Members
-from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.registry import unique_name
 from parallel_state.coordinator import GroupCoordinator
 
 
@@ -23,7 +19,8 @@ class Communicator(CpuCommunicator):
     """Carries the collectives and transfers of one of vLLM's groups.
 
     Ranks are ranks in the group, as in vLLM's own. All results are new tensors, but for `broadcast`, which fills its
-    argument. Errors name the ranks that are missing.
+    argument. Errors name the ranks that are missing; the end of any rank of the engine, of this group or not, ends all
+    waits.
     """
 
     supports_tensor_dict = True
@@ -39,7 +36,15 @@ class Communicator(CpuCommunicator):
         DeviceCommunicatorBase.__init__(  # vLLM's own class for CPUs looks for its shared-memory ops next
             self, cpu_group, device, device_group, unique_name, use_all2all=use_all2all
         )
-        self.group = _group_over(cpu_group, device_group, unique_name, self.ranks, self.rank_in_group)
+        timeout = get_cpu_distributed_timeout_or_none() or timedelta(minutes=30)
+        self.group = GroupCoordinator.from_process_group(
+            device_group or cpu_group,
+            cpu_group=cpu_group,
+            device="cpu",
+            name=unique_name.partition(":")[0],
+            timeout=timeout,
+            within=_join(self, timeout),
+        )
         if self.use_all2all:
             from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
 
@@ -81,50 +86,28 @@ class Communicator(CpuCommunicator):
         return self.group.recv_tensor_dict(src) or {}
 
     def destroy(self) -> None:
-        _destroy(self.group)
+        self.group.destroy()
+        _leave(self)
 
 
-def _group_over(cpu_group: Any, device_group: Any, name: str, ranks: list[int], rank: int) -> GroupCoordinator:
-    """Returns a coordinator over process groups that vLLM made; every rank of them calls it."""
-    timeout_s = cpu_group._timeout.total_seconds() if hasattr(cpu_group, "_timeout") else 1800.0
-    members = Members(unique_name(name.partition(":")[0]), tuple(ranks), rank, timeout_s)
-    memory = HostMemory(members, neighbours=_neighbours())
-    memory.attach(cpu_group)
-    find: Callable[[], Any] = lambda: cpu_group  # noqa: E731
-    context = GroupContext(
-        name=members.name,
-        ranks=members.ranks,
-        rank=rank,
-        device=torch.device("cpu"),
-        timeout_s=timeout_s,
-        device_group=device_group,
-        make_cpu_group=find,
-        host_memory=memory,
-    )
-    return GroupCoordinator(context)
+_outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
+"""By torch's default group: the coordinator over it, by which all ranks hear of an end, and who is within."""
 
 
-def _destroy(group: GroupCoordinator) -> None:
-    memory = group.context.host_memory
-    group.destroy()
-    if memory is not None:
-        memory.close()
+def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
+    """Returns the coordinator over the default group, which the first communicator's ranks, all of the engine, make."""
+    everyone = dist.group.WORLD
+    if everyone not in _outer:
+        _outer[everyone] = GroupCoordinator.from_process_group(everyone, name="world", timeout=timeout), set()
+    outer, members = _outer[everyone]
+    members.add(member)
+    return outer
 
 
-_MOST_CORES = 1024
-_NEIGHBOURS: dict[int, tuple[int, ...]] = {}
-
-
-def _neighbours() -> tuple[int, ...]:
-    """Returns the cores, a bit each, of all ranks of the world; they decide how long ranks spin. All ranks call it."""
-    if not dist.is_initialized():
-        return ()
-    size = dist.get_world_size()
-    if size not in _NEIGHBOURS:
-        mine = torch.zeros(_MOST_CORES, dtype=torch.uint8)
-        mine[[core for core in usable_cores() if core < _MOST_CORES]] = 1
-        every = torch.empty(size * _MOST_CORES, dtype=torch.uint8)
-        dist.all_gather_into_tensor(every, mine)
-        masks = every.view(size, _MOST_CORES)
-        _NEIGHBOURS[size] = tuple(sum(1 << core for core in row.nonzero().flatten().tolist()) for row in masks)
-    return _NEIGHBOURS[size]
+def _leave(member: Communicator) -> None:
+    """Ends the coordinator over the default group with the last communicator."""
+    for everyone, (outer, members) in list(_outer.items()):
+        members.discard(member)
+        if not members:
+            del _outer[everyone]
+            outer.destroy()

@@ -1,7 +1,7 @@
 """Decides whether vLLM runs on this library, and puts the message queue in place; imports vLLM.
 
 The platform class and its communicator are found by vLLM itself. The queue has no such hook: modules of vLLM's that
-have imported the class get ours instead.
+have imported the class get ours instead. `experts` mends what would end expert parallelism.
 """
 
 from __future__ import annotations
@@ -64,24 +64,28 @@ def _answer(ask: Any) -> Any:
 
 
 def install() -> str | None:
-    """Replaces vLLM's message queue if the platform is ours; returns what was changed, for the log."""
+    """Replaces vLLM's queue, and mends its experts, if the platform is ours; returns what changed, for the log."""
     from vllm.platforms import current_platform
 
     if type(current_platform).__name__ != _PLATFORM.rpartition(".")[2]:
         return None
     import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
 
+    from parallel_state.compat.vllm import experts
+
     theirs = shm_broadcast.MessageQueue
     if issubclass(theirs, MessageQueue):
         return None
+    experts.install()
     ours = queue_class(theirs)
     for module in list(sys.modules.values()):
         name = getattr(module, "__name__", "")
         if name.startswith("vllm.") and module.__dict__.get("MessageQueue") is theirs:
             module.MessageQueue = ours  # type: ignore[attr-defined]
     return (
-        "groups of CPU workers communicate over shared memory (parallel_state.compat.vllm.communicator), and the "
-        "engine's messages to and from workers of its host take its queue; unset PARALLEL_STATE_PLUGIN to undo both"
+        "groups of CPU workers communicate over shared memory (parallel_state.compat.vllm.communicator), the engine's "
+        "messages to and from workers of its host take its queue, and with expert parallelism the kernel for CPUs gets "
+        "the ids of a rank's own experts; unset PARALLEL_STATE_PLUGIN to undo all of it"
     )
 
 
