@@ -302,6 +302,8 @@ def _master_addr(place: ProcessEnvironment, env: Mapping[str, str]) -> str:
     if place.world_size == 1 or (by_mpi and one_host):
         return LOOPBACK
     # The step of an MPI's proxies may leave out the host of mpirun; only the job's list is the same everywhere.
+    if place.source == "slurm" and not one_host and _get(env, "SLURM_DISTRIBUTION") == "arbitrary":
+        _no_address(place, "with srun's --distribution=arbitrary rank 0 may be on any of the nodes")
     nodelist = _first(env, ("SLURM_JOB_NODELIST",) if by_mpi else ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
     if nodelist:
         return next(expand_hostlist(_get(env, nodelist)), "") or _no_address(place, f"{nodelist} names no host")

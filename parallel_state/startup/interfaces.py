@@ -27,6 +27,7 @@ logger = logging.getLogger("parallel_state")
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _SIOCGIFADDR = 0x8915
+_LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
 class Address(NamedTuple):
@@ -64,7 +65,7 @@ def whereabouts() -> Address:
     """Returns this process' place. May take as long as the host's name takes to resolve."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
-    address = (_ipv4_of(chosen) or "") if chosen else _address_of(name)
+    address = next(_addresses_of(chosen), "") if chosen else _address_of(name)
     return process()._replace(address=address, name=name or "?", interface=chosen or _interface_of(address) or "?")
 
 
@@ -203,6 +204,17 @@ def _ipv4_of(name: str) -> str | None:
     return None
 
 
+def _addresses_of(name: str) -> Iterator[str]:
+    """Yields an interface's addresses that other hosts can reach: that of IPv4 first, as gloo takes it."""
+    ipv4 = _ipv4_of(name)
+    if ipv4 is not None:
+        yield ipv4
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for digits, _, _, scope, _, owner in map(str.split, file):
+            if owner == name and scope != _LINK_LOCAL:
+                yield str(ipaddress.IPv6Address(int(digits, 16)))
+
+
 def _names() -> str:
     """Returns the interfaces beside loopback."""
     with contextlib.suppress(OSError):
@@ -213,7 +225,7 @@ def _names() -> str:
 
 def _interface_of(address: str) -> str | None:
     with contextlib.suppress(OSError):
-        return next((name for _, name in socket.if_nameindex() if _ipv4_of(name) == address), None)
+        return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
     return None
 
 

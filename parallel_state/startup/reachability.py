@@ -29,6 +29,8 @@ _PROOF_BYTES = 16
 _ANSWER_S = 10.0
 """For all answers at most, or half of what is left of the start; a network may be slow to connect."""
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1
+_LOOKS_PER_S = 4096
+"""Of all ranks together at the one store, in large worlds."""
 
 
 def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
@@ -48,20 +50,25 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
         with _Listener(places[rank].address, proof) as listener:
             store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), listener.problem]))
             wait_for(*(f"reach/at/{leader}" for leader in leaders))
-            offers = {leader: json.loads(store.get(f"reach/at/{leader}")) for leader in leaders}
+            offers = _read(store, "reach/at/", leaders)
             left_s = watch.deadline - time.monotonic()
             found = _reach(places, rank, offers, min(_ANSWER_S, left_s / 2))
             store.set(f"reach/found/{rank}", json.dumps(found))
             if rank == leaders[0]:
                 wait_for(*(f"reach/found/{leader}" for leader in leaders))
-                everything = {leader: json.loads(store.get(f"reach/found/{leader}")) for leader in leaders}
-                store.set("reach/verdict", json.dumps(_worst(everything)))
+                store.set("reach/verdict", json.dumps(_worst(_read(store, "reach/found/", leaders))))
             wait_for("reach/verdict")
     else:
         wait_for("reach/verdict")
     verdict = json.loads(store.get("reach/verdict"))
     if verdict is not None:
         raise _not_reached(places, rank, *verdict)
+
+
+def _read(store: dist.Store, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
+    """Returns what all of these ranks have told, in one request."""
+    told = store.multi_get([f"{prefix}{rank}" for rank in ranks])
+    return dict(zip(ranks, map(json.loads, told), strict=True))
 
 
 def leaders_of(places: Mapping[int, Address]) -> list[int]:
@@ -180,7 +187,7 @@ def _wait_for(
         if error is not None or deaths or time.monotonic() >= watch.deadline:
             break
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_S)
+        pause_s = min(2 * pause_s, max(_LONGEST_S, world_size / _LOOKS_PER_S))
     missing: list[int] = []
     with contextlib.suppress(dist.DistError):
         missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]

@@ -12,9 +12,9 @@ torch's own `env://` and `tcp://` rendezvous does the same for one world per pro
 
 How they meet: rank 0 opens a world under a random name, and writes the name to a fixed key. Each other rank enters
 that world with its rank, world size, process and whereabouts, and waits there for rank 0's verdict. Meanwhile rank 0
-keeps a roster of those who came, so that each can watch the processes of its host, from rank 0's on. Then rank 0 takes
-the name away again. A rank that gets no verdict, as that world's rank 0 was killed before, or that of a smaller world,
-watches the key for the next.
+keeps a roster of those who came from each host, so that they can watch each other's processes, rank 0's among them; of
+all ranks there is one at the end, which each reads once. Then rank 0 takes the name away again. A rank that gets no
+verdict, as that world's rank 0 was killed before, or that of a smaller world, watches the key for the next.
 
 Where an agent of torchrun serves the store, the key is the same in each of its rounds: agents count restarts
 differently, one for a failure, the other for a change of members. What is left of an earlier round is a name that
@@ -32,6 +32,7 @@ import secrets
 import select
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ logger = logging.getLogger("parallel_state")
 _PORT_RETRY_S = 5.0
 _GRACE_S = 0.5
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
+_RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up to 30 s
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
@@ -160,6 +162,8 @@ class _Meeting:
 
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
+        self._published: dict[str, int] = {}
+        """How many ranks each roster has."""
         self.processes = Processes(self.own_place)
 
     def open_world(self) -> dist.Store:
@@ -172,7 +176,8 @@ class _Meeting:
         verdict, others = self._judge(world)
         complete = verdict.startswith(_COMPLETE)
         if complete:
-            self._publish_roster(world)
+            everyone = json.dumps({str(rank): list(place) for rank, place in self.places.items()})
+            world.set(_ROSTER, zlib.compress(everyone.encode()).hex())
         world.set(_VERDICT, verdict)
         if not complete:
             for _ in _looks(time.monotonic() + _FAREWELL_S):
@@ -228,13 +233,19 @@ class _Meeting:
         return sorted({*self.processes.ended(), *map(int, by_others)})
 
     def _publish_roster(self, world: dist.Store) -> None:
-        world.set(_ROSTER, json.dumps({str(rank): list(place) for rank, place in self.places.items()}))
+        """Tells the ranks of each host which of them came, where there are new ones: all who can watch each other."""
+        rosters: dict[str, dict[str, list[str]]] = {}
+        for rank, place in self.places.items():
+            rosters.setdefault(place.processes, {})[str(rank)] = list(place)
+        for processes, roster in rosters.items():
+            if self._published.get(processes) != len(roster):
+                self._published[processes] = len(roster)
+                world.set(f"{_ROSTER}/{processes}", json.dumps(roster))
 
     def _read_roster(self, world: dist.Store) -> None:
-        if world.check([_ROSTER]):
-            roster = json.loads(world.get(_ROSTER))
-            self.places = {int(rank): Address.parse(words) for rank, words in roster.items()}
-            self.processes.see(self.places)
+        key = f"{_ROSTER}/{self.own_place.processes}"
+        if world.check([key]):
+            self.processes.see(_places(json.loads(world.get(key))))
 
     def _missing(self, world: dist.Store) -> list[int]:
         return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
@@ -267,7 +278,8 @@ class _Meeting:
                     verdict = world.get(_VERDICT).decode()
                     world.add(_HEARD, 1)
                     if verdict == f"{_COMPLETE} {self.place.world_size}":
-                        self._read_roster(world)
+                        self.places = _places(json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode()))))
+                        self.processes.see(self.places)
                         return world
                     if not verdict.startswith(_COMPLETE):
                         raise self._failure(verdict)
@@ -355,6 +367,10 @@ class _Meeting:
         return kind(
             text, operation="rendezvous", rank=self.place.rank, suspect_ranks=suspects, timeout_s=self.timeout_s
         )
+
+
+def _places(roster: dict[str, list[str]]) -> dict[int, Address]:
+    return {int(rank): Address.parse(words) for rank, words in roster.items()}
 
 
 def _error_of(rank: int, text: str) -> RendezvousError:
@@ -517,12 +533,27 @@ def _whereabouts(deadline: float) -> Address:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    try:
-        found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
-    except OSError as error:
-        raise _error_of(
-            place.rank,
-            f"must meet the others at {address[0]}:{address[1]}, but that name does not resolve ({error}); set "
-            "MASTER_ADDR to an address that every host knows",
-        ) from error
-    return sorted({str(entry[4][0]) for entry in found})
+    """Returns the addresses of a name, which may come late: a pod's name is there once the pod is."""
+    give_up = min(deadline, time.monotonic() + _RESOLVE_S)
+    told = False
+    for _ in _looks(give_up):
+        try:
+            found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
+            return sorted({str(entry[4][0]) for entry in found})
+        except OSError as error:
+            problem = error
+        if not told:
+            told = True
+            logger.warning(
+                "rank %d must meet the others at %s:%d, but that name does not resolve yet (%s); it is tried again for "
+                "%.0f s",
+                place.rank,
+                *address,
+                problem,
+                give_up - time.monotonic(),
+            )
+    raise _error_of(
+        place.rank,
+        f"must meet the others at {address[0]}:{address[1]}, but that name does not resolve ({problem}); set "
+        "MASTER_ADDR to an address that every host knows",
+    ) from problem

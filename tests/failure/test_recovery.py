@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from tests import hosts
 from tests.contract.attempts import attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.ranks import Ranks
@@ -141,6 +142,27 @@ def test_a_stranger_at_the_next_port_does_not_matter(ranks: Ranks, victims: list
     with neighbour_of_a_stranger() as port:
         results = ranks.survivors(_losing, victims, "shared memory", port, False, timeout_s=DEADLINE_S)
     _check(results, "shared memory", [3, 2])
+
+
+def _losing_a_host(victims: list[int]) -> list[Any]:
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(DEADLINE_S)):
+        _start(None)
+        told = [_lose(victims[0]), _go_on(victims[0], 1)]
+        ps.destroy_distributed_environment()
+    return told
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=str)
+def test_hosts_go_on_without_the_rank_that_served_the_store(placement: tuple[int, ...]) -> None:
+    """The next store is on another host, or on the same, at an address that the others reach."""
+    if (problem := hosts.problem()) is not None:
+        pytest.skip(f"two hosts can't be made: {problem}")
+    with hosts.Hosts(2) as made, made.ranks(placement) as ranks:
+        results = ranks.survivors(_losing_a_host, [0], timeout_s=DEADLINE_S)
+    assert sorted(results) == [1, 2, 3]
+    for rank, ((kind, seconds), facts) in results.items():
+        assert kind == "PeerDiedError" and seconds < 1.0 + SLACK_S
+        assert (facts["rank"], facts["size"]) == (rank - 1, 3) and facts["again_s"] < AGAIN_S + SLACK_S
 
 
 @pytest.mark.parametrize(("victims", "route"), on_routes([[0, 0], [1, 0], [3, 1]]), ids=str)

@@ -239,6 +239,15 @@ def test_never_an_empty_address(nodelist):
         detect({**SRUN, "SLURM_STEP_NODELIST": nodelist, "SLURM_JOB_NODELIST": nodelist})
 
 
+def test_an_arbitrary_distribution_needs_an_address():
+    """Rank 0 may be on any node of the list, which is sorted."""
+    arbitrary = {**SRUN, "SLURM_DISTRIBUTION": "arbitrary"}
+    with pytest.raises(SettingError, match=r"arbitrary.*set MASTER_ADDR"):
+        detect(arbitrary)
+    assert detect({**arbitrary, "MASTER_ADDR": "node08"}).master_addr == "node08"
+    assert detect({**SRUN, "SLURM_DISTRIBUTION": "cyclic"}).master_addr == "node07"
+
+
 def test_the_jobs_hosts_where_the_step_has_none():
     assert detect(without(SRUN, "SLURM_STEP_NODELIST")).master_addr == "node03"
 

@@ -1,0 +1,261 @@
+"""Measures how ranks of up to 1,024 find each other over the store, before a backend connects them.
+
+    python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
+    python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
+    python benchmarks/meeting_scaling.py --json FILE --plot FILE.svg
+
+The ranks are stubs: threads of forks of this process, eight to a host, each host with an address of its own. They do
+what `init_distributed_environment` does until torch's `init_process_group`, against the real store: the meeting, the
+watch over the start, and the proof that all hosts reach each other. gloo, which connects every two ranks, is left out.
+
+Counted, in a run that isn't timed: operations on the store, and bytes of their keys and values, of rank 0, of the
+busiest other rank, and of all; and by which power of the number of ranks the sums grow: 1 is linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from init_scaling import commit, machine, start_afresh
+from init_scaling_ranks import CountingStore, TrialFailedError, enter_own_network, run_ranks
+
+from parallel_state.startup import interfaces, reachability, rendezvous
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.interfaces import Address
+from parallel_state.startup.watch import StartWatch
+from parallel_state.tools.bench.picture import Panel, draw
+
+RANKS = (16, 32, 64, 128, 256, 512, 1024)
+PER_HOST = 8
+HOSTS_PER_FORK = 4
+TRIAL_S = 240.0
+
+
+class BytesStore(CountingStore):
+    """Counts bytes, too."""
+
+    connections: list[BytesStore]
+
+    def set(self, key: str, value: Any) -> None:
+        self.counts["bytes"] += len(key) + len(value)
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        found = super().get(key)
+        self.counts["bytes"] += len(key) + len(found)
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        self.counts["bytes"] += len(key) + 8
+        return super().add(key, amount)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        found = super().compare_set(key, expected, desired)
+        self.counts["bytes"] += len(key) + len(expected) + len(desired) + len(found)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        self.counts["bytes"] += sum(map(len, keys)) + 1
+        return super().check(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = super().multi_get(keys)
+        self.counts["bytes"] += sum(map(len, keys)) + sum(map(len, found))
+        return found
+
+    def clone(self) -> BytesStore:
+        store = BytesStore(self.inner.clone())
+        store.connections = self.connections
+        self.connections.append(store)
+        return store
+
+
+class Told(NamedTuple):
+    """Of one rank."""
+
+    seconds: float
+    operations: int
+    bytes: int
+
+
+def host_address(host: int) -> str:
+    return f"10.{200 + host // 65_536}.{host // 256 % 256}.{host % 256}"
+
+
+def give_addresses(hosts: int) -> None:
+    """Gives loopback the address of each host, so that they can connect to each other."""
+    lines = "".join(f"addr add {host_address(host)}/32 dev lo\n" for host in range(hosts))
+    subprocess.run(["ip", "-force", "-batch", "-"], input=lines, text=True, check=False, stderr=subprocess.DEVNULL)
+
+
+def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Callable[[str], None]) -> list[Told]:
+    """All ranks of the hosts that this fork plays; they start together."""
+    ranks = range(fork * HOSTS_PER_FORK * PER_HOST, min(world_size, (fork + 1) * HOSTS_PER_FORK * PER_HOST))
+    own = threading.local()
+    interfaces.whereabouts = lambda: _place_of(own.rank)
+    stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
+    if count:
+        rendezvous._tcp_store = _counting(rendezvous._tcp_store, own, stores)
+    rendezvous._within = lambda deadline, make, grace_s=0.0: make()  # in the rank's own thread, which knows its rank
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    told: dict[int, Told | BaseException] = {}
+
+    def rank_body(rank: int) -> None:
+        own.rank = rank
+        try:
+            began = time.monotonic()
+            find_others(rank, world_size, port)
+            seconds = time.monotonic() - began
+            counts = [store.counts for store in stores[rank]]
+            sent = sum(each["bytes"] for each in counts)
+            told[rank] = Told(seconds, sum(each.total() for each in counts) - sent, sent)
+        except BaseException as error:
+            told[rank] = error
+
+    threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mark("met")
+    for rank, each in told.items():
+        if isinstance(each, BaseException):
+            raise RuntimeError(f"rank {rank}: {each}") from each
+    return [told[rank] for rank in ranks]  # type: ignore[misc]
+
+
+def find_others(rank: int, world_size: int, port: int) -> None:
+    """What precedes `init_process_group`."""
+    place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
+    met = rendezvous.meet("env://", place, TRIAL_S)
+    watch = StartWatch(met.store, rank, world_size, met.processes, met.deadline)
+    try:
+        reachability.prove(met.store, rank, met.places, watch)
+        watch.stage(1)
+        watch.stage(2)
+    finally:
+        watch.close()
+
+
+def _place_of(rank: int) -> Address:
+    """As `whereabouts` tells it: ranks of a host can watch each other's processes, and only those."""
+    host = rank // PER_HOST
+    name = f"node-{host:04}.cluster.example"
+    own = interfaces.process()
+    return own._replace(
+        network=f"4:{host}", address=host_address(host), name=name, interface="eth0", processes=str(host)
+    )
+
+
+def _counting(
+    make: Callable[..., Any], own: threading.local, stores: dict[int, list[BytesStore]]
+) -> Callable[..., Any]:
+    def counting(*args: Any, **named: Any) -> BytesStore:
+        store = BytesStore(make(*args, **named))
+        store.connections = stores[own.rank]
+        store.connections.append(store)
+        return store
+
+    return counting
+
+
+def trial(world_size: int, count: bool, deadline: float) -> list[Told]:
+    forks = math.ceil(world_size / (HOSTS_PER_FORK * PER_HOST))
+    results = run_ranks(forks, partial(hosts_of_fork, world_size, count), min(deadline, time.monotonic() + TRIAL_S))
+    return [each for result in results for each in result.value]
+
+
+def measure(world_size: int, repetitions: int, deadline: float) -> dict[str, Any]:
+    seconds = [max(each.seconds for each in trial(world_size, False, deadline)) for _ in range(repetitions)]
+    first, *others = trial(world_size, True, deadline)
+    return {
+        "ranks": world_size,
+        "seconds": [round(each, 3) for each in seconds],
+        "operations": {
+            "rank 0": first.operations,
+            "busiest other": max(each.operations for each in others),
+            "all": first.operations + sum(each.operations for each in others),
+        },
+        "bytes": {
+            "rank 0": first.bytes,
+            "busiest other": max(each.bytes for each in others),
+            "all": first.bytes + sum(each.bytes for each in others),
+        },
+    }
+
+
+def print_rows(rows: Sequence[dict[str, Any]], head: bool = False) -> None:
+    """Operations and KiB: of rank 0, of the busiest other rank, of all ranks."""
+    if head:
+        print(f"{'ranks':>6}{'seconds':>9}{'operations':>12}{'':16}{'KiB':>12}")
+    for row in rows:
+        operations = "".join(f"{each:9}" for each in row["operations"].values())
+        sent = "".join(f"{each / 1024:9.0f}" for each in row["bytes"].values())
+        print(f"{row['ranks']:6}{median(row['seconds']):9.2f}{operations}{sent}", flush=True)
+
+
+def growth(rows: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+    """The power of the number of ranks by which a figure grows from the middle size to the largest."""
+    low, high = rows[len(rows) // 2], rows[-1]
+    return math.log(of(high) / of(low)) / math.log(high["ranks"] / low["ranks"])
+
+
+def picture(rows: Sequence[dict[str, Any]]) -> str:
+    seconds = {"all ranks have met": [(row["ranks"], median(row["seconds"])) for row in rows]}
+    panels = [Panel("until all ranks have met", seconds, "s", str)]
+    for kind, title in (("operations", "operations on the store"), ("bytes", "bytes to and from the store")):
+        lines = {name: [(row["ranks"], row[kind][name]) for row in rows] for name in rows[0][kind]}
+        panels.append(Panel(title, lines, "", str))
+    return draw(panels, [name for panel in panels for name in panel.lines])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="world sizes, multiples of 8")
+    parser.add_argument("--repetitions", type=int, default=3, help="of each timed trial; the median counts")
+    parser.add_argument("--deadline-s", type=float, default=1800)
+    parser.add_argument("--json", type=Path, help="write raw samples here")
+    parser.add_argument("--plot", type=Path, help="write a picture here, as SVG")
+    parser.add_argument("--commit", help="what git says, if it can't be asked")
+    options = parser.parse_args()
+    start_afresh()
+    if not enter_own_network():
+        sys.exit("this needs a network namespace of its own, in which hosts have addresses: root, or user namespaces")
+    give_addresses(max(options.ranks) // PER_HOST)
+    deadline = time.monotonic() + options.deadline_s
+    rows: list[dict[str, Any]] = []
+    failure = ""
+    for world_size in options.ranks:
+        try:
+            rows.append(measure(world_size, options.repetitions, deadline))
+            print_rows(rows[-1:], len(rows) == 1)
+        except TrialFailedError as error:
+            failure = f"{world_size} ranks: {error}"
+            break
+    if len(rows) > 2:
+        for kind in ("operations", "bytes"):
+            power = growth(rows, lambda row, kind=kind: row[kind]["all"])  # type: ignore[misc]
+            print(f"{kind} of all ranks grow by the power {power:.2f} of the number of ranks")
+    result = {"benchmark": "meeting_scaling", "commit": options.commit or commit(), "machine": machine(), "rows": rows}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot and rows:
+        options.plot.write_text(picture(rows))
+    if failure:
+        sys.exit(f"failed: {failure}")
+
+
+if __name__ == "__main__":
+    main()
