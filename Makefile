@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
-.PHONY: demo check test test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
+.PHONY: demo check test test-clusters clusters test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -51,7 +51,7 @@ test: references
 	$(BIN)/python -m tests.lanes lint $(ARGS)
 
 # In full, which takes hours: all seeds, sizes and pairs; and what of the code no other target meets.
-LONG := long-lanes versions
+LONG := long-lanes versions clusters
 test-long: lint references $(LONG)
 
 long-lanes: $(STAMP)
@@ -60,6 +60,14 @@ long-lanes: $(STAMP)
 # A part of test-long: the C++ of the CPU path under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer.
 sanitize: $(STAMP)
 	FAILURE_TESTS=long $(BIN)/python -m pytest tests/unit/test_cpu_sanitizers.py $(ARGS)
+
+# Real launchers on hosts that are network namespaces: fetches MPICH, Open MPI, Intel MPI, Ray and SLURM where it can.
+test-clusters: $(STAMP)
+	$(BIN)/python -m tests.clusters.install
+	$(BIN)/python -m pytest tests/clusters tests/unit/test_hostlists.py --durations=10 $(ARGS)
+
+clusters:
+	@FAILURE_TESTS=long $(MAKE) --no-print-directory test-clusters
 
 versions: $(STAMP)
 	$(BIN)/python -m tests.versions

@@ -1,0 +1,91 @@
+"""Fetches the launchers that the tests start: MPICH, Open MPI, Intel MPI and Ray from PyPI, SLURM from Debian.
+
+    python -m tests.clusters.install            # each into an environment of its own, in the user's cache
+    python -m tests.clusters.install show
+
+What is there stays. SLURM comes by `apt-get install`, where this is a Debian and root may; what can't be had is
+said with the reason, and its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from parallel_state.tools.bench.peers import MPIS
+
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state" / "launchers"
+RAY = "ray==2.60.0"
+WHEELS = {**{mpi.folder: mpi.requirement for mpi in MPIS}, "ray": RAY}
+PROGRAMS = {"ray": "ray"}
+"""What each has in its `bin`; else `mpiexec`."""
+DEBIAN = ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge")
+PIP_S = 900
+
+
+def path_of(name: str, word: str | None = None) -> Path:
+    """The path of a program of a launcher, whether it is there or not."""
+    return FOLDER / name / "bin" / (word or PROGRAMS.get(name, "mpiexec"))
+
+
+@cache
+def missing(name: str) -> str | None:
+    """Why a launcher can't be started here; None where it can."""
+    if name == "slurm":
+        absent = [word for word in ("slurmctld", "slurmd", "srun", "munged") if _which(word) is None]
+        return f"{', '.join(absent)} not found (make test-clusters installs them on a Debian)" if absent else None
+    return None if path_of(name).exists() else f"{name} is not installed (make test-clusters does)"
+
+
+def _which(word: str) -> str | None:
+    return shutil.which(word, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def install() -> list[str]:
+    """Installs what is missing; returns what could not be, with the reason."""
+    problems = [problem for name, wheel in WHEELS.items() if missing(name) for problem in _wheel(name, wheel)]
+    if missing("slurm"):
+        problems += _debian()
+    missing.cache_clear()
+    return problems
+
+
+def _wheel(name: str, wheel: str) -> list[str]:
+    folder = FOLDER / name
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=PIP_S)
+    alone = [] if name == "ray" else ["--no-deps"]  # an MPI's launcher needs none of its library's
+    done = subprocess.run(
+        [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q", *alone, wheel],
+        capture_output=True, text=True, timeout=PIP_S,
+    )  # fmt: skip
+    if done.returncode != 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        return [f"{name}: {reasons[0] if reasons else 'pip failed'}"]
+    if name == "ray":  # its actors import torch and this project from the Python of the tests
+        site = next((folder / "lib").glob("python*/site-packages"))
+        folders = [path for path in sys.path if path.endswith("-packages")]
+        (site / "torch_of_the_caller.pth").write_text("".join(f"{each}\n" for each in folders))
+    return []
+
+
+def _debian() -> list[str]:
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return ["slurm: needs a Debian, and root"]
+    command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *DEBIAN]
+    done = subprocess.run(
+        ["sh", "-c", f"apt-get update -q && {' '.join(command)}"],
+        capture_output=True, text=True, timeout=PIP_S, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+    )  # fmt: skip
+    return [] if done.returncode == 0 else [f"slurm: apt-get: {done.stderr.strip().splitlines()[-1:]}"]
+
+
+if __name__ == "__main__":
+    for found in [] if sys.argv[1:] == ["show"] else install():
+        print(f"could not get {found}")
+    for each in (*WHEELS, "slurm"):
+        print(f"{each}: {missing(each) or 'there'}")

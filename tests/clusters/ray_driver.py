@@ -1,0 +1,78 @@
+"""A driver that starts ranks as actors, as engines' Ray executors do; runs in Ray's own Python, on the first host.
+
+    python -m tests.clusters.ray_driver FOLDER [--kill RANK]
+
+An actor for each bundle of a placement group, each with one GPU visible. The driver asks where they are, numbers them
+host by host, its own first, and tells all of them the address of rank 0, at a port that its host has free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+SIZE = 4
+DEADLINE_S = 120
+
+
+@ray.remote(num_cpus=1, num_gpus=1, max_restarts=0)
+class Worker:
+    def place(self) -> tuple[str, list[str]]:
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+    def free_port(self, address: str) -> int:
+        with socket.create_server((address, 0)) as probe:
+            return int(probe.getsockname()[1])
+
+    def run(self, folder: str, victim: int, start: tuple[Any, ...]) -> int:
+        from tests.clusters import job
+
+        job.run(Path(folder), victim, start=start)
+        return os.getpid()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--kill", type=int, default=-1)
+    options = parser.parse_args()
+    ray.init(address=os.environ["RAY_AT"], log_to_driver=True)
+    group = placement_group([{"CPU": 1, "GPU": 1}] * SIZE, strategy="PACK")
+    ray.get(group.ready(), timeout=DEADLINE_S)
+    workers = [
+        Worker.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index)).remote()
+        for index in range(SIZE)
+    ]
+    places = ray.get([worker.place.remote() for worker in workers], timeout=DEADLINE_S)
+    own = ray.util.get_node_ip_address()
+    order = sorted(range(SIZE), key=lambda index: (places[index][0] != own, places[index]))
+    workers, places = [workers[index] for index in order], [places[index] for index in order]
+    address = places[0][0]
+    port = ray.get(workers[0].free_port.remote(address), timeout=DEADLINE_S)
+    seen: Counter[str] = Counter()
+    calls = []
+    for rank, (worker, (host, _)) in enumerate(zip(workers, places, strict=True)):
+        start = (SIZE, rank, f"tcp://{address}:{port}", seen[host])
+        seen[host] += 1
+        calls.append(worker.run.remote(options.folder, options.kill, start))
+    ends = []
+    for call in calls:
+        try:
+            ray.get(call, timeout=DEADLINE_S)
+            ends.append("ok")
+        except ray.exceptions.RayActorError:
+            ends.append("died")
+    Path(options.folder, "driver.json").write_text(json.dumps({"ends": ends, "gpus": [gpus for _, gpus in places]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Every launcher of the table starts TP 2 x PP 2 over two hosts; a rank that is killed is named by all others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.clusters.cluster import DEMO, JOB, Cluster, Ended
+from tests.clusters.launchers import LAUNCHERS, Launcher, logs
+from tests.clusters.slurm import Slurm
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 180.0
+SOON_S = 5.0
+
+
+def run(
+    launcher: Launcher, cluster: Cluster, program: Sequence[str], enough: Callable[[], bool] = lambda: False
+) -> list[Ended]:
+    """How the launcher's commands ended; those that are left once it is `enough` are killed, and not among them."""
+    with Slurm(cluster) if launcher.needs == "slurm" else contextlib.nullcontext():
+        commands = launcher.start(cluster, program)
+        until = time.monotonic() + DEADLINE_S
+        while any(command.runs for command in commands) and not enough():
+            assert time.monotonic() < until, f"not done within {DEADLINE_S:g} s\n{logs(cluster)}"
+            time.sleep(0.05)
+        return [command.end(1.0) for command in commands if not command.runs]
+
+
+def told(cluster: Cluster, ranks: Sequence[int] = range(4)) -> dict[int, Any]:
+    files = {rank: cluster.folder / f"{rank}.json" for rank in ranks}
+    absent = [rank for rank, file in files.items() if not file.exists()]
+    assert not absent, f"ranks {absent} told nothing\n{logs(cluster)}"
+    return {rank: json.loads(file.read_text()) for rank, file in files.items()}
+
+
+def printed(cluster: Cluster) -> str:
+    """All that the job's ranks have printed, wherever the launcher left it."""
+    files = [*cluster.folder.glob("command.*"), *cluster.folder.glob("job.log")]
+    return "".join(file.read_text(errors="replace") for file in files)
+
+
+def check(facts: dict[int, Any], source: str) -> None:
+    """TP within a host, PP between the two."""
+    for rank, each in facts.items():
+        host = rank // 2
+        assert each["source"] == source
+        assert (each["rank"], each["size"], each["local_rank"]) == (rank, 4, rank % 2)
+        assert each["host"] == f"n{host + 1}"
+        assert each["nodes"] == [[0, 1], [2, 3]]
+        assert each["tp"] == [2 * host, 2 * host + 1] and each["pp"] == [rank % 2, rank % 2 + 2]
+        assert each["sums"] == [6.0, 4.0 * host + 1, 2.0 * (rank % 2) + 2]
+        assert each["got"] == ([0, 1] if host else None)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_a_job_over_two_hosts(cluster: Cluster, launcher: Launcher) -> None:
+    if problem := launcher.problem():
+        pytest.skip(problem)
+    ended = run(launcher, cluster, [*JOB, str(cluster.folder)])
+    check(told(cluster), launcher.source)
+    assert not any(each.code for each in ended), logs(cluster)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launcher, victim: int) -> None:
+    if problem := launcher.problem():
+        pytest.skip(problem)
+
+    def all_told() -> bool:
+        """torchrun's agents would wait for each other's ends for minutes."""
+        files = [cluster.folder / f"{rank}.json" for rank in range(4) if rank != victim]
+        return all(file.exists() and '"error"' in file.read_text() for file in files)
+
+    run(launcher, cluster, [*JOB, str(cluster.folder), "--kill", str(victim)], all_told)
+    facts = told(cluster)
+    check(facts, launcher.source)
+    neighbours = [rank for rank in range(4) if rank // 2 == victim // 2]
+    for rank, each in facts.items():
+        error = each.get("error")
+        if rank == victim or (error is None and rank in neighbours and not launcher.spares_neighbours):
+            continue
+        assert error is not None, f"rank {rank} did not live to tell\n{logs(cluster)}"
+        assert error["kind"] == "PeerDiedError" and error["seconds"] < SOON_S, error
+        if launcher.spares_neighbours:
+            assert error["suspect_ranks"] == [victim], error
+        else:
+            assert victim in error["suspect_ranks"] and set(error["suspect_ranks"]) <= set(neighbours), error
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launcher: Launcher) -> None:
+    if problem := launcher.problem():
+        pytest.skip(problem)
+    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = "15"
+    message = "ranks [3] did not come within 15 s"
+
+    def all_said_so() -> bool:
+        return all(f"RendezvousError: rank {rank} of 4" in printed(cluster) for rank in range(3))
+
+    run(launcher, cluster, [*JOB, str(cluster.folder), "--absent", "3"], all_said_so)
+    output = printed(cluster)
+    for rank in range(3):
+        (line, *_) = [line for line in output.splitlines() if f"RendezvousError: rank {rank} of 4" in line] or [""]
+        assert message in line, f"rank {rank}\n{output}"
+
+
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
+def test_the_demo(cluster: Cluster, launcher: Launcher) -> None:
+    """A real model, TP 2 x PP 2 over the two hosts: every embedding as that of one process."""
+    if problem := launcher.problem():
+        pytest.skip(problem)
+    text = cluster.folder / "text.md"
+    text.write_text("".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40)))
+    ended = run(launcher, cluster, [*DEMO, "--input", str(text)])
+    assert not any(each.code for each in ended), logs(cluster)
+    assert "largest difference" in "".join(each.output for each in ended)
