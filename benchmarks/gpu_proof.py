@@ -86,7 +86,7 @@ class Step:
         arguments = [
             each.replace("OUT", str(out)).replace("RANKS", str(ranks)) for each in (self.dry if dry else self.arguments)
         ]
-        return [sys.executable, str(BENCHMARKS / self.script), *arguments]
+        return [sys.executable, "-u", str(BENCHMARKS / self.script), *arguments]
 
 
 def _tests(name: str, limit_s: float, file: str, *tests: str) -> Step:

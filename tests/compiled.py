@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from device_communicators.cpu import native_build
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
 """Read at the import: some tests set the variable."""
@@ -34,6 +37,11 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
             _forget_old(folder)
     os.utime(target)
     return target
+
+
+def plain_library(make: Callable[[Path], object]) -> Path:
+    """Returns the plain library, compiled without optimisation; `make` writes it where no earlier run has done so."""
+    return kept("plain.so", [native_build.plain_recipe().digest(), shutil.which("c++")], [], make)
 
 
 def _folder() -> Path:

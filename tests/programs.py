@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -166,7 +166,7 @@ def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
 
 
 class _Forked:
-    """As much of a Popen as is asked of one whose output is this process'."""
+    """As much of a Popen as is asked of one whose output is this process' or a file's."""
 
     def __init__(
         self,
@@ -174,16 +174,21 @@ class _Forked:
         env: Mapping[str, str],
         cwd: Path | None = None,
         stdin: int | None = None,
-        stdout: None = None,
-        stderr: None = None,
+        stdout: IO[bytes] | None = None,
+        stderr: int | None = None,
         start_new_session: bool = False,
     ) -> None:
+        assert stderr in (None, subprocess.STDOUT)
         self.returncode: int | None = None
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
             if start_new_session:
                 os.setsid()
+            if stdout is not None:
+                os.dup2(stdout.fileno(), 1)
+            if stderr is not None:
+                os.dup2(1, 2)
             self._run(command, env, cwd)
 
     def _run(self, command: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> None:

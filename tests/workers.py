@@ -32,13 +32,14 @@ PRELOADED = (
     "device_communicators.cpu.host_memory",
 )
 """Imported once, in the fork server. Nothing among it may ask CUDA anything, or no rank could use CUDA."""
+COMPILING = "any test that compiles"
 _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
         "test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers"
     ),
     ("tests.compile.compiler_preload",): (
-        "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models", "test_graph_breaks",
-        "test_ops_registration", "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
+        COMPILING, "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models",
+        "test_graph_breaks", "test_ops_registration", "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip

@@ -357,7 +357,7 @@ def _axes_body() -> str:
     torch._dynamo.reset()
     with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
         x = torch.arange(6.0) + ps.get_rank()
-        compiled = torch.compile(_over_axes, fullgraph=True, backend=_own_backend())
+        compiled = torch.compile(_over_axes, fullgraph=True, backend="aot_eager")
         try:
             compiled(x)
             told = "nothing"

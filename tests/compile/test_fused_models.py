@@ -90,10 +90,16 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)], ids=lambda each: str(each)
+    ("backend", "dtype"),
+    [("aot_eager", torch.float32), pytest.param("inductor", torch.bfloat16, marks=pytest.mark.long)],
+    ids=str,
 )
 def test_llama_on_two_ranks(pools: Pools, backend: str, dtype: torch.dtype) -> None:
-    """Every all-reduce of it is followed by a norm: of this layer, of the next one, or of the model."""
+    """Every all-reduce of it is followed by a norm: of this layer, of the next one, or of the model.
+
+    That inductor runs the pass on two ranks is what the test below shows, on a function that compiles in a fifth of
+    the time; that the pass knows this norm as inductor has it, in bfloat16, is in test_fuse_pass.py.
+    """
     pytest.importorskip("transformers", "5.23", exc_type=ImportError)
     for report, log in pools(2).run(_without_kept_graphs, _llama_body, backend, dtype, tp=2, timeout_s=400):
         assert "0 of" not in report and "kept" not in report, report

@@ -100,6 +100,16 @@ class Member:
         """Whether `peer` can tell this rank something: nobody speaks in a simulated group but itself."""
         return not self.simulated or peer == self.rank
 
+    def shared(self, cases: Sequence[T]) -> Sequence[T]:
+        """Returns this group's part of the cases: a row's groups of several sizes share them, in long runs none does.
+
+        Each row meets every case, each size every value of a long product's axes: what a size changes, the slices and
+        who talks to whom, is the same for all dtypes and ops.
+        """
+        sizes = [size.group for row in ROWS if row.name == self.row for size in sizes_of(row) if size.group > 1]
+        sizes = sizes or [3, 2]  # of the kernels in peer memory
+        return cases if LONG or self.size not in sizes else cases[sizes.index(self.size) :: len(sizes)]
+
     def in_turn(self, cases: Sequence[S], others: Sequence[T]) -> list[tuple[S, T]]:
         """Each case with one of `others` in turn, on another carrier with another one; in long runs, with all.
 

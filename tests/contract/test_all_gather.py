@@ -24,7 +24,7 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 def _body(member: Member) -> None:
     cases = [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
     cases += [(torch.float32, *place) for place in member.along_dims(list(forms()))]
-    for dtype, form, dim in cases:
+    for dtype, form, dim in member.shared(cases):
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
         with member.case(f"{dtype} {form} along dim {dim}"):
@@ -76,7 +76,7 @@ def _v_body(member: Member) -> None:
     cases += [
         (torch.float32, form.shape, dim, sizes) for form, dim in member.along_dims(V_FORMS) for sizes in SIZES_OF_RANKS
     ]
-    for dtype, shape, dim, sizes_of_ranks in cases:
+    for dtype, shape, dim, sizes_of_ranks in member.shared(cases):
         sizes = member.of_ranks(sizes_of_ranks.__getitem__)
         shapes = [with_dim(shape, dim, length) for length in sizes]
         xs = member.of_ranks(

@@ -41,7 +41,7 @@ def _cases(member: Member, layouts: Sequence[str]) -> list[tuple[torch.dtype, st
 
 
 def _body(member: Member) -> None:
-    for dtype, op, form in _cases(member, LAYOUTS):
+    for dtype, op, form in member.shared(_cases(member, LAYOUTS)):
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
         x = xs[member.rank]
         name = f"{op} of {dtype} {form}"
@@ -66,7 +66,7 @@ WRITABLE = [layout for layout in LAYOUTS if layout != "expanded"]
 
 
 def _in_place_body(member: Member) -> None:
-    for dtype, op, form in _cases(member, WRITABLE):
+    for dtype, op, form in member.shared(_cases(member, WRITABLE)):
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
         x = xs[member.rank]
         name = f"in place, {op} of {dtype} {form}"

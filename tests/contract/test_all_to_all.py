@@ -29,7 +29,7 @@ def _body(member: Member) -> None:
     cases = [(*case, *dims) for case, dims in member.in_turn(EVERY_DTYPE, list(itertools.product((0, -1), (0, -1))))]
     places = member.in_turn(member.along_dims(list(forms(SLICES))), range(12))  # 2, 4 and 6 dims by both names
     cases += [(torch.float32, form, dim, form.dims[turn % len(form.dims)]) for (form, dim), turn in places]
-    for dtype, part, scatter_dim, gather_dim in dict.fromkeys(cases):
+    for dtype, part, scatter_dim, gather_dim in member.shared(list(dict.fromkeys(cases))):
         form = Form(multiplied(part.shape, scatter_dim, member.size), part.layout)
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
@@ -55,7 +55,7 @@ def _rows_body(member: Member, pattern: str) -> None:
     cases = [(dtype, *each) for each, dtype in member.in_turn(rows, (torch.float32, torch.bool))]
     if pattern == "uneven":
         cases += [(dtype, *each) for dtype, each in member.in_turn(MOVABLE, rows)]
-    for dtype, columns, layout in cases:
+    for dtype, columns, layout in member.shared(cases):
         xs = member.of_ranks(
             lambda rank, dtype=dtype, columns=columns, layout=layout: _rows(
                 sum(table[rank][: member.size]), columns, dtype, layout, rank

@@ -52,7 +52,7 @@ def _pairs(group: ps.GroupCoordinator, x: Tensor, dim: int, op: str) -> list[tup
 def _body(member: Member) -> None:
     cases = [(*number, *place) for number, place in member.in_turn(EVERY_NUMBER, ITS_FORMS)]
     cases += [(torch.float32, "sum", *place) for place in itertools.product((*FORMS, *EMPTY), (0, -1))]
-    for dtype, op, form, dim in cases:
+    for dtype, op, form, dim in member.shared(cases):
         x = _numbers(form, dtype, member.rank)
         with member.case(f"{dtype} {form} along {dim}, {op}"):
             pairs = _pairs(member.group, x, dim, op)

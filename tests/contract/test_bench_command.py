@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,8 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-COMMAND = [sys.executable, "-m", "parallel_state", "bench"]
-
 
 BEFORE = """
 import torch._inductor.compile_fx, torch.distributed.fsdp
@@ -81,19 +77,17 @@ def test_control_c_ends_all_and_leaves_an_earlier_report(tmp_path: Path) -> None
 
     page.write(tmp_path, findings())
     before = {name: (tmp_path / name).read_bytes() for name in FILES}
-    command = [*COMMAND, "--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    words = ["bench", "--quick", "--no-peers", "--ranks", "2", "--report", str(tmp_path)]
+    process = Program("import os\nos.setsid()\n" + module("parallel_state", words), environment())
     workers: list[int] = []
     deadline = time.monotonic() + 120
     while len(workers) < 4 and time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(0.05)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         workers = [int(pid) for pid in children.read_text().split()]
     time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    os.kill(process.pid, signal.SIGINT)
+    said, _ = process.communicate(60)
     assert process.returncode == 130, said
     assert "the report of 2030-01-01 00:00 UTC stays" in said
     assert {name: (tmp_path / name).read_bytes() for name in FILES} == before

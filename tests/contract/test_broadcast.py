@@ -12,7 +12,7 @@ EVERY_FORM = [(torch.float32, form) for form in forms()]
 
 
 def _body(member: Member) -> None:
-    for src, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM):
+    for src, (dtype, form) in member.with_roots(member.shared(EVERY_DTYPE + EVERY_FORM)):
         xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
         x = xs[member.rank]
         with member.case(f"{dtype} {form} from rank {src}"):
@@ -27,7 +27,7 @@ def test_broadcast(carrier: Carrier) -> None:
 
 
 def _in_place_body(member: Member) -> None:
-    for src, (dtype, form) in member.with_roots(EVERY_DTYPE + EVERY_FORM):
+    for src, (dtype, form) in member.with_roots(member.shared(EVERY_DTYPE + EVERY_FORM)):
         xs = [any_bytes(form, dtype, rank, salt=src) for rank in range(member.size)]
         x = xs[member.rank]
         if form.layout == "expanded":

@@ -1,19 +1,20 @@
 """Programs that other people's launchers start, over `backend="parallel_state"`: the numbers that gloo gives them.
 
 Each is a small script in a temporary folder. What it has of this library is the import, and the backend's name. Its
-ranks train over this backend, and then over gloo.
+ranks train over this backend, and then over gloo. The launcher is a fork that has torch imported, as are the ranks that
+it starts.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.programs import Program, module
 
 pytestmark = pytest.mark.slow
 
@@ -129,17 +130,16 @@ torch.save(found, f"{sys.argv[1]}/{os.environ['RANK']}.pt")
 """
 
 
-def _compare(command: list[str], script: str, folder: Path, **variables: str) -> None:
-    """Two ranks have one order to add in: nothing may differ by a bit."""
+def _compare(command: list[str], script: str, folder: Path, before: str = "", **variables: str) -> None:
+    """Two ranks have one order to add in: nothing may differ by a bit. `before`: what the launcher runs first."""
     (folder / "script.py").write_text(script + _BOTH)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    process = subprocess.run(
-        [sys.executable, "-m", *command, str(folder / "script.py"), str(folder)],
-        cwd=folder, env={**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
-        capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stdout + process.stderr
+    name, *words = command
+    code = f"import os\nos.chdir({str(folder)!r})\n" + module(name, [*words, str(folder / "script.py"), str(folder)])
+    program = Program(before + code, {**environment, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables})
+    said = "".join(program.communicate(DEADLINE_S))
+    assert program.returncode == 0, said
     for rank in range(2):
         found, expected = torch.load(folder / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -153,7 +153,8 @@ def test_torchrun(tmp_path: Path) -> None:
 def test_accelerate_launch(tmp_path: Path) -> None:
     # `--cpu` is for one process, or for mpirun's; this is the launcher of several, and the script asks for the CPU.
     options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    _compare(["accelerate.commands.launch", *options], ACCELERATE, tmp_path)
+    imports = "import accelerate, accelerate.utils\n"  # once, rather than in each rank
+    _compare(["accelerate.commands.launch", *options], ACCELERATE, tmp_path, imports)
 
 
 @pytest.mark.long

@@ -704,7 +704,7 @@ def test_functions(pools: Pools, program: Callable[..., Any], size: int) -> None
 
 
 def _compiled(call: Callable[..., Any], *args: Tensor, **options: Any) -> tuple[Any, str]:
-    """What it gives when inductor has compiled it, and the one piece of code that inductor wrote.
+    """Returns what it gives when inductor has compiled it, and the one piece of code that inductor wrote.
 
     The kernels in it are compiled once, for all ranks.
     """

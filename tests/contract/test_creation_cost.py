@@ -19,6 +19,7 @@ import torch
 import parallel_state as ps
 from benchmarks.init_scaling_ranks import Cost, cost_of_start
 from tests import hosts
+from tests.extent import LONG
 from tests.programs import Program, script
 from tests.workers import WorkerPool
 
@@ -32,6 +33,8 @@ SIZES = {
     "context_parallel_size": 2,
     "expert_model_parallel_size": 8,
 }
+ROUNDS = (20, 100) if LONG else (10, 40)
+"""After which nothing may be added, and all."""
 AGREEMENT = 9  # operations on the store that the last of the ranks to come needs, which has the most to do
 
 
@@ -101,7 +104,7 @@ def _again_and_again(world_too: bool, settled: int, rounds: int) -> tuple[Footpr
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_too", "settled_at", "rounds"),
-    [(False, 20, 100), (True, 20, 100)],
+    [(False, *ROUNDS), (True, *ROUNDS)],
     ids=["division", "world and division"],
 )
 def test_nothing_stays_of_groups_that_ended(pools: Pools, world_too: bool, settled_at: int, rounds: int) -> None:

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,20 +74,13 @@ PROGRAMS = [block for block in PYTHON if block.how == "run: program" or block.pa
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=str)
 def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
-    """The front page's as a user starts it; the others are forks, and so are their fork servers."""
+    """They are forks, and so are their fork servers: a user's interpreter and launch are in test_launch.py."""
     (tmp_path / "program.py").write_text(block.code)
     (expected,) = re.findall(r"print\(launch\(.*#\s+(\[.*\])$", block.code, flags=re.MULTILINE)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if block.page == "README.md":
-        done = subprocess.run(
-            [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        program = Program(FORK_SERVERS + script(tmp_path / "program.py", []), environment)
-        out, err = program.communicate(120)
-        code = program.returncode
-    assert code == 0, err
+    program = Program(FORK_SERVERS + script(tmp_path / "program.py", []), environment)
+    out, err = program.communicate(120)
+    assert program.returncode == 0, err
     # gloo of torch 2.10 prints lines of its own.
     assert [line for line in out.splitlines() if not line.startswith("[Gloo]")] == [expected]
 

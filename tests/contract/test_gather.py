@@ -13,7 +13,7 @@ EVERY_DTYPE = [(dtype, form) for dtype in MOVABLE for form in (Form((5, 3), "tra
 def _body(member: Member) -> None:
     cases = [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
     cases += [(torch.float32, *place) for place in member.along_dims(list(forms()))]
-    for dst, (dtype, form, dim) in member.with_roots(cases, range(member.size)):
+    for dst, (dtype, form, dim) in member.with_roots(member.shared(cases), range(member.size)):
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: any_bytes(form, dtype, rank))
         x = xs[member.rank]
         with member.case(f"{dtype} {form} along dim {dim} to rank {dst}"):

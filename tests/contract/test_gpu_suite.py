@@ -17,12 +17,14 @@ import torch
 from parallel_state.tools.bench.teams import python_path
 from tests import nccl_stand_in
 from tests.extent import LONG
+from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY_S = 550
 
 
-def run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, **variables: str) -> str:
+    """Returns what pytest says of tests/gpu; it runs in a fork that has torch imported, as has its fork server."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
     environment = {
         **kept,
@@ -31,16 +33,19 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
         "COLUMNS": "500",
         **variables,
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DRY_S)
+    words = ["-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
+    code = f"import os, pytest, sys\nos.chdir({str(ROOT)!r})\nsys.exit(pytest.main({words!r}))\n"
+    program = Program(FORK_SERVERS + code, environment)
+    said = "".join(program.communicate(DRY_S))
+    assert program.returncode == 0, said[-6000:]
+    return said
 
 
 @pytest.mark.slow
 def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
     if nccl_stand_in.compiler() is None:
         pytest.skip("there is no C compiler for the stand-in of NCCL")
-    done = run(tmp_path, GPU_TESTS="dry")
-    assert done.returncode == 0, done.stdout[-6000:]
+    run(tmp_path, GPU_TESTS="dry")
     (file,) = tmp_path.glob("dry-run-*.json")
     content = json.loads(file.read_text())
     assert content["complete"]
@@ -58,9 +63,10 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_the_gpu_days_script_runs_dry(tmp_path: Path, ranks: int) -> None:
     """All stages; of the tests that it would run it looks for the names, as the dry run above runs them all."""
-    command = [sys.executable, "benchmarks/gpu_proof.py", "all", str(tmp_path), "--dry", "--ranks", str(ranks)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DRY_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["all", str(tmp_path), "--dry", "--ranks", str(ranks)]
+    program = Program(script(ROOT / "benchmarks" / "gpu_proof.py", words), {**os.environ, "PYTHONPATH": str(ROOT)})
+    said = "".join(program.communicate(DRY_S))
+    assert program.returncode == 0, said
     content = json.loads((tmp_path / "proof.json").read_text())
     assert content["what"] == "a dry run on the CPU: nothing here was seen on a GPU"
     assert len(content["stages"]) == 10
@@ -77,12 +83,11 @@ def test_the_gpu_days_script_runs_dry(tmp_path: Path, ranks: int) -> None:
 def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run(tmp_path, "-rs", "-vv")
-    assert done.returncode == 0, done.stdout
+    said = run(tmp_path, "-rs", "-vv")
     for name in (name for _, steps in gpu_proof.STAGES for step in steps for name in step.tests):
-        assert f"tests/gpu/{name} SKIPPED" in done.stdout, f"the GPU day's script asks for {name}"
-    assert "needs a GPU: " in done.stdout
-    assert " passed" not in done.stdout
+        assert f"tests/gpu/{name} SKIPPED" in said, f"the GPU day's script asks for {name}"
+    assert "needs a GPU: " in said
+    assert " passed" not in said
     assert not list(tmp_path.iterdir()), "a report of nothing"
 
 
@@ -94,7 +99,7 @@ def test_a_borrowed_environment_has_what_the_package_needs() -> None:
 
 
 def make(*arguments: str, **variables: str) -> str:
-    """What `make` prints."""
+    """Runs `make`, and returns what it prints."""
     environment = {**os.environ, **variables}
     command = ["make", "--no-print-directory", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

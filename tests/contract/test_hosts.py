@@ -6,6 +6,7 @@ such hosts, too.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators.cpu import native
 from tests.contract.attempts import Outcome, attempt, world
+from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, problem
 from tests.programs import FORK_SERVERS, Program
 
@@ -47,7 +49,7 @@ def _carrier(group: ps.GroupCoordinator) -> str:
 
 
 def _inputs(count: int, dtype: torch.dtype, size: int, seed: int = 0) -> list[Tensor]:
-    """What each rank holds: numbers whose sums depend on the order, and on where they are rounded."""
+    """Returns what each rank holds: numbers whose sums depend on the order, and on where they are rounded."""
     generator = torch.Generator().manual_seed(seed + count)
     return [torch.randn(count, generator=generator).to(dtype) for _ in range(size)]
 
@@ -62,25 +64,35 @@ def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
     return sum(others, first).to(inputs[0].dtype)
 
 
-def _bits(placement: Sequence[int]) -> str:
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+COUNTS = (1000, 100_000, 2_300_000)
+"""In one exchange, in slices, in slices of chunks."""
+
+
+def _bits(placement: Sequence[int], cases: Sequence[tuple[torch.dtype, int]]) -> str:
     group = ps.get_tp_group()
     size, rank = group.world_size, group.rank_in_group
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for count in (1000, 100_000, 2_300_000):  # in one exchange, in slices, in slices of chunks
-            inputs = _inputs(count, dtype, size)
-            total = _total(inputs, placement)
-            assert torch.equal(group.all_reduce(inputs[rank]), total), (dtype, count)
-            assert torch.equal(group.all_reduce_(inputs[rank].clone()), total), (dtype, count)
-            rows = count // size
-            found = group.reduce_scatter(inputs[rank][: rows * size])
-            assert torch.equal(found, total[rank * rows : (rank + 1) * rows]), (dtype, count)
+    for dtype, count in cases:
+        inputs = _inputs(count, dtype, size)
+        total = _total(inputs, placement)
+        assert torch.equal(group.all_reduce(inputs[rank]), total), (dtype, count)
+        assert torch.equal(group.all_reduce_(inputs[rank].clone()), total), (dtype, count)
+        rows = count // size
+        found = group.reduce_scatter(inputs[rank][: rows * size])
+        assert torch.equal(found, total[rank * rows : (rank + 1) * rows]), (dtype, count)
     return _carrier(group)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_sums_go_over_hosts_in_order_and_are_rounded_once(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
-    """So all ranks have the same bits: those of this order."""
-    found = on_hosts(placement).run(_bits, placement, tp=len(placement))
+    """So all ranks have the same bits: those of this order.
+
+    Each placement has every count and every dtype, and together they have every pair; in long runs each has all.
+    """
+    turn = PLACEMENTS.index(placement)
+    of_short_runs = [(SUMMED[(at + turn) % len(SUMMED)], count) for at, count in enumerate(COUNTS)]
+    cases = list(itertools.product(SUMMED, COUNTS)) if LONG else of_short_runs
+    found = on_hosts(placement).run(_bits, placement, cases, tp=len(placement))
     assert found == ["hierarchical"] * len(placement)
 
 
@@ -113,7 +125,7 @@ def _mixed(seed: int, calls: int) -> None:
 
 @pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 0, 1, 2, 1)], ids=str)
 def test_mixed_runs(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
-    for seed in range(2):
+    for seed in range(4 if LONG else 1):
         on_hosts(placement).run(_mixed, seed, 60, tp=len(placement))
 
 
@@ -133,26 +145,27 @@ tree for a broadcast goes there twice where they don't."""
 
 def _twice(operation: str, flat: bool) -> None:
     group = ps.get_tp_group()
+    all_of_it = group.route.communicators
     if flat:
-        group.route.communicators = group.route.communicators[-1:]
+        group.route.communicators = all_of_it[-1:]
     CALLS[operation](group, torch.ones(COUNT))
     CALLS[operation](group, torch.ones(COUNT))
     group.barrier()
+    group.route.communicators = all_of_it
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_a_host_sends_once_what_another_needs(hosts: Hosts, operation: str) -> None:
+def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, operation: str) -> None:
     sent = []
-    placement = (0, 0, 1, 1) if operation == "broadcast" else (0, 1, 0, 1)
+    ranks = on_hosts((0, 0, 1, 1) if operation == "broadcast" else (0, 1, 0, 1))
     for flat in (False, True):
-        with hosts.ranks(placement) as ranks:
-            ranks.run(ps.get_tp_rank, tp=4)
-            least = math.inf  # of three: where the machine is busy TCP sends some of it again
-            for _ in range(3):
-                before = hosts.sent_bytes(0)
-                ranks.run(_twice, operation, flat, tp=4)
-                least = min(least, (hosts.sent_bytes(0) - before) / 2 / (4 * COUNT))
-            sent.append(least)
+        ranks.run(_twice, operation, flat, tp=4)  # its connections are made
+        least = math.inf  # of three: where the machine is busy TCP sends some of it again
+        for _ in range(3):
+            before = hosts.sent_bytes(0)
+            ranks.run(_twice, operation, flat, tp=4)
+            least = min(least, (hosts.sent_bytes(0) - before) / 2 / (4 * COUNT))
+        sent.append(least)
     ours, flat_sent = sent
     assert ours == pytest.approx(SENT[operation], rel=0.1)
     assert ours <= SPARED[operation] * flat_sent
@@ -337,6 +350,7 @@ def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
 OWNER = """
 import time
 from tests.contract.test_hosts import _routes
+from tests.extent import LONG
 from tests.hosts import Host, Hosts
 if __name__ == "__main__":
     with Hosts([Host(), Host(own_pids=True)]) as hosts, hosts.ranks([0, 1]) as ranks:

@@ -1,4 +1,7 @@
-"""The demo, as a user starts it: by itself and by torchrun; and that it notices a layer that is wrong."""
+"""The demo, by itself and by torchrun; and that it notices a layer that is wrong.
+
+Its processes are forks; as a user starts it, it runs in test_package.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -70,11 +72,8 @@ def check_report(code: int | None, report: str, errors: str, title: str) -> str:
 
 
 def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *demo_arguments],
-        env=environment(), capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    report = check_report(done.returncode, done.stdout, done.stderr, "TP 2 x PP 2 x DP 1: 4 processes on cpu")
+    code = FORK_SERVERS + script(SCRIPT, demo_arguments)
+    report = check_report(*run_forked(code), "TP 2 x PP 2 x DP 1: 4 processes on cpu")
     assert "embedding, layers 0-2" in report
     # Two all-reduces a layer and one for the embedding, for 4 batches and the one to warm up.
     assert re.search(r"tp \[0, 1\] +all_reduce +35 ", report)

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from device_communicators.cpu import native_build
-from tests.compiled import kept
+from device_communicators.cpu import native, native_build
+from tests import compiled
 
 pytestmark = pytest.mark.slow
 
@@ -67,17 +67,6 @@ if [ "$made" ]; then exec cp "$made" "$out"; fi; : > "$out" """
     return compiler(folder, script)
 
 
-def library(name: str, recipe: native_build.Recipe, wrapper: str = "") -> Path:
-    """Compiles it where no earlier run of the tests has done so from the same sources."""
-    found = native_build.find_compiler()
-    if found is None:
-        pytest.skip("there is no C++ compiler")
-    facts = (*found, recipe.flags, recipe.link_flags, recipe.for_torch)
-    command = (wrapper,) if wrapper else found
-    sources = [path for path in native_build.SOURCES.iterdir() if path.suffix != ".cuh"]
-    return kept(name, facts, sources, lambda path: native_build.compile_library(recipe, path, command))
-
-
 def environment(folder: Path, *borrowed: str) -> Path:
     """Makes an environment that sees these folders of packages, or what this one has installed; returns its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
@@ -88,16 +77,21 @@ def environment(folder: Path, *borrowed: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_library() -> Path:
-    """The library as a wheel brings it."""
-    return library("plain.so", native_build.plain_recipe())
+def plain_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library as a wheel brings it, but for -O0."""
+    if native_build.find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    wrapper = compiler(tmp_path_factory.mktemp("compiler"), 'exec c++ "$@" -O0')
+    recipe = native_build.plain_recipe()
+    return compiled.plain_library(lambda path: native_build.compile_library(recipe, path, [wrapper]))
 
 
 @pytest.fixture(scope="module")
-def full_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library with the ops, as it is compiled where the package is used, but for -O0."""
-    wrapper = compiler(tmp_path_factory.mktemp("compiler"), 'exec c++ "$@" -O0')
-    return library("full.so", native_build.full_recipe(), wrapper)
+def full_library() -> Path:
+    """The library with the ops, which the checkout has compiled for itself."""
+    library = native.load()
+    assert library.has_ops, library.note
+    return library.path
 
 
 @pytest.fixture(scope="module")

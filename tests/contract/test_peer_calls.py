@@ -281,7 +281,7 @@ def test_a_pinned_algorithm_has_one_norm_for_every_size(pools: Pools, env: Env) 
 # Many calls.
 
 
-CALLS = 1000 if LONG else 400
+CALLS = 1000 if LONG else 200
 
 
 def _many_body(env: Env, seed: int) -> int:

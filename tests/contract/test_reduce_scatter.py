@@ -33,7 +33,7 @@ def _body(member: Member) -> None:
     cases = [(*number, *place) for number, place in member.in_turn(EVERY_NUMBER, ITS_FORMS)]
     slices = member.along_dims(list(forms(SLICES)))
     cases += [(dtype, "sum", *place) for place, dtype in member.in_turn(slices, (torch.float32, torch.bool))]
-    for dtype, op, part, dim in cases:
+    for dtype, op, part, dim in member.shared(cases):
         form = Form(multiplied(part.shape, dim, member.size), part.layout)
         xs = member.of_ranks(lambda rank, form=form, dtype=dtype: small_numbers(form, dtype, rank))
         x = xs[member.rank]
@@ -80,7 +80,7 @@ def _v_body(member: Member) -> None:
     along_dims = member.along_dims([Form(shape) for shape in V_SHAPES])
     shapes = [(form.shape, dim, sizes) for form, dim in along_dims for sizes in SIZES_OF_RANKS]
     cases += [(torch.float32, op, *place) for place, op in member.in_turn(shapes, ("sum", "max"))]
-    for dtype, op, shape, dim, all_sizes in cases:
+    for dtype, op, shape, dim, all_sizes in member.shared(cases):
         sizes = member.of_ranks(lambda rank, all_sizes=all_sizes: all_sizes[rank])
         form = Form(with_dim(shape, dim, sum(sizes)))
         if dim < 0 and 0 not in form.shape:

@@ -26,7 +26,7 @@ def _body(member: Member, told: str) -> None:
         cases += [(*case, dim) for case, dim in member.in_turn(EVERY_DTYPE, (0, -1))]
     else:
         cases = cases[::3]  # the same but for a message
-    for src, (dtype, part, dim) in member.with_roots(cases):
+    for src, (dtype, part, dim) in member.with_roots(member.shared(cases)):
         form = Form(multiplied(part.shape, dim, member.size), part.layout)
         x = any_bytes(form, dtype, src)
         with member.case(f"{dtype} {form} along dim {dim} from rank {src}, size told {told}"):

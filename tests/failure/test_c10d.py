@@ -51,7 +51,7 @@ from tests.failure.worlds import (
 
 HERE = tuple(name for name in OPERATIONS if name not in ("all_reduce_add_rms_norm", "send_tensor_dict"))
 DEFAULT = "0"
-"""What torch calls the default group."""
+"""torch's name of the default group."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,7 +144,7 @@ def test_a_death_ends_waits_of_groups_that_it_is_not_in(ranks: Ranks, tmp_path: 
 
 @pytest.fixture(scope="module")
 def rows_that_differ(four: Ranks) -> Any:
-    """What the ranks tell of rows 6 to 10, in one world."""
+    """Returns what the ranks tell of rows 6 to 10, in one world."""
     return calls_over(four, OVER_TORCH)
 
 
@@ -155,7 +155,7 @@ def test_row_46_as_rows_06_to_10_calls_that_differ(rows_that_differ: Any, name: 
 
 @pytest.fixture(scope="module")
 def transfers_that_differ(four: Ranks) -> Any:
-    """What the ranks tell of row 11, in one world."""
+    """Returns what the ranks tell of row 11, in one world."""
     return pairs_over(four, OVER_TORCH)
 
 

@@ -82,7 +82,7 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
         lambda g, x: g.scatter(x.repeat(4) if g.rank == 1 else None, 1, size=x.shape, dtype=x.dtype),
         ("scatter", "scatter")),
 }  # fmt: skip
-"""What the ranks reduce or move, the call of all, the call of rank 2, and words for both."""
+"""By row: what the ranks reduce or move, the call of all, the call of rank 2, and words for both."""
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def _groups(route: str) -> Iterator[Callable[[], Any]]:
 
 
 def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
-    """What came of each call and of the next; whether the tensor is as before; and whether it is rank 0's."""
+    """Returns the outcomes of each call and of the next, if the tensor is as before, and if it is rank 0's."""
     found = {}
     with _groups(route) as new_group:
         for name, (size, usual, other, _) in ROWS.items():
@@ -112,7 +112,7 @@ def _differ(route: str) -> dict[str, tuple[Outcome, Outcome, bool, bool]]:
 
 
 def calls_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, Outcome, bool, bool]]]:
-    """What the ranks tell of all `ROWS`, in one world."""
+    """Returns what the ranks tell of all `ROWS`, in one world."""
     return four.run(_differ, route, timeout_s=len(ROWS) * DEADLINE_S / 4)
 
 
@@ -166,7 +166,7 @@ PAIRS: dict[str, tuple[int, int, torch.dtype]] = {
 
 
 def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
-    """What the sender, rank 0, and the receiver, rank 1, tell; the receiver also whether its buffer is as before."""
+    """Returns what the sender, rank 0, and the receiver, rank 1, tell; the receiver also if its buffer is as before."""
     found = {}
     with _groups(route) as new_group:
         for name, (sent, expected, dtype) in PAIRS.items():
@@ -185,7 +185,7 @@ def _pairs(route: str) -> dict[str, tuple[Outcome, bool]]:
 
 
 def pairs_over(four: Ranks, route: str) -> list[dict[str, tuple[Outcome, bool]]]:
-    """What the ranks tell of all `PAIRS`, in one world."""
+    """Returns what the ranks tell of all `PAIRS`, in one world."""
     return four.run(_pairs, route, timeout_s=len(PAIRS) * DEADLINE_S / 4)
 
 

@@ -208,7 +208,7 @@ def four() -> Iterator[Ranks]:
 
 
 def _told(group: ps.GroupCoordinator, call: Call) -> Outcome:
-    """What came of the call, or, where this rank came through, of the next."""
+    """Returns the outcome of the call, or of the next one if this rank came through."""
     told = attempt(call, group)
     return attempt(group.all_reduce, torch.ones(3)) if told.kind == "ok" else told
 
@@ -229,7 +229,7 @@ def in_a_group(route: str, world: ps.GroupCoordinator, call: Call) -> Outcome:
 
 
 def wrong(outcomes: list[Outcome], words: tuple[str, str]) -> list[str]:
-    """What is wrong with what came of a call on the ranks."""
+    """Returns what is wrong with the outcomes of a call on the ranks."""
     texts = []
     for rank, told in enumerate(outcomes):
         named = all(word in told.text for word in words) and (words[0] != words[1] or told.text.count(words[0]) > 1)

@@ -14,7 +14,7 @@ import torch
 
 from device_communicators.cpu import native
 from device_communicators.cuda import nccl_library
-from tests import nccl_stand_in
+from tests import nccl_stand_in, workers
 from tests.extent import LONG
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
@@ -52,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if repeating:
         config.hook.pytest_deselected(items=repeating)
         items[:] = [item for item in items if item not in set(repeating)]
+    if DRY:
+        workers.modules_of_tests.add(workers.COMPILING)  # on a GPU no fork server may look for Triton
     ours = [item for item in items if "tests/gpu/" in item.path.as_posix()]
     reason = problem() if ours else None
     for item in ours:
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """Whether a dry run shows nothing by it which another case of the test doesn't: there is no GPU to differ on."""
+    """Returns True if another case of the test shows as much in a dry run, which has no GPU to differ on."""
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         4 in (chosen.get("world"), chosen.get("size"))

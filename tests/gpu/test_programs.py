@@ -15,6 +15,7 @@ import pytest
 
 from parallel_state.tools.bench.teams import python_path
 from tests.gpu.ranks import DRY, needs_a_gpu
+from tests.programs import FORK_SERVERS, Program, module, script
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -26,16 +27,22 @@ TEXT = " ".join(f"The {adjective} {animal} sleeps near the river." for adjective
 )  # fmt: skip
 
 
-def start(*command: object) -> subprocess.CompletedProcess[str]:
-    """Runs Python on `command`, outside of any launcher's environment."""
+def start(*command: object) -> str:
+    """Runs Python on `command`, outside of any launcher's environment, in a dry run by forks; returns its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER)}
     environment |= {"PYTHONPATH": python_path(ROOT, BENCHMARKS), "PARALLEL_STATE_NCCL": "on"}
+    words = [*map(str, command)]
+    if DRY:
+        code = module(words[1], words[2:]) if words[0] == "-m" else script(Path(words[0]), words[1:])
+        program = Program(FORK_SERVERS + code, environment)
+        out, err = program.communicate(DEADLINE_S)
+        assert program.returncode == 0, (out + err)[-6000:]
+        return out
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True,
-        timeout=DEADLINE_S,
-    )  # fmt: skip
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done
+    return done.stdout
 
 
 @pytest.mark.parametrize("flags", [(), ("--compile",), ("--cuda-graph",), ("--compile", "--cuda-graph")], ids=" ".join)
@@ -48,7 +55,7 @@ def test_the_demo(tmp_path: Path, record_property: Callable[[str, object], None]
     text = tmp_path / "text.md"
     text.write_text(TEXT)
     arguments = ("--input", text, "--query", "which animal is quiet?", "--batch-size", "8", "--tp", "2", "--pp", "2")
-    report = start(BENCHMARKS / "inference" / "demo.py", "--device", DEVICE, *arguments, *flags).stdout
+    report = start(BENCHMARKS / "inference" / "demo.py", "--device", DEVICE, *arguments, *flags)
     assert f"4 processes on {DEVICE}" in report
     assert ("layers compiled" in report) == ("--compile" in flags)
     assert ("stages in CUDA graphs" in report) == ("--cuda-graph" in flags)
@@ -69,9 +76,9 @@ def test_the_benchmark(tmp_path: Path, record_property: Callable[[str, object], 
     ranks = () if torchrun else ("--ranks", 2)
     few = ("--rounds", 3, "--round-ms", 1, "--case-s", 2, "--sizes", 1024, 1 << 20, "--operations", "all_reduce")
     modes = ("--modes", "eager") if DRY else ()
-    script = BENCHMARKS / "collectives.py"
-    done = start(*torchrun, script, "--device", DEVICE, *ranks, *few, *modes, "--json", file, "--svg", picture)
-    assert "busbw" in done.stdout
+    benchmark = BENCHMARKS / "collectives.py"
+    said = start(*torchrun, benchmark, "--device", DEVICE, *ranks, *few, *modes, "--json", file, "--svg", picture)
+    assert "busbw" in said
     assert "<polyline" in picture.read_text()
     for row in json.loads(file.read_text())["rows"]:
         assert row["wrong"] == {}

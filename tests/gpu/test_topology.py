@@ -15,6 +15,7 @@ import parallel_state as ps
 from device_communicators.machine.group_topology import agree_on_topology, find_shared_gpus, uuid_of
 from device_communicators.machine.topology import read_topology
 from tests.gpu.ranks import GpuRanks, device, needs_a_gpu, on_gpu
+from tests.gpu.test_programs import start
 
 Gpus = Callable[[int], GpuRanks]
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +35,10 @@ def test_the_driver_tells_its_gpus(record_property: Callable[[str, object], None
 
 @pytest.mark.parametrize("arguments", [[], ["--json", "-"], ["--svg", "-"], ["--probe"]], ids=" ".join)
 def test_the_command(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "parallel_state", "topology", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    out = start("-m", "parallel_state", "topology", *arguments)
+    assert out
     if "--json" in arguments:
-        assert isinstance(json.loads(done.stdout), dict)
+        assert isinstance(json.loads(out), dict)
 
 
 def test_a_record_of_this_machine_says_the_same(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from device_communicators import build_cache, settings
 from device_communicators.cpu import native, native_build
-from tests.compiled import kept
+from tests.compiled import plain_library
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow
@@ -91,7 +91,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (library,) = (folder / "parallel_state").glob("*.so")
         shutil.copy(library, target)
 
-    return kept("plain.so", [native_build.plain_recipe().digest(), shutil.which("c++")], [], compile_it)
+    return plain_library(compile_it)
 
 
 @pytest.fixture(scope="module")
