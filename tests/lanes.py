@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +98,18 @@ def _be_nice(niceness: int) -> None:
         Path("/proc/self/autogroup").write_text(str(niceness))
 
 
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a lane.
+
+    Tests start some hundred interpreters, and each would compile this project's modules anew where the caller wants no
+    bytecode beside them: then it lies in a folder of the lanes.
+    """
+    variables = {**ONE_THREAD, **given}
+    if variables.pop("PYTHONDONTWRITEBYTECODE", ""):
+        variables.setdefault("PYTHONPYCACHEPREFIX", str(LOGS / "bytecode"))
+    return variables
+
+
 class Run:
     """A lane's pytest and its log."""
 
@@ -122,7 +134,7 @@ class Run:
                 command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a Ctrl-C is for this process, which ends the lanes
                 preexec_fn=lambda: _be_nice(lane.niceness),
-                env={**ONE_THREAD, **os.environ},
+                env=environment(os.environ),
             )  # fmt: skip
 
     @property

@@ -33,7 +33,7 @@ SIZES = {
     "context_parallel_size": 2,
     "expert_model_parallel_size": 8,
 }
-ROUNDS = (20, 100) if LONG else (10, 40)
+ROUNDS = (20, 100) if LONG else (8, 28)
 """After which nothing may be added, and all."""
 AGREEMENT = 9  # operations on the store that the last of the ranks to come needs, which has the most to do
 

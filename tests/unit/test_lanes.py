@@ -112,6 +112,14 @@ def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture
     assert [lanes.main(paths, [passes]), lanes.main(paths, [well]), lanes.main(paths, [ill])] == [0, 0, 1]
 
 
+def test_interpreters_keep_their_bytecode() -> None:
+    """In a folder of the lanes where the caller wants none beside the sources; else where Python has it."""
+    kept = lanes.environment({"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"})
+    assert kept.pop("PYTHONPYCACHEPREFIX").startswith(str(lanes.LOGS))
+    assert kept == {**lanes.ONE_THREAD, "OMP_NUM_THREADS": "2"}
+    assert lanes.environment({}) == lanes.ONE_THREAD
+
+
 def test_the_words_of_the_command_line_choose_lanes() -> None:
     assert lanes._chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
     assert lanes._chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])

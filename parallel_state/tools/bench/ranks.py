@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
@@ -328,9 +327,11 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
     sharing = share_gpus() if on_gpu else ""
     os.environ.setdefault(settings.NCCL.name, "on")  # to be measured, whatever the default is
     torch.set_num_threads(1)
+    from torch import _dynamo as dynamo  # takes seconds, which whoever reads rows or asks for help would wait for
+
     for name in ("recompile_limit", "cache_size_limit"):  # a graph for each carrier and operation, by either name
-        if hasattr(torch._dynamo.config, name):
-            setattr(torch._dynamo.config, name, 256)
+        if hasattr(dynamo.config, name):
+            setattr(dynamo.config, name, 256)
     ps.init_distributed_environment(backend="nccl" if on_gpu else "gloo")
     try:
         ps.initialize_model_parallel(ps.get_world_group().world_size, warm_up=True)

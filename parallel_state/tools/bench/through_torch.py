@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import wait_tensor
@@ -83,7 +82,9 @@ class ThroughTorch:
         eager = torch_by_call(operation, dist.group.WORLD, self.size)
         functional = compilable_of_torch(operation, dist.group.WORLD)
         if kind == "compiled":
-            torch._dynamo.reset()
+            from torch import _dynamo as dynamo  # takes seconds, of which other kinds need nothing
+
+            dynamo.reset()
             functional = torch.compile(functional, fullgraph=True)  # waits by itself
         calls: dict[str, Callable[[Tensor], Tensor]] = {
             self.name: eager if kind == "dist" else lambda x: wait_tensor(functional(x))
