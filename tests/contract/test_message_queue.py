@@ -127,7 +127,7 @@ def _pairs(path: str, rank: int, size: int) -> None:
                 work.wait()
             assert all(work.is_completed() for work in [*works, *receipts])
             for src in others:
-                assert [x.unique().tolist() for x in into[src]] == [[src * 10 + i] for i in range(3)]
+                assert all(bool((x == src * 10 + i).all()) for i, x in enumerate(into[src])), (n, src)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -146,7 +146,7 @@ def _huge_both_ways(path: str, rank: int, size: int, blocking: bool) -> None:
             work = ends.isend(x, 1 - rank)
             receipt = ends.irecv_(out, 1 - rank)
         receipt.wait()
-        assert out.unique().tolist() == [1 - rank]
+        assert bool((out == 1 - rank).all())
         if not blocking:
             work.wait()
         _leave_together(ends, size)

@@ -17,6 +17,7 @@ import parallel_state as ps
 from parallel_state import simulate
 from parallel_state import world as startup
 from tests.contract.attempts import Outcome, attempt, environment
+from tests.extent import LONG
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -345,7 +346,7 @@ def _again_and_again(times: int, kept_default_group: str | None) -> list[tuple[i
     return counts
 
 
-@pytest.mark.parametrize(("times", "joins"), [(30, False), (10, True)])
+@pytest.mark.parametrize(("times", "joins"), [(30 if LONG else 10, False), (10, True)])
 def test_descriptors_and_threads_stay_flat(pools: Pools, times: int, joins: bool) -> None:
     """Many worlds in one process, each with its default group, or all of them over one that is not ours."""
     name = f"kept/{uuid.uuid4()}" if joins else None
