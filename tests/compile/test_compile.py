@@ -355,7 +355,7 @@ def _over_axes(x: Tensor) -> Tensor:
 
 def _axes_body() -> str:
     torch._dynamo.reset()
-    with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
+    with world(1, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
         x = torch.arange(6.0) + ps.get_rank()
         compiled = torch.compile(_over_axes, fullgraph=True, backend="aot_eager")
         try:
@@ -372,7 +372,7 @@ def _axes_body() -> str:
 
 def test_getters_of_the_axis_table_compile(pools: Callable[[int], WorkerPool]) -> None:
     """A group that would have to be made while compiling is refused, with what to do."""
-    for told in pools(8).run(_axes_body, timeout_s=120.0):
+    for told in pools(4).run(_axes_body, timeout_s=120.0):
         assert "eager=True" in told, told
 
 

@@ -76,7 +76,7 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, fusion = _llama(dtype), ps.AllReduceFusionPass()
-    compiled = torch.compile(model, fullgraph=True, **_options(backend, fusion))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, **_options(backend, fusion))
     with torch.no_grad():
         for tokens in (5, 9, 12):
             ids = torch.randint(64, (2, tokens), generator=torch.Generator().manual_seed(tokens))

@@ -64,7 +64,9 @@ def test_every_gpu_test_runs_dry_and_is_reported(tmp_path: Path) -> None:
 def test_the_gpu_days_script_runs_dry(tmp_path: Path, ranks: int) -> None:
     """All stages; of the tests that it would run it looks for the names, as the dry run above runs them all."""
     words = ["all", str(tmp_path), "--dry", "--ranks", str(ranks)]
-    program = Program(script(ROOT / "benchmarks" / "gpu_proof.py", words), {**os.environ, "PYTHONPATH": str(ROOT)})
+    program = Program(
+        script(ROOT / "benchmarks" / "gpu_proof.py", words), {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    )
     said = "".join(program.communicate(DRY_S))
     assert program.returncode == 0, said
     content = json.loads((tmp_path / "proof.json").read_text())

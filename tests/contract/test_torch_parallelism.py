@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,16 +95,17 @@ def _sharded(sizes: dict[str, Any], dims: tuple[str, ...], data: str) -> dict[st
             fully_shard(layer, mesh=mesh)
         losses = _train(model, group.rank_in_group, group.world_size)
         weight = model[1].up.weight
+        copies = weight.to_local().numel() * ps.get_world_group().world_size // weight.numel()
         return {
             "losses": losses,
             "weights": {name: value.full_tensor() for name, value in model.state_dict().items()},
-            "dims": (weight.device_mesh.mesh_dim_names, weight.to_local().numel() * 8 // weight.numel()),
+            "dims": (weight.device_mesh.mesh_dim_names, copies),
             "groups": all(weight.device_mesh.get_group(n) is ps.get_group(n).device_group for n in (*dims, "tp")),
         }
 
 
 SHARDED: dict[str, tuple[dict[str, int], tuple[str, ...], str, int]] = {
-    "fsdp": ({"tp": 2, "dp_shard": 4}, ("dp_shard",), "dp", 1),
+    "fsdp": ({"tp": 2, "dp_shard": 2}, ("dp_shard",), "dp", 1),
     "hybrid": ({"tp": 2, "dp_replicate": 2, "dp_shard": 2}, ("dp_replicate", "dp_shard"), "dp", 2),
     "hybrid, one copy": ({"tp": 4, "dp_shard": 2}, ("dp_replicate", "dp_shard"), "dp", 1),
     "hybrid, cp": ({"tp": 2, "dp_replicate": 2, "cp": 2}, ("dp_replicate", "fsdp"), "dp_cp", 2),
@@ -112,8 +114,9 @@ SHARDED: dict[str, tuple[dict[str, int], tuple[str, ...], str, int]] = {
 """Sizes, FSDP's dims, the group whose ranks have different data, and in how many copies the weights are."""
 
 
-PARTS = ("hybrid", "one dim")
-"""Left to long runs: "hybrid, cp" shards and copies as well, and one of its dims is made of two."""
+PARTS = ("hybrid", "hybrid, one copy", "one dim")
+"""Left to long runs: "hybrid, cp" shards and copies as well, and one of its dims is made of two. Meshes with dims of
+one rank are in test_device_mesh.py."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_fully_shard_with_tensor_parallelism(pools: Pools, case: str) -> None:
     reference = _transformer()
     losses, weights = _train(reference), reference.state_dict()
     assert max(losses) - min(losses) > 0.01, "the steps must change something"
-    found = pools(8).run(_sharded, sizes, dims, data, timeout_s=DEADLINE_S)
+    found = pools(math.prod(sizes.values())).run(_sharded, sizes, dims, data, timeout_s=DEADLINE_S)
     mean = torch.tensor([facts["losses"] for facts in found], dtype=torch.float64).mean(0)
     _assert_close(mean, torch.tensor(losses, dtype=torch.float64), "losses")
     for facts in found:
