@@ -153,8 +153,6 @@ def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
         kept = sorted({0, 1, 2, *descriptors})
         for before, after in zip(kept, [*kept[1:], 4096], strict=True):
             os.closerange(before + 1, after)
-        # pytest's own write to descriptors that are closed by now, and will be those of connections.
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         forkserver._forkserver.__init__()  # type: ignore[misc]  # locked by the thread that this one was

@@ -17,14 +17,14 @@ import torch
 from parallel_state.tools.bench.teams import python_path
 from tests import nccl_stand_in
 from tests.extent import LONG
-from tests.programs import FORK_SERVERS, Program, script
+from tests.programs import Program, script
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY_S = 550
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> str:
-    """Returns what pytest says of tests/gpu; it runs in a fork that has torch imported, as has its fork server."""
+    """Returns what pytest says of tests/gpu; it runs in a fork that has torch imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPU_TESTS", "PARALLEL_STATE"))}
     environment = {
         **kept,
@@ -35,7 +35,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
     }
     words = ["-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
     code = f"import os, pytest, sys\nos.chdir({str(ROOT)!r})\nsys.exit(pytest.main({words!r}))\n"
-    program = Program(FORK_SERVERS + code, environment)
+    program = Program(code, environment)  # not its fork server, which would inherit what pytest has open
     said = "".join(program.communicate(DRY_S))
     assert program.returncode == 0, said[-6000:]
     return said
