@@ -135,6 +135,24 @@ def test_float64_is_fused_where_the_norm_is_in_float64() -> None:
     assert _compile(function, _inputs(torch.float64))[1] == {NORM: 1}
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_graph_for_any_number_of_tokens_is_fused(norm: Function) -> None:
+    """The second number has it traced again, for any: the shapes that the pass compares are symbols then."""
+
+    def function(x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor) -> Any:
+        y = residual + group_in_use().all_reduce(x)
+        return norm(y, weight), y
+
+    torch._dynamo.reset()
+    fusion = ps.AllReduceFusionPass()
+    with ps.simulate(1, 2, tensor_model_parallel_size=2).use(), torch.no_grad():
+        compiled = torch.compile(function, backend=fusion.aot_eager, fullgraph=True)
+        for tokens in (5, 9, 12):
+            _same(compiled(*_inputs(tokens=tokens)), function(*_inputs(tokens=tokens)))
+    assert fusion.report.count == 2, fusion.report
+    assert not fusion.report.kept
+
+
 @pytest.mark.parametrize(
     ("norm", "quantise", "dtype", "graph"),
     _in_turn(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import parallel_state as ps
 from tests.compile.test_compile import _log_of
+from tests.extent import LONG
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -76,9 +77,9 @@ def _llama_body(backend: str, dtype: torch.dtype) -> tuple[str, list[tuple[str, 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, fusion = _llama(dtype), ps.AllReduceFusionPass()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, **_options(backend, fusion))
+    compiled = torch.compile(model, fullgraph=True, **_options(backend, fusion))
     with torch.no_grad():
-        for tokens in (5, 9, 12):
+        for tokens in (5, 9, 12) if LONG else (5,):  # a second number has it traced again, for any
             ids = torch.randint(64, (2, tokens), generator=torch.Generator().manual_seed(tokens))
             expected = model(ids).logits
             with _log_of(ps.get_tp_group()) as log:
