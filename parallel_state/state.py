@@ -149,6 +149,8 @@ def init_distributed_environment(
         watcher = None if watch is None else watch.watcher
         pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher, joined=not made_here)
         pool.address = host.address_towards(server or place.master)
+        if met is not None:
+            pool.address = met.address(place.rank, pool.address)
         everyone = list(range(place.world_size))
         world = init_world_group(
             everyone,

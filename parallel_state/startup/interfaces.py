@@ -56,9 +56,14 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
-        return False
+        return is_loopback(self.address)
+
+
+def is_loopback(address: str) -> bool:
+    """Returns True for an address at which no other host reaches this one; names and nothing are none."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return False
 
 
 def whereabouts() -> Address:

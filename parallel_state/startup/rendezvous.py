@@ -87,6 +87,15 @@ class Met(NamedTuple):
     reserved: ReservedPort
     """This process' port for the store of the next world; `places` have those of all ranks."""
 
+    def address(self, rank: int, towards_store: str) -> str:
+        """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
+
+        There the store's name may lead to loopback; it is then what gloo tells the others.
+        """
+        own = self.places.get(rank, Address())
+        several = len({place.network for place in self.places.values()}) > 1
+        return own.address if several and interfaces.is_loopback(towards_store) and own.address else towards_store
+
     @property
     def next_stores(self) -> tuple[str, ...]:
         """Where each rank would serve the next world's store; empty where a launcher, or a file, does."""

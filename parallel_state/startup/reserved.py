@@ -32,10 +32,12 @@ class ReservedPort:
     def beside(cls, server: tuple[str, int], rank: int) -> ReservedPort:
         """Returns a port on the interface that leads to `server`, rank 0's store; none where it can't be had.
 
-        Rank 0's is at the server's own host name or address; where that is a service's in front of this host, which
-        passes on one port only, it stays the server's.
+        Rank 0's is at the server's own host name or address, as are those of its host's ranks where that name leads to
+        loopback; where it is a service's in front of this host, which passes on one port only, rank 0 stays there.
         """
-        host = server[0] if rank == 0 else address_towards(server)
+        host = address_towards(server)
+        if rank == 0 or (_is_loopback(host) and not _is_loopback(server[0])):  # a name that leads to loopback here
+            host = server[0]
         if not host:
             return cls()
         try:
@@ -103,6 +105,12 @@ def leads_here(host: str) -> bool:
             probe.bind(where)
             return True
     return False
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host in ("localhost", "")
 
 
 def _bind(host: str | None) -> socket.socket:

@@ -60,9 +60,9 @@ def test_recovery_over_two_hosts(cluster: Cluster) -> None:
     _recovers(cluster, "n1")
 
 
-def _recovers(cluster: Cluster, address: str) -> None:
+def _recovers(cluster: Cluster, address: str, **variables: str) -> None:
     """Rank 0, which served the store, is killed; the others meet at rank 1's port, also from the other host."""
-    _job(cluster, address, "--kill", "0", "--again")
+    _job(cluster, address, "--kill", "0", "--again", **variables)
     facts = told(cluster)
     assert [facts[rank]["error"]["suspect_ranks"] for rank in (1, 2, 3)] == [[0]] * 3
     again = {rank: facts[rank].get("again") for rank in (1, 2, 3)}
@@ -118,3 +118,4 @@ def test_a_loopback_name(cluster: Cluster) -> None:
         assert "127.0.1.1" in output and "/etc/hosts" in output and "GLOO_SOCKET_IFNAME" in output
     _works(cluster, _job(cluster, cluster.addresses[0], GLOO_SOCKET_IFNAME="eth0"))
     _works(cluster, _job(cluster, "n1", GLOO_SOCKET_IFNAME="eth0"))
+    _recovers(cluster, "n1", GLOO_SOCKET_IFNAME="eth0")

@@ -61,6 +61,14 @@ def test_rank_0_stays_at_the_name_that_the_others_know(monkeypatch: pytest.Monke
     by_name.close()
 
 
+def test_a_name_that_leads_to_loopback_here_is_what_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `127.0.1.1 n1` in rank 0's own /etc/hosts: others reach its neighbours by that name, too."""
+    monkeypatch.setattr(reserved, "address_towards", lambda server: "127.0.0.1")
+    port = ReservedPort.beside(("n1", 29_500), 1)
+    assert port.where.startswith("n1:")
+    port.close()
+
+
 def test_an_address_in_front_of_this_host_passes_on_one_port_only() -> None:
     """That of a service, say: rank 0 stays at the port that is known to lead here."""
     assert ReservedPort.beside(("192.0.2.1", 29_500), 0).where == "192.0.2.1:29500"
