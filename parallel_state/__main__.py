@@ -16,6 +16,10 @@ from importlib import import_module
 PROGRAM = "python -m parallel_state"
 
 COMMANDS = {
+    "check": (
+        "parallel_state.tools.check.command",
+        "will this job work here, and how fast; under any launcher",
+    ),
     "plan": ("parallel_state.tools.plan.command", "groups, warnings and a picture of a layout, before any start"),
     "topology": ("parallel_state.tools.topology", "the GPUs of this machine: NVLink, PCIe, NUMA nodes, peer access"),
     "debug": ("parallel_state.tools.debug", "what each rank did last, by the records in a folder: who is missing"),

@@ -1,0 +1,169 @@
+"""`python -m parallel_state check`: will this job work here, and how fast?
+
+    python -m parallel_state check                                    alone: starts local ranks itself
+    srun … python -m parallel_state check --tp 8 --pp 2               under a launcher, in place of the program
+    torchrun … -m parallel_state check --tp 2                         mpirun …, the same
+
+Looks at launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks, measures the ways
+between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found, why
+it matters and what to do. Under a launcher the first rank prints, for all.
+
+The exit code is 0 where there is nothing worse than a hint, 1 with warnings, 2 with errors (and for options that make
+no sense), the same on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from device_communicators.errors import LayoutError, ParallelStateError, SettingError
+from parallel_state.layout.axes import AXES
+from parallel_state.layout.resolution import resolve_layout
+from parallel_state.startup import environment
+from parallel_state.tools.check import page, rules, system
+from parallel_state.tools.check.evidence import Evidence
+from parallel_state.tools.check.findings import ERROR, EXIT_CODES, finding
+from parallel_state.tools.check.session import Options, Outcome, Report, Session
+from parallel_state.tools.plan.command import STDOUT, write
+
+PROGRAM = "python -m parallel_state check"
+_MOST_RANKS = 64
+_LEAST_S = 5.0
+_START_S = 15.0
+"""For local ranks to start and end, beside the time limit of the check itself."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `check` with these arguments (default: the process's); returns the exit code."""
+    began = time.monotonic()
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.timeout < _LEAST_S:
+        parser.error(f"--timeout must be at least {_LEAST_S:g} seconds, but is {chosen.timeout:g}")
+    given = {axis.name: getattr(chosen, axis.name) for axis in AXES if axis.size_parameter}
+    sizes = {name: size for name, size in given.items() if size is not None}
+    options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
+    if _is_started_by_launcher():
+        if chosen.ranks is not None:
+            parser.error("--ranks is for local ranks; under a launcher it says how many there are")
+        outcome = Session(options, began).run()
+        _show(parser, chosen, outcome)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not outcome.met or outcome.exit_code:
+            os._exit(outcome.exit_code)  # a thread may still wait for what never comes
+        return outcome.exit_code
+    try:
+        ranks = chosen.ranks or _ranks_for(sizes, chosen.order)
+    except LayoutError as error:
+        parser.error(str(error))
+    if not 1 <= ranks <= _MOST_RANKS:
+        parser.error(f"--ranks must be from 1 to {_MOST_RANKS}, but is {ranks}")
+    outcome = _run_locally(ranks, options)
+    _show(parser, chosen, outcome)
+    return outcome.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, and no probe of GPU pairs")
+    parser.add_argument("--ranks", type=int, metavar="N", help="local ranks to start; default: what the "
+                        "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
+    parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
+    sizes = parser.add_argument_group("sizes")
+    for axis in AXES:
+        if axis.size_parameter:
+            short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
+            sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
+                        help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
+    output.add_argument("--html", metavar="FILE", help="a page with a matrix of hosts")
+    return parser
+
+
+def _is_started_by_launcher() -> bool:
+    try:
+        return environment.detect(rendezvous=False).source != "single"
+    except SettingError:
+        return True  # half of its variables; the check says so
+
+
+def _ranks_for(sizes: dict[str, int], order: str | None) -> int:
+    """Returns the least number of ranks that the sizes fit; without sizes one per GPU, else by the cores."""
+    if not sizes:
+        gpus = len(system.gpus().visible)
+        return gpus if gpus > 1 else max(2, min(4, len(os.sched_getaffinity(0))))
+    problem: LayoutError | None = None
+    for ranks in range(1, _MOST_RANKS + 1):
+        try:
+            resolve_layout(ranks, sizes, *filter(None, (order,)))
+            return ranks
+        except LayoutError as error:
+            problem = problem or error
+    raise problem or LayoutError("no number of ranks fits the sizes")
+
+
+def run_local_rank(options: Options, began: float) -> tuple[int, bool, bytes]:
+    """Runs one local rank; for `launch`. `began` is monotonic, which all processes of a host share."""
+    outcome = Session(options, began).run()
+    return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
+
+
+def _run_locally(ranks: int, options: Options) -> Outcome:
+    from parallel_state.launch.launcher import launch
+
+    began = time.monotonic()
+    try:
+        ends = launch(
+            run_local_rank, ranks, args=(options, began), timeout=options.timeout_s + _START_S, name="check"
+        )  # fmt: skip
+    except ParallelStateError as error:
+        return Outcome(EXIT_CODES[ERROR], _not_launched(ranks, options, error, began))
+    exit_code, met, content = next((end for end in ends if end[2]), ends[0])
+    return Outcome(exit_code, msgspec.json.decode(content, type=Report) if content else None, met)
+
+
+def _not_launched(ranks: int, options: Options, error: ParallelStateError, began: float) -> Report:
+    facts = system.collect(time.monotonic() + 3.0)
+    facts.place.world_size = ranks
+    session = Session(options, began)
+    session.facts = facts
+    text = str(error).partition("\nwhere it was:")[0].strip()
+    facts.place.local_world_size = ranks
+    evidence = Evidence([facts], ranks, options.sizes, options.order, met=False)
+    found = [finding("launch-failed", text, hosts=[facts.network.hostname]), *rules.judge(evidence)]
+    return session.report(evidence, found)
+
+
+def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
+    """Writes the report of the rank that has one; that of others who met nobody to stderr, one of each host."""
+    report = outcome.report
+    if report is None:
+        return
+    place = report.ranks[0].place
+    if not outcome.met and place.rank != 0:
+        if place.local_rank == 0:  # one of each host
+            print(page.text(report, width=120), file=sys.stderr)
+        return
+    try:
+        if chosen.json is not None:
+            content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n"
+            write(chosen.json, content)
+        if chosen.html is not None:
+            write(chosen.html, page.html(report))
+    except OSError as error:
+        if error.filename is None:  # stdout's
+            raise
+        parser.error(f"cannot write {error.filename}: {error.strerror}")
+    if STDOUT not in (chosen.json, chosen.html):
+        page.show(report)

@@ -1,0 +1,165 @@
+"""What the rules look at: facts and measurements of all ranks that came, and statistics that outliers don't move."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+from device_communicators.errors import SettingError, format_ranks
+from parallel_state.startup.environment import expand_hostlist
+from parallel_state.tools.check.facts import Facts, Interface, Link, Measured, Traffic
+
+K = TypeVar("K")
+
+_MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that was found. Arrivals have numbers from 1, in the order in which they came."""
+
+    arrivals: Sequence[Facts]
+    world_size: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    order: str | None = None
+    measured: Mapping[int, Measured] = field(default_factory=dict)
+    traffic: Mapping[int, Traffic] = field(default_factory=dict)
+    lost: Mapping[int, str] = field(default_factory=dict)
+    """Arrivals that didn't answer, each with what it was doing last."""
+    met: bool = True
+    """True if ranks could come together at all; else there is this rank only."""
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        return [each.place.rank for each in self.arrivals]
+
+    @cached_property
+    def hosts(self) -> dict[str, list[Facts]]:
+        """Arrivals by host, under names that are unique."""
+        keys: dict[str, list[Facts]] = {}
+        for facts in self.arrivals:
+            keys.setdefault(facts.host_key, []).append(facts)
+        taken: dict[str, int] = {}
+        found = {}
+        for each in keys.values():
+            name = each[0].network.hostname
+            taken[name] = taken.get(name, 0) + 1
+            found[name if taken[name] == 1 else f"{name} ({taken[name]})"] = each
+        return found
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return {each[0].host_key: name for name, each in self.hosts.items()}
+
+    def host(self, facts: Facts) -> str:
+        return self._names.get(facts.host_key, facts.network.hostname)
+
+    def host_of(self, number: int) -> str:
+        return self.host(self.arrivals[number - 1])
+
+    @cached_property
+    def missing(self) -> list[int]:
+        return sorted(set(range(self.world_size)) - set(self.ranks))
+
+    @property
+    def several_hosts(self) -> bool:
+        return len(self.hosts) > 1
+
+    @cached_property
+    def links(self) -> list[Link]:
+        return [link for each in self.measured.values() for link in each.links]
+
+    def expected_host(self, rank: int) -> str:
+        """Returns the host on which the launcher should have started a rank, in words, by what the others know."""
+        for facts in self.arrivals:
+            by_slurm = _slurm_host(facts.place.variables, rank)
+            if by_slurm:
+                return f"host {by_slurm} (by SLURM's node list)"
+        for facts in self.arrivals:
+            place = facts.place
+            first, size = place.rank - place.local_rank, place.local_world_size
+            if size and first <= rank < first + size:
+                return f"host {self.host(facts)}, as ranks {format_ranks(range(first, first + size))}"
+        sizes = {each.place.local_world_size for each in self.arrivals}
+        size = sizes.pop() if len(sizes) == 1 else None
+        if size and all((each.place.rank - each.place.local_rank) % size == 0 for each in self.arrivals):
+            ranks = [each for each in range(rank // size * size, rank // size * size + size) if each < self.world_size]
+            return f"node {rank // size} of {-(-self.world_size // size)} (ranks {format_ranks(ranks)}), " + (
+                "from which nobody came" if not set(ranks) & set(self.ranks) else "where others run"
+            )
+        return "a host that the launcher's variables don't tell"
+
+
+def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
+    """Returns the host of a task by SLURM's variables, for tasks that are dealt out in blocks or in turns."""
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
+    counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
+    if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
+        return ""
+    try:
+        names = list(expand_hostlist(hosts))
+    except SettingError:
+        return ""
+    tasks = [
+        int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(repeat or 1))
+    ]
+    if len(tasks) != len(names) or rank >= sum(tasks):
+        return ""
+    if variables.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
+        dealt = [name for turn in range(max(tasks)) for name, count in zip(names, tasks, strict=True) if turn < count]
+    else:
+        dealt = [name for name, count in zip(names, tasks, strict=True) for _ in range(count)]
+    return dealt[rank]
+
+
+def interface_of(facts: Facts, name: str) -> Interface | None:
+    return next((each for each in facts.network.interfaces if each.name == name), None)
+
+
+def networks_of(interface: Interface) -> set[str]:
+    """Returns the interface's networks, as `10.0.0.0/16`."""
+    found = set()
+    for address in interface.addresses:
+        try:
+            found.add(str(ipaddress.ip_interface(address).network))
+        except ValueError:
+            continue
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
+    """Yields what stands out: key, value, and the median of all.
+
+    A value does if it is `ratio` times the median, and six standard deviations off it, by the median of deviations,
+    which a few bad ones don't move. Of two values the better one is the reference.
+    """
+    if len(values) < 2:
+        return
+    numbers = list(values.values())
+    middle = statistics.median_low(numbers) if high else statistics.median_high(numbers)
+    spread = statistics.median_low([abs(number - middle) for number in numbers]) * _MAD_TO_SIGMA
+    for key, number in values.items():
+        far = number - middle if high else middle - number
+        beyond = number > middle * ratio if high else number * ratio < middle
+        if beyond and far > 6 * spread:
+            yield key, number, middle
+
+
+def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
+    """Returns the keys of each value, the most frequent value first."""
+    found: dict[str, list[K]] = {}
+    for key, value in items.items():
+        found.setdefault(value, []).append(key)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))

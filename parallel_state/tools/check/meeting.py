@@ -1,0 +1,283 @@
+"""Brings the facts of all ranks together before any group is made: over the launcher's store, or rank 0's.
+
+Ranks don't enter under their rank, but as they come: arrival 1, 2, …, so that a rank that comes twice, or isn't of the
+world, is seen as well. The first arrival leads: it keeps the list, decides when to go on, and writes the report. Each
+wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from parallel_state.startup.rendezvous import listen_on
+from parallel_state.startup.watch import in_thread
+from parallel_state.store.client import JOB_STORE
+from parallel_state.tools.check.facts import Facts, Place
+
+T = TypeVar("T")
+
+PAUSE_S = 0.02
+_CONNECT_S = 2.0
+_HANDSHAKE_S = 3.0
+_GRACE_S = 0.5
+_SETTLE_S = 0.2
+_LATE_S = 1.5
+"""For ranks that come beside those that make the world full, where something is wrong already."""
+
+
+class NotMetError(Exception):
+    """This rank can't come to where the others meet."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        """The code of the finding."""
+
+
+class Plan(msgspec.Struct):
+    """What the leader has found when it stopped waiting, for all arrivals."""
+
+    arrivals: list[Facts]
+    """In the order in which they came; arrival n is `arrivals[n - 1]`."""
+    links: list[list[tuple[int, int]]]
+    """Rounds of pairs of arrivals; those of one round measure at once."""
+    leader_time_s: float
+    complete: bool
+
+
+class Meeting:
+    """This rank's end of the store. Every method ends by its deadline."""
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store = dist.PrefixStore(prefix, store)
+        self._kept = store  # torch's prefix doesn't keep a store of Python's alive
+        self.arrival = 0
+
+    @property
+    def leads(self) -> bool:
+        return self.arrival == 1
+
+    def arrive(self, facts: Facts) -> None:
+        self.arrival = int(self._store.add("arrivals", 1))
+        self._store.set(f"arrival/{self.arrival}", msgspec.json.encode(facts).decode())
+
+    def count(self) -> int:
+        """Returns how many came so far."""
+        return int(self._store.add("arrivals", 0))
+
+    def arrivals(self, seen: list[Facts], limit_s: float = 1.0) -> list[Facts]:
+        """Returns `seen` with those that came since."""
+        found = list(seen)
+        for number in range(len(seen) + 1, self.count() + 1):
+            content = self.get(f"arrival/{number}", time.monotonic() + limit_s)
+            if content is None:  # it ended between the two steps
+                break
+            found.append(msgspec.json.decode(content, type=Facts))
+        return found
+
+    def gather(self, world_size: int, deadline: float) -> list[Facts]:
+        """Waits until all ranks of the world came. Every arrival that is there at the end is in it, whatever its rank.
+
+        Returns early where more than expected came, or other sizes: no more waiting would mend that.
+        """
+        found: list[Facts] = []
+        late_until = None
+        while True:
+            found = self.arrivals(found)
+            ranks = {each.place.rank for each in found}
+            if ranks >= set(range(world_size)):
+                return found
+            conflict = len(ranks) < len(found) or any(each.place.world_size != world_size for each in found)
+            if conflict and len(found) >= world_size and late_until is None:
+                late_until = time.monotonic() + _LATE_S
+            now = time.monotonic()
+            if now >= deadline or (late_until is not None and now >= late_until):
+                return found
+            time.sleep(PAUSE_S)
+
+    def settle(self, seen: list[Facts]) -> list[Facts]:
+        """Returns `seen` with those that come a moment after the last that was waited for."""
+        time.sleep(_SETTLE_S)
+        return self.arrivals(seen)
+
+    def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
+        """Adds to a count, and returns once all of it is there, or at the deadline."""
+        count = int(self._store.add(key, amount))
+        for _ in _looks(deadline):
+            if count >= total:
+                return
+            count = int(self._store.add(key, 0))
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, msgspec.json.encode(value).decode())
+
+    def get(self, key: str, deadline: float) -> bytes | None:
+        """Returns what another rank has put there, or None at the deadline."""
+        for _ in _looks(deadline):
+            if self._store.check([key]):
+                return bytes(self._store.get(key))
+        return None
+
+    def take(self, key: str, kind: type[T], deadline: float) -> T | None:
+        content = self.get(key, deadline)
+        return None if content is None else msgspec.json.decode(content, type=kind)
+
+    def take_all(self, name: str, count: int, kind: type[T], deadline: float, skip: int) -> dict[int, T]:
+        """Returns what arrivals from 1 to `count`, but `skip`, have put under `name`; who is late is missing."""
+        found = {}
+        for number in (each for each in range(1, count + 1) if each != skip):
+            value = self.take(f"{name}/{number}", kind, deadline)
+            if value is not None:
+                found[number] = value
+        return found
+
+
+def _looks(deadline: float) -> Iterator[None]:
+    while True:
+        yield
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(PAUSE_S)
+
+
+def open_meeting(place: Place, deadline: float) -> Meeting:
+    """Returns the meeting of the ranks of this job. Raises NotMetError with the reason where it can't be reached."""
+    prefix = f"parallel_state/check/{os.environ.get('TORCHELASTIC_RUN_ID', '') or 0}/" + os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )
+    if place.world_size == 1 and place.rank == 0:
+        return Meeting(dist.HashStore(), prefix)
+    if not place.master_addr or not place.master_port:
+        raise NotMetError(
+            "environment", place.problem or "MASTER_ADDR and MASTER_PORT say where the ranks meet, but aren't set"
+        )
+    address = place.master_addr, place.master_port
+    handed = JOB_STORE.try_get(*address) if place.agent_store else None
+    if handed is not None:
+        return Meeting(handed, prefix)
+    if place.rank == 0 and not place.agent_store:
+        return Meeting(_serve(address, prefix, deadline), prefix)
+    return Meeting(_connect(address, place, deadline), prefix)
+
+
+def _serve(address: tuple[str, int], prefix: str, deadline: float) -> dist.Store:
+    """Serves the store as rank 0; where another process of this job does so already, joins that one."""
+    try:
+        listener = listen_on(None, address[1], 1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return _join_other(address, prefix)
+        raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]}: {error}") from error
+    with listener:
+        _check_own(address, listener, deadline)
+        make = _tcp_store(address, max(1.0, deadline - time.monotonic()), listener.detach())
+    return _within(_HANDSHAKE_S + _GRACE_S, make)
+
+
+def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
+    who = f"port {address[1]} of {socket.gethostname()}"
+    try:
+        store = _within(_HANDSHAKE_S + _GRACE_S, _tcp_store(address, _HANDSHAKE_S))
+        if dist.PrefixStore(prefix, store).check(["arrivals"]):
+            return store
+        text = f"{who} is held by the store of another job"
+    except (OSError, RuntimeError):
+        text = f"{who} is held by another program{_holder(address[1])}"
+    raise NotMetError("port-taken", text)
+
+
+def _holder(port: int) -> str:
+    """Returns the process that listens on a port of this host, in words; empty where that can't be seen."""
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            with open(f"/proc/net/{name}") as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+        except OSError:
+            continue
+        inodes |= {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if any(
+                os.readlink(f"/proc/{pid}/fd/{fd}") in {f"socket:[{inode}]" for inode in inodes}
+                for fd in os.listdir(f"/proc/{pid}/fd")
+            ):
+                with open(f"/proc/{pid}/comm") as file:
+                    return f", {file.read().strip()} (pid {pid})"
+        except OSError:
+            continue
+    return ""
+
+
+def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
+    """Raises NotMetError where a connection to MASTER_ADDR doesn't come to this process."""
+    listener.settimeout(1.0)
+    host = socket.gethostname()
+    try:
+        with socket.create_connection(address, timeout=_CONNECT_S):
+            accepted, _ = listener.accept()
+            accepted.close()
+            return
+    except socket.gaierror as error:
+        raise NotMetError("master-unresolved", f"{address[0]} doesn't resolve on {host}: {error.strerror}") from error
+    except TimeoutError as error:
+        text = f"{address[0]} doesn't lead to {host}, where rank 0 runs: a connection doesn't arrive"
+        raise NotMetError("master-elsewhere", text) from error
+    except OSError as error:
+        text = f"{address[0]} doesn't lead to {host}, where rank 0 runs: {error.strerror or error}"
+        raise NotMetError("master-elsewhere", text) from error
+
+
+def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:
+    """Connects as one of the other ranks, as soon as somebody serves."""
+    where = f"{address[0]}:{address[1]}"
+    server = "the launcher's agent" if place.agent_store else "rank 0"
+    kind, text = "master-refused", ""
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            with socket.create_connection(address, timeout=max(0.05, min(_CONNECT_S, left_s))):
+                pass
+            make = _tcp_store(address, max(1.0, min(_HANDSHAKE_S, left_s)))
+            try:
+                return _within(_HANDSHAKE_S + _GRACE_S, make)
+            except (OSError, RuntimeError):
+                kind, text = "master-stranger", f"a program listens at {where}, but it isn't the store of a job"
+        except socket.gaierror as error:
+            kind, text = "master-unresolved", f"{address[0]} doesn't resolve here: {error.strerror}"
+        except TimeoutError:
+            kind, text = "master-silent", f"packets to {where} get no answer"
+        except ConnectionRefusedError:
+            kind, text = (
+                "master-refused",
+                f"nobody listens at {where}: {server} hasn't come, or is elsewhere",
+            )
+        except OSError as error:
+            kind, text = "master-unreachable", f"there is no way to {where}: {error.strerror or error}"
+        if time.monotonic() + 0.2 >= deadline:
+            raise NotMetError(kind, text)
+        time.sleep(0.1)
+
+
+def _tcp_store(address: tuple[str, int], limit_s: float, listen_fd: int | None = None) -> Callable[[], dist.Store]:
+    timeout = timedelta(seconds=limit_s)
+    return lambda: dist.TCPStore(
+        *address, None, listen_fd is not None, timeout, wait_for_workers=False, master_listen_fd=listen_fd
+    )
+
+
+def _within(limit_s: float, make: Callable[[], T]) -> T:
+    future = in_thread(make, "parallel_state-check-store")
+    if not wait([future], limit_s).done:
+        raise TimeoutError("what is there doesn't answer")
+    return future.result()

@@ -1,0 +1,296 @@
+"""The report for people: tables in the terminal, by rich where that is installed, and a page with a matrix of hosts."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from device_communicators.errors import format_ranks
+from device_communicators.machine.topology import spans
+from parallel_state.tools.check.facts import Facts, Link
+from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding
+from parallel_state.tools.check.rules_speed import groups_of_kind, runs_of
+from parallel_state.tools.check.session import Report
+
+_COLOURS = {ERROR: "red", WARNING: "yellow", INFO: "cyan"}
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MOST_ROWS = 16
+
+
+class Table(NamedTuple):
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def heading(report: Report) -> str:
+    counts = [
+        f"{count} {severity}{'' if count == 1 or severity == INFO else 's'}"
+        for severity in (ERROR, WARNING, INFO)
+        if (count := sum(each.severity == severity for each in report.findings))
+    ]
+    came = len({each.place.rank for each in report.ranks})
+    ranks = f"{report.world_size} ranks" if came == report.world_size else f"{came} of {report.world_size} ranks"
+    hosts = f"{len(report.hosts)} host{'' if len(report.hosts) == 1 else 's'}"
+    sizes = " ".join(f"{name} {size}" for name, size in report.sizes.items())
+    what = ", ".join(counts) or "nothing found that would hinder this job"
+    return f"{ranks} on {hosts}{f', {sizes}' if sizes else ''}: {what} ({report.seconds:.1f} s)"
+
+
+def started_by(report: Report) -> str:
+    facts = report.ranks[0]
+    place = facts.place
+    above = " < ".join(place.started_by[:4])
+    names = {"torchrun": "torchrun's variables (RANK, WORLD_SIZE, …)", "open_mpi": "Open MPI", "pmi": "PMI",
+             "slurm": "SLURM", "launch": "this command", "single": "nobody",
+             "unknown": "contradictory variables"}  # fmt: skip
+    where = (
+        f", meeting at {place.master_addr}:{place.master_port}" if place.master_addr and place.world_size > 1 else ""
+    )
+    return f"started by {names.get(place.source, place.source)} ({above}){where}"
+
+
+def versions(report: Report) -> str:
+    found = report.ranks[0].versions
+    words = [f"torch {found.torch}", f"parallel_state {found.package}", f"Python {found.python}"]
+    words += [f"{name} {value}" for name, value in (("NCCL", found.nccl), ("driver", found.driver)) if value]
+    words.append(f"compiled part {found.compiled}" if found.compiled else "no compiled part")
+    return ", ".join(words)
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """Yields what is shown below the findings."""
+    yield Table("Hosts", ("host", "ranks", "gloo's interface", "cores", "/dev/shm", "GPUs", "core speed"),
+                list(_hosts(report)))  # fmt: skip
+    links = [link for link in report.links if not link.problem]
+    if links:
+        rows = [
+            (_host(report, link.source), _host(report, link.target), f"{link.rtt_us:.0f} µs", _rate(link.bytes_per_s))
+            for link in sorted(links, key=lambda link: link.bytes_per_s)
+        ]  # fmt: skip
+        title = "Links between hosts" + (f", the slowest {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else "")
+        yield Table(title, ("from", "to", "round trip", "one TCP stream"), rows[:_MOST_ROWS])
+    groups = list(_groups(report))
+    if groups:
+        head = ("group", "ranks", "over", "all_reduce of 64 bytes", "bus bandwidth", "answers checked")
+        yield Table("Groups, the slowest of each kind", head, groups)
+
+
+def _host(report: Report, number: int) -> str:
+    return report.evidence.host_of(number)
+
+
+def _hosts(report: Report) -> Iterator[tuple[str, ...]]:
+    evidence = report.evidence
+    numbers = {id(facts): number for number, facts in enumerate(report.ranks, 1)}
+    for name, ranks in evidence.hosts.items():
+        facts = ranks[0]
+        cores = sorted({core for each in ranks for core in each.cpu.affinity})
+        runs = [run.best_ms for each in ranks for run in runs_of(evidence, numbers[id(each)])]
+        models = {device.name for device in facts.gpus.devices}
+        yield (
+            name,
+            format_ranks(sorted(each.place.rank for each in ranks)),
+            f"{facts.network.gloo_interface} {facts.network.gloo_address or '–'}",
+            f"{len(cores)} ({spans(cores)})",
+            _space(facts),
+            f"{len(facts.gpus.visible)} × {models.pop()}" if len(models) == 1 else str(len(facts.gpus.visible) or "–"),
+            f"{max(runs):.2f} ms" if runs else "–",
+        )
+
+
+def _space(facts: Facts) -> str:
+    limits = facts.limits
+    if limits.shm_bytes < 0:
+        return limits.shm_problem or "–"
+    return f"{limits.shm_free_bytes / 2**30:.1f} of {limits.shm_bytes / 2**30:.1f} GiB free"
+
+
+def _groups(report: Report) -> Iterator[tuple[str, ...]]:
+    checks: dict[str, list[int]] = {}
+    for traffic in report.traffic.values():
+        for group in traffic.groups:
+            right, all_of_them = checks.setdefault(group.kind, [0, 0])
+            checks[group.kind] = [right + group.checks - len(group.wrong), all_of_them + group.checks]
+    for kind, groups in groups_of_kind(report.evidence).items():
+        slowest = max(groups.values(), key=lambda group: group.latency_us)
+        rate = min(group.bytes_per_s for group in groups.values())
+        right, all_of_them = checks[kind]
+        yield (
+            f"{kind} ({len(groups)} × {len(slowest.ranks)})",
+            format_ranks(slowest.ranks),
+            slowest.route,
+            f"{slowest.latency_us:.0f} ± {slowest.latency_mad_us:.0f} µs",
+            _rate(rate),
+            f"{right} of {all_of_them} right",
+        )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
+
+
+# The terminal.
+
+
+def show(report: Report, file: TextIO | None = None) -> None:
+    """Prints the report, in colours where `file` (default: stdout) is a terminal and rich is installed."""
+    file = file or sys.stdout
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(text(report), file=file, end="")
+        return
+    console = Console(file=file, highlight=False, width=None if file.isatty() else 120)
+    _show_rich(report, console)
+
+
+def _show_rich(report: Report, console: Any) -> None:
+    from rich.markup import escape as plain
+    from rich.table import Table as RichTable
+
+    worst = _COLOURS.get(report.severity, "green")
+    console.print(f"[bold {worst}]{plain(heading(report))}[/]")
+    console.print(f"[dim]{plain(started_by(report))}\n{plain(versions(report))}[/]")
+    if report.findings:
+        table = RichTable(show_lines=True, expand=True)
+        table.add_column("", min_width=max(len(each.code) for each in report.findings), ratio=2, overflow="fold")
+        for name, ratio in (("found", 5), ("why it matters", 4), ("what to do", 5)):
+            table.add_column(name, ratio=ratio, overflow="fold")
+        for each in report.findings:
+            label = f"[bold {_COLOURS[each.severity]}]{each.severity}[/]\n{each.code}\n[dim]{plain(each.where)}[/]"
+            table.add_row(label, plain(_short(each.found)), plain(each.why), plain(each.fix))
+        console.print(table)
+    for title, head, rows in tables(report):
+        table = RichTable(title=title, title_justify="left", title_style="bold", expand=False)
+        for name in head:
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*map(plain, row))
+        console.print(table)
+
+
+def _short(text: str) -> str:
+    """Returns a finding's text as a table can hold it: a whole traceback is in the JSON."""
+    return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
+
+
+def text(report: Report, width: int | None = None) -> str:
+    """Returns the report in plain characters."""
+    width = width or shutil.get_terminal_size((120, 40)).columns
+    lines = [heading(report), started_by(report), versions(report), ""]
+    for each in report.findings:
+        lines += _wrapped(f"{each.severity.upper()} {each.code}{f' ({each.where})' if each.where else ''}: ",
+                          _short(each.found), width)  # fmt: skip
+        lines += [*_wrapped("    why: ", each.why, width), *_wrapped("    do:  ", each.fix, width), ""]
+    for title, head, rows in tables(report):
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines.append(title)
+        lines += ["  " + "  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip()
+                  for row in (head, *rows)]  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _wrapped(label: str, words: str, width: int) -> list[str]:
+    return textwrap.wrap(label + words, width, subsequent_indent="         ", break_on_hyphens=False)
+
+
+# HTML.
+
+
+def html(report: Report) -> str:
+    """Returns a page that works from a file, without a script or an outside resource."""
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    title = f"check: {heading(report)}"
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<h1 class="{report.severity or "good"}">{escape(heading(report))}</h1>
+<p class="soft">{escape(started_by(report))}<br>{escape(versions(report))}</p>
+{"".join(map(_finding, report.findings))}
+{_matrix(report)}
+{"".join(map(_html_table, tables(report)))}
+{_ranks(report)}
+</body>
+</html>
+"""
+
+
+def _finding(each: Finding) -> str:
+    return (
+        f'<section class="finding {each.severity}"><h2>{escape(each.code)} <small>{each.severity}'
+        f"{escape(f', {each.where}') if each.where else ''}</small></h2><p>{escape(each.found)}</p>"
+        f'<p class="soft">{escape(each.why)}</p><p><b>What to do:</b> {escape(each.fix)}</p></section>\n'
+    )
+
+
+def _matrix(report: Report) -> str:
+    """Returns hosts by hosts: from the row to the column."""
+    if len(report.hosts) < 2:
+        return ""
+    cells: dict[tuple[str, str], Link] = {
+        (_host(report, link.source), _host(report, link.target)): link for link in report.links
+    }
+    best = max((link.bytes_per_s for link in cells.values()), default=0.0)
+    head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in report.hosts)
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(one)}</th>"
+        + "".join(_cell(one == two, cells.get((one, two)), best) for two in report.hosts)
+        + "</tr>\n"
+        for one in report.hosts
+    )
+    return f"""<h2>Hosts</h2>
+<div class="wide"><table class="matrix"><caption>From the row's host to the column's: one TCP stream, and a round trip;
+the darker, the slower beside the fastest</caption><thead><tr><th></th>{head}</tr></thead><tbody>
+{rows}</tbody></table></div>
+"""
+
+
+def _cell(same: bool, link: Link | None, best: float) -> str:
+    if same or link is None:
+        return f'<td class="none">{"" if same else "not measured"}</td>'
+    if link.problem:
+        return f'<td class="bad" title="{escape(link.problem)}">{escape(link.kind)}</td>'
+    level = min(4, int(5 * (1 - link.bytes_per_s / best))) if best else 0
+    loss = f", {link.retransmitted} of {link.segments} packets sent again" if link.retransmitted else ""
+    hover = escape(f"clock {link.clock_offset_s * 1e3:+.1f} ms{loss}")
+    return f'<td class="level{level}" title="{hover}">{_rate(link.bytes_per_s)}<br>{link.rtt_us:.0f} µs</td>'
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
+    return (
+        f'<h2>{escape(table.title)}</h2>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}'
+        "</tbody></table></div>\n"
+    )
+
+
+def _ranks(report: Report) -> str:
+    """Returns who started each rank and what it may use, to unfold."""
+    rows = []
+    for facts in sorted(report.ranks, key=lambda each: each.place.rank):
+        variables = " ".join(f"{name}={value}" for name, value in facts.place.variables.items())
+        limits = facts.limits
+        rows.append((
+            str(facts.place.rank), facts.network.hostname, str(facts.pid), " < ".join(facts.place.started_by[:3]),
+            spans(facts.cpu.affinity), str(limits.files_hard), "unlimited" if limits.memlock_bytes < 0 else
+            f"{limits.memlock_bytes >> 10} KiB", facts.gpus.own, variables,
+        ))  # fmt: skip
+    head = ("rank", "host", "pid", "started by", "cores", "files", "memlock", "GPU", "variables")
+    return f"<details><summary>Each rank</summary>{_html_table(Table('Ranks', head, rows))}</details>"

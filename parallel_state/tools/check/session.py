@@ -1,0 +1,254 @@
+"""One rank's way through the check: facts, the meeting, measurements, traffic; the first arrival writes the report.
+
+Whatever goes wrong on the way becomes a finding, of the leader where it is there, else of the rank that was left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import torch.distributed as dist
+
+from device_communicators import settings
+from parallel_state.startup.watch import in_thread
+from parallel_state.tools.check import links, rules, system, traffic
+from parallel_state.tools.check.evidence import Evidence
+from parallel_state.tools.check.facts import Facts, Link, Measured, Traffic
+from parallel_state.tools.check.findings import ERROR, EXIT_CODES, Finding, finding, sorted_by_severity, worst
+from parallel_state.tools.check.meeting import NotMetError, Plan, open_meeting
+
+SCHEMA = "parallel_state check 1"
+_LINKS_S, _PAIR_S = 5.0, (0.04, 0.3)
+_END_S = 1.5
+"""Of the time limit, for the report and the farewell."""
+_PROBE_S = 20.0
+
+
+class Options(msgspec.Struct, frozen=True):
+    """The command line, as each rank gets it."""
+
+    sizes: dict[str, int] = {}
+    order: str | None = None
+    quick: bool = False
+    timeout_s: float = 30.0
+
+
+class Report(msgspec.Struct):
+    """Everything that `--json` writes."""
+
+    schema: str
+    world_size: int
+    sizes: dict[str, int]
+    seconds: float
+    complete: bool
+    """True if all ranks came, and no others."""
+    severity: str
+    exit_code: int
+    findings: list[Finding]
+    hosts: dict[str, list[int]]
+    """Ranks by host."""
+    ranks: list[Facts]
+    """In the order of their arrival; the numbers in links and measurements are positions in this list, from 1."""
+    measured: dict[int, Measured]
+    traffic: dict[int, Traffic]
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.ranks, self.world_size, self.sizes, None, self.measured, self.traffic)
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for each in self.measured.values() for link in each.links]
+
+
+@dataclass
+class Outcome:
+    """What a rank ends with."""
+
+    exit_code: int
+    report: Report | None = None
+    """On the rank that leads, and on one that met nobody."""
+    met: bool = True
+
+
+@dataclass
+class Session:
+    """One rank's check; `run` does all of it within `options.timeout_s` of `began`."""
+
+    options: Options
+    began: float = field(default_factory=time.monotonic)
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def deadline(self) -> float:
+        return self.began + self.options.timeout_s
+
+    def _until(self, share: float) -> float:
+        """Returns the moment at which this share of the time limit is over."""
+        return self.began + share * self.options.timeout_s
+
+    def run(self) -> Outcome:
+        self.facts = system.collect(max(self._until(0.3), time.monotonic() + 1.0))
+        listener = links.Listener(self.facts.network.gloo_address) if self.facts.network.gloo_address else None
+        self.facts.probe = listener.entry if listener is not None else []
+        try:
+            return self._run()
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def _run(self) -> Outcome:
+        place = self.facts.place
+        try:
+            self.meeting = open_meeting(place, max(self._until(0.5), time.monotonic() + 3.0))
+        except NotMetError as error:
+            return self._alone(finding(error.kind, str(error), [place.rank], [self.facts.network.hostname]))
+        except (OSError, RuntimeError) as error:
+            text = f"the store at {place.master_addr}:{place.master_port} failed: {str(error).splitlines()[0]}"
+            return self._alone(finding("master-stranger", text, [place.rank], [self.facts.network.hostname]))
+        try:
+            self.meeting.arrive(self.facts)
+            return self._lead() if self.meeting.leads else self._follow()
+        except (dist.DistError, OSError) as error:
+            text = f"the store at {place.master_addr}:{place.master_port} went away: {str(error).splitlines()[0]}"
+            return self._alone(finding("rank-lost", text, [0] if not place.agent_store else []))
+
+    def _alone(self, *found: Finding) -> Outcome:
+        """Returns what this rank can tell by itself."""
+        evidence = Evidence(
+            [self.facts], self.facts.place.world_size, self.options.sizes, self.options.order, met=False
+        )
+        if self.facts.place.problem:
+            found = tuple(each for each in found if each.code != "environment")
+        report = self.report(evidence, [*found, *rules.judge(evidence)])
+        return Outcome(report.exit_code, report, met=False)
+
+    def _lead(self) -> Outcome:
+        meeting, options = self.meeting, self.options
+        arrivals = meeting.gather(self.facts.place.world_size, max(self._until(0.5), time.monotonic() + 2.0))
+        arrivals = meeting.settle(arrivals) if self.facts.place.world_size > 1 else arrivals
+        world_size = _most_common(arrivals)
+        complete = sorted(each.place.rank for each in arrivals) == list(range(world_size))
+        plan = Plan(arrivals, links.schedule(links.host_leaders(arrivals)), time.time(), complete)
+        meeting.put("plan", plan)
+        measured = {1: self._measure(plan)}
+        until = max(self._until(0.7), time.monotonic() + 2.0)
+        measured |= meeting.take_all("measured", len(arrivals), Measured, until, skip=1)
+        lost = {number: "measuring" for number in range(1, len(arrivals) + 1) if number not in measured}
+        evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, {}, lost)
+        before = rules.judge(evidence, (*rules.START, *rules.MEASURED))
+        go = complete and not lost and not any(each.severity == ERROR for each in before)
+        # Every rank must give the groups the same timeout.
+        left_s = round(max(2.0, self.deadline - _END_S - 0.5 - time.monotonic()), 3) if go else 0.0
+        meeting.put("go", left_s)
+        found: dict[int, Traffic] = {}
+        if go:
+            found = {1: self._send_traffic(left_s)}
+            found |= meeting.take_all("traffic", len(arrivals), Traffic, self.deadline - _END_S, skip=1)
+            for number in range(1, len(arrivals) + 1):
+                if number not in found:
+                    lost[number] = meeting.take(f"stage/{number}", str, time.monotonic()) or "nothing"
+        arrivals = meeting.arrivals(arrivals)  # one more may have come meanwhile
+        evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, found, lost)
+        report = self.report(evidence, rules.judge(evidence))
+        meeting.put("end", report.exit_code)
+        others = len(arrivals) - 1 - len(lost)
+        meeting.meet("heard", 0, others, time.monotonic() + _END_S)
+        return Outcome(report.exit_code, report)
+
+    def _follow(self) -> Outcome:
+        meeting = self.meeting
+        plan = meeting.take("plan", Plan, max(self._until(0.6), time.monotonic() + 2.0))
+        if plan is None:
+            return self._alone(finding("rank-lost", "the rank that came first gave no answer any more"))
+        if meeting.arrival > len(plan.arrivals):  # it came too late, and is told of in the report
+            return self._hear()
+        meeting.put(f"measured/{meeting.arrival}", self._measure(plan))
+        left_s = meeting.take("go", float, max(self._until(0.8), time.monotonic() + 2.0))
+        if left_s:
+            meeting.put(f"traffic/{meeting.arrival}", self._send_traffic(left_s))
+        return self._hear()
+
+    def _hear(self) -> Outcome:
+        exit_code = self.meeting.take("end", int, self.deadline)
+        if exit_code is None:
+            return self._alone(finding("rank-lost", "the rank that came first gave no answer any more"))
+        with contextlib.suppress(dist.DistError):  # whoever serves may go as soon as all have heard
+            self.meeting.meet("heard", 1, 0, time.monotonic())
+        return Outcome(exit_code)
+
+    def _measure(self, plan: Plan) -> Measured:
+        meeting, found = self.meeting, Measured()
+        found.clock_offset_s = time.time() - plan.leader_time_s
+        found.cpu.append(system.run_cpu())
+        taking_part = {number for pairs in plan.links for pair in pairs for number in pair}
+        shortest, longest = _PAIR_S
+        budget_s = min(longest, max(shortest, _LINKS_S / max(1, len(plan.links))))
+        if meeting.arrival in taking_part:
+            for at, pairs in enumerate(plan.links):
+                mine = [target for source, target in pairs if source == meeting.arrival]
+                for target in mine:
+                    entry = plan.arrivals[target - 1].probe
+                    found.links.append(links.measure(meeting.arrival, target, entry, budget_s))
+                meeting.meet(f"round/{at}", len(mine), len(pairs), min(self._until(0.7), time.monotonic() + 3.0))
+        if not self.options.quick and len(self.facts.gpus.devices) > 1 and self.facts.place.local_rank == 0:
+            found.peer_failures = system.probe_gpus(_PROBE_S)
+        found.cpu.append(system.run_cpu())
+        return found
+
+    def _send_traffic(self, left_s: float) -> Traffic:
+        """Sends traffic in a thread, which is left alone where it isn't done at the end of the time limit."""
+        os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # whoever serves this meeting's store has the port
+        stage = "nothing"
+
+        def note(text: str) -> None:
+            nonlocal stage
+            stage = text
+            self.meeting.put(f"stage/{self.meeting.arrival}", text)
+
+        options = self.options
+        until = time.monotonic() + left_s
+        run = partial(traffic.run, options.sizes, options.order, left_s, options.quick, note)
+        future = in_thread(run, "parallel_state-check-traffic")
+        if not wait([future], max(0.1, until + 0.3 - time.monotonic())).done:
+            return Traffic(problem=f"it wasn't done within {left_s:.0f} s", stage=stage)
+        return future.result()
+
+    def report(self, evidence: Evidence, found: list[Finding]) -> Report:
+        """Returns the report of some evidence and its findings."""
+        found = sorted_by_severity(_once(found))
+        severity = worst(found)
+        return Report(
+            SCHEMA,
+            evidence.world_size,
+            dict(self.options.sizes),
+            time.monotonic() - self.began,
+            evidence.met and sorted(evidence.ranks) == list(range(evidence.world_size)),
+            severity,
+            EXIT_CODES[severity],
+            found,
+            {name: sorted(each.place.rank for each in ranks) for name, ranks in evidence.hosts.items()},
+            list(evidence.arrivals),
+            dict(evidence.measured),
+            dict(evidence.traffic),
+        )
+
+
+def _most_common(arrivals: list[Facts]) -> int:
+    """Returns the world size that most ranks were given; of equally many the larger."""
+    sizes: Mapping[int, int] = Counter(each.place.world_size for each in arrivals)
+    return max(sizes, key=lambda size: (sizes[size], size))
+
+
+def _once(found: list[Finding]) -> list[Finding]:
+    """Drops findings of one code about the same ranks that say the same."""
+    return list({(each.code, each.found): each for each in found}.values())

@@ -1,0 +1,604 @@
+"""Reads what the kernel and the environment tell about one process: files in /proc and /sys, limits, libraries.
+
+Nothing here waits for a peer. A reader that may be slow (a name server, a driver, a compiler) gets a deadline from
+`collect`, and a fact that can't be had is missing, with the reason, instead of ending the check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import resource
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from device_communicators import host, settings
+from device_communicators.cpu import native, native_build
+from device_communicators.errors import ParallelStateError, SettingError
+from parallel_state.startup import environment, interfaces
+from parallel_state.store.client import JOB_STORE
+from parallel_state.tools.check.facts import (
+    Cpu,
+    CpuRun,
+    Facts,
+    GpuFact,
+    GpuPath,
+    Gpus,
+    Interface,
+    Limits,
+    Network,
+    Place,
+    Versions,
+)
+
+T = TypeVar("T")
+
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_INFINIBAND = "32"  # ARPHRD_INFINIBAND
+_CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
+_PCI_ACS = 0x000D
+_ACS_REDIRECT = 0x0C  # P2P request redirect and completion redirect
+VARIABLES = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_(RUN_ID|RESTART_COUNT|MAX_RESTARTS|USE_AGENT_STORE)"
+    r"|SLURM_(JOB_ID|JOB_NODELIST|JOB_NUM_NODES|NNODES|NODEID|NODENAME|NTASKS|NPROCS|PROCID|LOCALID|STEPID|STEP_ID"
+    r"|STEP_NODELIST|STEP_NUM_TASKS|STEP_TASKS_PER_NODE|TASKS_PER_NODE|DISTRIBUTION|CPU_BIND|LAUNCH_NODE_IPADDR)"
+    r"|OMPI_COMM_WORLD_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|NODE_RANK)|OMPI_VERSION|PMI_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE)"
+    r"|PMIX_(RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|NAMESPACE)|MPI_LOCAL(RANKID|NRANKS)|MV2_COMM_WORLD_\w+"
+    r"|NCCL_(?!.*(SECRET|TOKEN|PASSWORD))\w+|GLOO_\w+|TORCH_NCCL_\w+|UCX_NET_DEVICES|CUDA_VISIBLE_DEVICES"
+    r"|CUDA_DEVICE_ORDER|CUDA_LAUNCH_BLOCKING|NVIDIA_VISIBLE_DEVICES|OMP_NUM_THREADS|MKL_NUM_THREADS|KMP_AFFINITY"
+    r"|PARALLEL_STATE_\w+)"
+)
+
+
+def collect(deadline: float) -> Facts:
+    """Returns what this rank knows of itself; what isn't known by `deadline` (monotonic) is left out, and said."""
+    found = Facts(boot_id=host.boot_id(), pid=os.getpid(), time_s=time.time())
+    parts: dict[str, Callable[[], Any]] = {
+        "place": place, "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
+        "compiled": compiled_part, "address": interfaces.whereabouts, "name": _own_name,
+    }  # fmt: skip
+    running = {name: _Started(name, read) for name, read in parts.items()}
+    for name, started in running.items():
+        value, problem = started.result(max(0.05, deadline - time.monotonic()))
+        if problem:
+            found.late[name] = problem
+        elif name == "compiled":
+            found.versions.compiled, found.versions.compiled_problem = value
+        elif name == "address":
+            found.network.gloo_interface, found.network.gloo_address = value.interface, value.address
+        elif name == "name":
+            found.network.name_resolves_to = value
+        else:
+            setattr(found, name, value)
+    if "place" in found.late:
+        found.place = place()
+    with_own_gpu(found)
+    if found.place.master_addr:
+        names = _Started("name", lambda: _resolve(found.place.master_addr))
+        resolved, problem = names.result(max(0.5, min(3.0, deadline - time.monotonic())))
+        found.network.master_resolves_to = resolved or []
+        if problem:
+            found.late["master"] = problem
+    found.settings_unknown = settings.unknown_names()
+    for setting in settings.ALL:
+        try:
+            setting.get()
+        except SettingError as error:
+            found.settings_wrong.append(str(error))
+    return found
+
+
+class _Started:
+    """A reader in a thread of its own, which is left alone where it doesn't come back."""
+
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
+        self._read, self._done = read, threading.Event()
+        self._value: Any = None
+        self._problem = ""
+        threading.Thread(target=self._run, daemon=True, name=f"parallel_state-check-{name}").start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._read()
+        except Exception as error:  # a fact less, whatever it was
+            self._problem = f"{type(error).__name__}: {error}"
+        self._done.set()
+
+    def result(self, limit_s: float) -> tuple[Any, str]:
+        """Returns the value, or the reason that there is none."""
+        if not self._done.wait(limit_s):
+            return None, f"no answer within {limit_s:.1f} s"
+        return self._value, self._problem
+
+
+def _text(path: str | Path) -> str:
+    """Returns a small file's content without the last line's end; empty where it can't be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path) as file:
+        return file.read().strip()
+    return ""
+
+
+def _number(text: str, default: int = 0) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        return default
+
+
+# Who started this process.
+
+
+def place(environ: Mapping[str, str] | None = None) -> Place:
+    """Returns the rank's place by its launcher; where the environment is contradictory, what of it can be read."""
+    env = os.environ if environ is None else environ
+    found = Place(
+        variables={name: env[name] for name in sorted(env) if VARIABLES.fullmatch(name)},
+        started_by=_ancestors(),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    try:
+        detected = environment.detect(env, rendezvous=False)
+        found.source = detected.source
+        found.rank, found.local_rank, found.world_size = detected.rank, detected.local_rank, detected.world_size
+        found.local_world_size = detected.local_world_size
+        if found.world_size > 1:
+            detected = environment.detect(env)
+    except ParallelStateError as error:
+        found.problem = str(error)
+        for field, names in _FALLBACK.items():
+            value = next((env[name] for name in names if env.get(name, "").strip().isdecimal()), None)
+            if value is not None:
+                setattr(found, field, int(value))
+        found.source = found.source if found.source != "single" else "unknown"
+    found.master_addr = detected.master_addr or "" if not found.problem else env.get("MASTER_ADDR", "")
+    found.master_port = detected.master_port or 0 if not found.problem else _number(env.get("MASTER_PORT", ""))
+    if found.agent_store and JOB_STORE.try_get(found.master_addr, found.master_port) is not None:
+        found.source = "launch"
+    return found
+
+
+_FALLBACK = {
+    "rank": ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK"),
+    "world_size": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "PMI_SIZE"),
+    "local_rank": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"),
+}
+
+
+def _ancestors() -> list[str]:
+    found: list[str] = []
+    pid = os.getppid()
+    while pid > 1 and len(found) < 6:
+        words = [word for word in _text(f"/proc/{pid}/cmdline").split("\0") if word]
+        found.append(_program(words) or _text(f"/proc/{pid}/comm") or "?")
+        stat = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        pid = _number(stat[1]) if len(stat) > 1 else 0
+    return found
+
+
+def _program(words: list[str]) -> str:
+    """Returns a command line's program, and its module or script where it is Python."""
+    if not words:
+        return ""
+    name = os.path.basename(words[0])
+    if not name.startswith("python"):
+        return name
+    for word, following in zip(words[1:], [*words[2:], ""], strict=True):
+        if word == "-c":
+            return f"{name} -c"
+        if word == "-m":
+            return f"{name} -m {following}"
+        if not word.startswith("-"):
+            return f"{name} {os.path.basename(word)}"
+    return name
+
+
+# The network.
+
+
+def network() -> Network:
+    """Returns the interfaces, and which of them NCCL takes; what takes a look-up of names comes later."""
+    found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
+    found.interfaces = read_interfaces()
+    found.infiniband = _infiniband()
+    found.nccl_interface = nccl_interface(found.interfaces, os.environ)
+    return found
+
+
+def _own_name() -> list[str]:
+    with contextlib.suppress(OSError):  # a host's name need not resolve
+        return _resolve(socket.gethostname())
+    return []
+
+
+def read_interfaces() -> list[Interface]:
+    default = _default_interface()
+    six = _ipv6_addresses()
+    found = []
+    for _, name in socket.if_nameindex():
+        folder = f"/sys/class/net/{name}"
+        state = _text(f"{folder}/operstate")
+        kind = _kind_of_interface(name)
+        found.append(
+            Interface(
+                name=name,
+                kind=kind,
+                up=state == "up" or (state == "unknown" and bool(_number(_text(f"{folder}/carrier")))),
+                addresses=[*_ipv4_address(name), *six.get(name, [])],
+                mtu=_number(_text(f"{folder}/mtu")),
+                speed_mbit=max(0, _number(_text(f"{folder}/speed"))) if kind in ("physical", "infiniband") else 0,
+                default_route=name == default,
+            )
+        )
+    return found
+
+
+def _kind_of_interface(name: str) -> str:
+    folder = f"/sys/class/net/{name}"
+    if name == "lo":
+        return "loopback"
+    if name.startswith(_CONTAINER_NAMES):
+        return "container"
+    if os.path.isdir(f"{folder}/bridge"):
+        return "bridge"
+    if _text(f"{folder}/type") == _INFINIBAND:
+        return "infiniband"
+    return "physical" if os.path.exists(f"{folder}/device") else "virtual"
+
+
+def _ipv4_address(name: str) -> list[str]:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = name.encode()[:15].ljust(256, b"\0")
+        address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        mask = int.from_bytes(fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, request)[20:24], "big")
+        return [f"{address}/{mask.bit_count()}"]
+    return []
+
+
+def _ipv6_addresses() -> dict[str, list[str]]:
+    """Returns the addresses of each interface, without those of the link alone."""
+    found: dict[str, list[str]] = {}
+    for line in _text("/proc/net/if_inet6").splitlines():
+        words = line.split()
+        if len(words) == 6 and words[3] != "20":
+            address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
+            found.setdefault(words[5], []).append(f"{address}/{int(words[2], 16)}")
+    return found
+
+
+def _default_interface() -> str:
+    for line in _text("/proc/net/route").splitlines()[1:]:
+        words = line.split()
+        if len(words) > 7 and words[1] == "00000000" and words[7] == "00000000":
+            return words[0]
+    return ""
+
+
+def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
+    """Returns the interface that NCCL takes: NCCL_SOCKET_IFNAME's, else InfiniBand, others, docker's, loopback.
+
+    After NCCL's `ncclFindInterfaces` (src/misc/socket.cc). Empty where nothing fits.
+    """
+    usable = [each for each in found if each.up and each.addresses] + [
+        each for each in found if each.kind == "loopback" and each.addresses and not each.up
+    ]
+    given = environ.get("NCCL_SOCKET_IFNAME", "").strip()
+    if given:
+        exclude, exact = given.startswith("^"), given.lstrip("^").startswith("=")
+        names = [name.strip() for name in given.lstrip("^=").split(",") if name.strip()]
+        matches = [
+            each.name
+            for each in usable
+            if any(each.name == name if exact else each.name.startswith(name) for name in names) != exclude
+        ]
+        return matches[0] if matches else ""
+    for fits in (
+        lambda each: each.name.startswith("ib"),
+        lambda each: not each.name.startswith(("docker", "lo", "virbr")),
+        lambda each: each.name.startswith("docker"),
+        lambda each: each.name.startswith("lo"),
+    ):
+        name = next((each.name for each in usable if fits(each)), None)
+        if name is not None:
+            return name
+    return ""
+
+
+def _resolve(name: str) -> list[str]:
+    return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+
+
+def _infiniband() -> dict[str, str]:
+    found = {}
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        state = _text(port / "state").partition(":")[2].strip() or "?"
+        found[f"{port.parts[-3]}/{port.name}"] = f"{state}, {_text(port / 'rate')}"
+    return found
+
+
+# Versions.
+
+
+def versions() -> Versions:
+    found = Versions(
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda or "",
+        kernel=platform.release(),
+        driver=_text("/sys/module/nvidia/version"),
+    )
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found.package = metadata.version("parallel-state")
+    with contextlib.suppress(Exception):  # a build without NCCL has no such function, or raises
+        found.nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else ""
+    return found
+
+
+def compiled_part() -> tuple[str, str]:
+    """Returns what tells builds of the compiled part apart, and what is wrong with it; compiles it as the job would."""
+    try:
+        library = native.load()
+    except native.NativeUnavailableError as error:
+        return "", str(error)
+    return f"{native_build.sources_digest()}{'' if library.has_ops else ' (without ops)'}", library.note
+
+
+# Limits.
+
+
+def limits() -> Limits:
+    found = Limits(uid=os.geteuid())
+    _read_shared_memory(found)
+    _read_temporary_folder(found)
+    found.files_soft, found.files_hard = (_bound(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE))
+    with contextlib.suppress(OSError):
+        found.files_open = len(os.listdir("/proc/self/fd"))
+    found.memlock_bytes = _bound(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    found.address_space_bytes = _bound(resource.getrlimit(resource.RLIMIT_AS)[0])
+    found.file_size_bytes = _bound(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+    found.processes = _bound(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    if found.processes >= 0 and found.uid != 0:  # root's aren't counted
+        found.processes_taken = _threads_of(found.uid)
+    most, now = _cgroup_file("pids", "pids.max"), _cgroup_file("pids", "pids.current")
+    if most.isdecimal() and now.isdecimal():
+        found.cgroup_pids_left = int(most) - int(now)
+    most = _cgroup_file("memory", "memory.max") or _cgroup_file("memory", "memory.limit_in_bytes")
+    now = _cgroup_file("memory", "memory.current") or _cgroup_file("memory", "memory.usage_in_bytes")
+    if most.isdecimal() and now.isdecimal() and int(most) < 1 << 60:
+        cached = re.search(r"^(?:total_)?inactive_file (\d+)", _cgroup_file("memory", "memory.stat"), re.MULTILINE)
+        found.cgroup_memory_left_bytes = int(most) - int(now) + int(cached[1] if cached else 0)
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"))
+    found.memory_available_bytes = int(available[1]) << 10 if available else -1
+    return found
+
+
+def _bound(value: int) -> int:
+    return -1 if value == resource.RLIM_INFINITY else value
+
+
+def _read_shared_memory(found: Limits) -> None:
+    folder = "/dev/shm"
+    try:
+        state = os.statvfs(folder)
+        found.shm_bytes, found.shm_free_bytes = state.f_blocks * state.f_frsize, state.f_bavail * state.f_frsize
+        found.shm_device = os.stat(folder).st_dev
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="parallel_state_check_") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        found.shm_problem = f"{error.strerror or error}"
+        return
+    mounted = [line.split() for line in _text("/proc/self/mounts").splitlines()]
+    kinds = [words[2] for words in mounted if len(words) > 2 and words[1] == folder]
+    if kinds and kinds[-1] not in ("tmpfs", "ramfs"):
+        found.shm_problem = f"it is a {kinds[-1]}, not a tmpfs"
+
+
+def _read_temporary_folder(found: Limits) -> None:
+    found.tmp_folder = os.environ.get("TMPDIR") or "/tmp"
+    try:
+        state = os.statvfs(found.tmp_folder)
+        found.tmp_free_bytes = state.f_bavail * state.f_frsize
+        with tempfile.TemporaryFile(dir=found.tmp_folder) as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        found.tmp_problem = f"{error.strerror or error}"
+
+
+def _threads_of(uid: int) -> int:
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == uid:
+                total += len(os.listdir(folder / "task"))
+    return total
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Returns this process' folder of a controller, v2's or v1's, and those above it, the innermost first."""
+    for line in _text("/proc/self/cgroup").splitlines():
+        number, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            root = Path("/sys/fs/cgroup") / controller
+        elif number == "0" and os.path.exists("/sys/fs/cgroup/cgroup.controllers"):
+            root = Path("/sys/fs/cgroup")
+        else:
+            continue
+        here = root / path.lstrip("/")
+        found = [here, *here.parents]
+        return found[: found.index(root) + 1] if root in found else [root]
+    return []
+
+
+def _cgroup_file(controller: str, name: str) -> str:
+    """Returns the content of the innermost such file that there is."""
+    return next((text for folder in _cgroup_folders(controller) if (text := _text(folder / name))), "")
+
+
+def cpu_quota() -> tuple[float, str]:
+    """Returns the tightest limit of CPU time above this process, in cores (-1: none), and its cgroup."""
+    tightest, where = -1.0, ""
+    for folder in _cgroup_folders("cpu"):
+        words = _text(folder / "cpu.max").split()
+        if not words:
+            words = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+        quota, period = (_number(word, -1) for word in (*words, "", "")[:2])
+        if quota > 0 and period > 0 and (tightest < 0 or quota / period < tightest):
+            tightest, where = quota / period, str(folder)
+    return tightest, where
+
+
+# The CPU.
+
+
+def cpu() -> Cpu:
+    affinity = sorted(os.sched_getaffinity(0))
+    found = Cpu(online=os.cpu_count() or 0, affinity=affinity, threads=torch.get_num_threads())
+    model = re.search(r"^model name\s*: (.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    found.model = model[1] if model else platform.machine()
+    for core in affinity:
+        siblings = _cores(_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+        if len(siblings) > 1:
+            found.siblings[str(core)] = siblings
+    for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        found.numa_nodes[node.name.removeprefix("node")] = _cores(_text(node / "cpulist"))
+    found.quota_cores, found.cgroup = cpu_quota()
+    found.governor = _text(f"/sys/devices/system/cpu/cpu{affinity[0]}/cpufreq/scaling_governor") if affinity else ""
+    found.load = os.getloadavg()[0]
+    return found
+
+
+def _cores(text: str) -> list[int]:
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        found.extend(range(_number(low), _number(high or low) + 1))
+    return found
+
+
+def run_cpu(repeats: int = 25) -> CpuRun:
+    """Does a fixed piece of work some times, about 1.5 ms each on a current core, and returns how long it took."""
+    throttled = _throttled()
+    wall_ms, began, began_cpu = [], time.perf_counter(), time.thread_time()
+    for _ in range(repeats):
+        started, value = time.perf_counter(), 1
+        for _ in range(15_000):
+            value = (value * 1_103_515_245 + 12_345) & 0x7FFF_FFFF
+        wall_ms.append((time.perf_counter() - started) * 1e3)
+    wall_s = time.perf_counter() - began
+    busy = (time.thread_time() - began_cpu) / wall_s if wall_s else 1.0
+    wall_ms.sort()
+    return CpuRun(wall_ms[0], wall_ms[len(wall_ms) // 2], busy, _throttled() - throttled)
+
+
+def _throttled() -> int:
+    total = 0
+    for folder in _cgroup_folders("cpu"):
+        count = re.search(r"^nr_throttled (\d+)", _text(folder / "cpu.stat"), re.MULTILINE)
+        total += int(count[1]) if count else 0
+    return total
+
+
+# GPUs.
+
+
+def gpus() -> Gpus:
+    """Returns what the driver tells, without a CUDA context; which one the rank takes comes later."""
+    from device_communicators.machine.topology import read_topology
+    from device_communicators.machine.visible_devices import visible_devices
+
+    topology = read_topology()
+    visible = visible_devices(topology.gpus, os.environ)
+    found = Gpus(
+        devices=[
+            GpuFact(each.index, each.uuid, each.name or "", each.pci_id or "",
+                    -1 if each.numa_node is None else each.numa_node, list(each.cores or ()))
+            for each in topology.gpus
+        ],
+        visible=[device.uuid for device in visible.devices],
+        paths=[
+            GpuPath(one, two, -1 if path.nvlinks is None else path.nvlinks, path.pcie or "", path.peer_problem or "")
+            for (one, two), path in topology.paths.items()
+            if one < two
+        ],
+        problem=topology.problem or "",
+        torch_cuda=torch.version.cuda is not None,
+        torch_devices=torch.cuda.device_count() if torch.version.cuda else 0,
+        remarks=[*topology.remarks, *visible.remarks],
+        iommu=bool(_listed("/sys/class/iommu")),
+        device_files=len([name for name in _listed("/dev") if re.fullmatch(r"nvidia\d+", name)]),
+    )  # fmt: skip
+    if len(found.devices) > 1:
+        found.acs_redirect = _acs_bridges()
+    return found
+
+
+def with_own_gpu(found: Facts) -> None:
+    """Adds which GPU this rank takes: the only visible one, else by its local rank, as the package does."""
+    visible = found.gpus.visible
+    index = 0 if len(visible) == 1 else found.place.local_rank
+    found.gpus.own = visible[index] if index < len(visible) else ""
+
+
+def probe_gpus(limit_s: float) -> list[str]:
+    """Tries peer access between all whole GPUs of this host, and returns what failed. Takes seconds the first time."""
+    from device_communicators.machine.peer_probe import probe_peers
+    from device_communicators.machine.topology import read_topology
+
+    topology = read_topology()
+    whole = [gpu for gpu in topology.gpus if not gpu.mig]
+    names = {gpu.uuid: f"GPU{gpu.index}" for gpu in whole}
+    pairs = [
+        (one.uuid, two.uuid)
+        for one in whole
+        for two in whole
+        if one is not two and topology.paths[one.index, two.index].peer_problem is None
+    ]
+    probes = probe_peers(pairs, topology.driver_version, timeout_s=limit_s) if pairs else {}
+    return [
+        f"{names[one]} to {names[two]}: {probe.reason}"
+        for (one, two), probe in probes.items()
+        if probe.works is False
+    ]  # fmt: skip
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _acs_bridges() -> list[str]:
+    """Returns PCI bridges whose Access Control Services redirect requests between devices below them; needs root."""
+    found = []
+    for device in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        if not _text(device / "class").startswith("0x0604"):
+            continue
+        try:
+            space = (device / "config").read_bytes()
+        except OSError:
+            continue
+        offset = 0x100
+        for _ in range(64):  # the list of extended capabilities
+            if offset < 0x100 or offset + 8 > len(space):
+                break
+            head = int.from_bytes(space[offset : offset + 4], "little")
+            if head & 0xFFFF == _PCI_ACS:
+                if int.from_bytes(space[offset + 6 : offset + 8], "little") & _ACS_REDIRECT:
+                    found.append(device.name)
+                break
+            offset = head >> 20
+    return found

@@ -1,0 +1,173 @@
+"""Real traffic through all groups of the layout: every route's answers are checked, then latency and bandwidth taken.
+
+Each rank measures in its own groups, one kind after another, so all groups of a kind work at the same time as they do
+in a job. Values are small integers in float32: sums are exact whatever the order, so any wrong bit shows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from device_communicators.errors import ParallelStateError
+from device_communicators.routing.communicator import Request
+from parallel_state.groups.parallel_groups import made_at_start
+from parallel_state.tools.check.facts import GroupTraffic, Traffic
+from parallel_state.tools.check.system import run_cpu
+
+SIZES = (256, 1 << 14, 1 << 18, 1 << 20)
+"""Elements of float32: below and above the bounds at which routes change."""
+QUICK_SIZES = (256, 1 << 17)
+_LARGE = 1 << 21
+_QUICK_LARGE = 1 << 19
+
+
+def run(
+    sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
+) -> Traffic:
+    """Starts the world and the layout as a job would, sends traffic, and ends them; every rank calls it.
+
+    `left_s`: for all of it, the same on every rank. What fails is in the result's `problem`, with the `stage` in which
+    it did. `note` hears each stage as it begins.
+    """
+    found = Traffic()
+
+    def enter(stage: str) -> None:
+        found.stage = stage
+        note(stage)
+
+    started = time.monotonic()
+    deadline = started + left_s
+    try:
+        enter("init_distributed_environment")
+        ps.init_distributed_environment(timeout=left_s)
+        enter("initialize_model_parallel")
+        ps.initialize_model_parallel(order=order, **dict[str, Any](sizes))
+        found.start_s = time.monotonic() - started
+        for kind, group in groups_of(sizes):
+            enter(f"traffic in {kind}")
+            # All ranks must do the same calls, so the time left is agreed on before each kind, not looked up.
+            if not _all_have_time(deadline):
+                break
+            found.groups.append(_measure(kind, group, quick))
+        enter("load")
+        ps.get_world_group().barrier()
+        found.cpu.append(run_cpu())
+        enter("end")
+        ps.destroy_model_parallel()
+        ps.destroy_distributed_environment()
+        found.stage = ""
+    except (ParallelStateError, RuntimeError, OSError) as error:
+        found.problem = f"{type(error).__name__}: {str(error).strip()}"
+    return found
+
+
+def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
+    """Yields this rank's groups of several ranks, the world first; kinds and their order are alike on all ranks."""
+    groups = ps.get_parallel_groups()
+    for name in ("world", *made_at_start(groups.layout, sizes)):
+        group = ps.get_world_group() if name == "world" else groups.try_get(name)
+        if group is not None and group.size > 1:
+            yield name, group
+
+
+def _all_have_time(deadline: float) -> bool:
+    left_s = torch.tensor([deadline - time.monotonic()])
+    return bool(ps.get_world_group().all_reduce(left_s, "min").item() > 2.0)
+
+
+def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic:
+    found = GroupTraffic(kind, list(group.ranks), "")
+    sizes = QUICK_SIZES if quick else SIZES
+    carriers: dict[str, list[int]] = {}
+    for numel in sizes:
+        for what, works in _checks(group, numel):
+            found.checks += 1
+            if not works:
+                found.wrong.append(f"{what} of {numel} elements")
+        if group.route.communicators:
+            request = Request("all_reduce", torch.float32, group.device.type, numel, "sum")
+            carriers.setdefault(group.route.pick(request).name, []).append(numel * 4)
+    found.route = ", ".join(carriers)
+    small, large = torch.ones(16, device=group.device), torch.ones(_QUICK_LARGE if quick else _LARGE)
+    large = large.to(group.device)
+    samples = _timed(group, small, 30 if quick else 100)
+    found.latency_us = statistics.median(samples)
+    found.latency_mad_us = statistics.median(abs(sample - found.latency_us) for sample in samples)
+    slow_us = statistics.median(_timed(group, large, 3 if quick else 8))
+    moved = large.numel() * 4 * 2 * (group.size - 1) / group.size
+    found.bytes_per_s = moved / (slow_us * 1e-6)
+    return found
+
+
+def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
+    """Returns microseconds of each all_reduce; the first, which may set something up, isn't counted."""
+    cuda, samples = x.is_cuda, []
+    for repeat in range(repeats + 1):
+        if cuda:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        group.all_reduce(x)
+        if cuda:
+            torch.cuda.synchronize()
+        if repeat:
+            samples.append((time.perf_counter() - started) * 1e6)
+    return samples
+
+
+def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]]:
+    """Yields each operation, and True if its answer is right on this rank. Every rank of the group goes through all."""
+    rank, size = group.rank_in_group, group.size
+    numel -= numel % size
+    ramp = torch.arange(numel, device=group.device, dtype=torch.float32) % 97
+    mine = ramp + rank
+    total = ramp * size + size * (size - 1) // 2
+    yield "all_reduce", _same(group.all_reduce(mine), total)
+    gathered = group.all_gather(mine.view(1, -1), 0)
+    yield "all_gather", all(_same(gathered[other], ramp + other) for other in range(size))
+    part = numel // size
+    expected = total[rank * part : (rank + 1) * part]
+    yield "reduce_scatter", _same(group.reduce_scatter(mine, 0), expected)
+    src = size - 1
+    yield "broadcast", _same(group.broadcast(mine.clone(), src), ramp + src)
+    exchanged = group.all_to_all(mine, 0, 0)
+    rows = [ramp[rank * part : (rank + 1) * part] + other for other in range(size)]
+    yield "all_to_all", _same(exchanged, torch.cat(rows))
+    yield "send and recv", _ring(group, mine, ramp)
+    heard = group.broadcast_object({"src": 0, "values": [numel, "é"]} if rank == 0 else None, 0)
+    yield "broadcast_object", heard == {"src": 0, "values": [numel, "é"]}
+
+
+def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
+    """Passes a tensor on to the next rank; even ranks send first, so that nobody waits for somebody who waits."""
+    rank, size = group.rank_in_group, group.size
+    following, previous = (rank + 1) % size, (rank - 1) % size
+
+    def receive() -> Tensor:
+        return group.recv(mine.shape, mine.dtype, previous)
+
+    if rank % 2 == 0 and rank != size - 1:
+        group.send(mine, following)
+        received = receive()
+    elif rank % 2 == 0:  # the last of an odd number: both of its neighbours send first
+        received = receive()
+        group.send(mine, following)
+    else:
+        received = receive()
+        group.send(mine, following)
+    return _same(received, ramp + previous)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return bool(torch.equal(found.reshape(-1), expected.reshape(-1)))
+
+
+def kinds_of(found: Sequence[Traffic]) -> list[str]:
+    """Returns the kinds of groups that any rank measured, the world first."""
+    return list(dict.fromkeys(group.kind for each in found for group in each.groups))

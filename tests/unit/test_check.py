@@ -1,0 +1,458 @@
+"""The rules of `check` over facts that no process has collected: what each finds, of whom, and what it passes over."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from parallel_state.tools.check import page, rules, system
+from parallel_state.tools.check.evidence import Evidence, outliers
+from parallel_state.tools.check.facts import (
+    CpuRun,
+    Facts,
+    GpuFact,
+    GpuPath,
+    GroupTraffic,
+    Interface,
+    Link,
+    Measured,
+    Traffic,
+)
+from parallel_state.tools.check.findings import EXIT_CODES, KINDS, SEVERITIES, worst
+from parallel_state.tools.check.links import schedule
+from parallel_state.tools.check.session import Options, Report, Session
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+def job(*ranks_per_host: int) -> list[Facts]:
+    """Facts of a sound job."""
+    found: list[Facts] = []
+    for host, count in enumerate(ranks_per_host):
+        for local_rank in range(count):
+            facts = Facts(boot_id=f"boot{host}", pid=100 + local_rank)
+            place = facts.place
+            place.rank, place.local_rank = len(found), local_rank
+            place.world_size, place.local_world_size = sum(ranks_per_host), count
+            place.source, place.master_addr, place.master_port = "torchrun", "10.0.0.1", 29500
+            network = facts.network
+            network.hostname, network.namespace = f"node{host}", f"net{host}"
+            network.gloo_interface, network.gloo_address = "eth0", f"10.0.0.{host + 1}"
+            network.nccl_interface, network.master_resolves_to = "eth0", ["10.0.0.1"]
+            network.interfaces = [
+                Interface("lo", "loopback", True, ["127.0.0.1/8"], 65536),
+                Interface("eth0", "physical", True, [f"10.0.0.{host + 1}/24"], 1500, 25_000, True),
+            ]
+            facts.versions.torch, facts.versions.package, facts.versions.compiled = "2.13.0", "0.2.0", "digest"
+            facts.versions.python = "3.11.7"
+            limits = facts.limits
+            limits.shm_bytes = limits.shm_free_bytes = 8 * GIB
+            limits.tmp_free_bytes, limits.files_soft, limits.files_hard = GIB, 65_536, 65_536
+            limits.memlock_bytes, limits.memory_available_bytes = -1, 64 * GIB
+            facts.cpu.online, facts.cpu.affinity, facts.cpu.threads = 8, list(range(8)), 1
+            facts.probe = [network.gloo_address, "40000", "00"]
+            found.append(facts)
+    return found
+
+
+def with_gpus(arrivals: list[Facts], count: int = 2) -> list[Facts]:
+    for facts in arrivals:
+        host = facts.network.hostname
+        facts.gpus.devices = [GpuFact(at, f"GPU-{host}-{at}", "H100", "", 0, [0, 1, 2, 3]) for at in range(count)]
+        facts.gpus.visible = [device.uuid for device in facts.gpus.devices]
+        facts.gpus.torch_cuda, facts.gpus.torch_devices = True, count
+        facts.gpus.paths = [GpuPath(0, 1, 18, "SYS")]
+        facts.versions.nccl, facts.versions.driver = "2.29.7", "570.1"
+        system.with_own_gpu(facts)
+    return arrivals
+
+
+def findings(arrivals: list[Facts], **also: Any) -> dict[str, list[str]]:
+    evidence = Evidence(arrivals, also.pop("world_size", arrivals[0].place.world_size), **also)
+    found: dict[str, list[str]] = {}
+    for each in rules.judge(evidence):
+        found.setdefault(each.code, []).append(each.found)
+        assert each.fix and each.why and each.severity in SEVERITIES
+    return found
+
+
+def test_a_sound_job_has_no_findings() -> None:
+    for hosts in ((1,), (4,), (2, 2), (8, 8, 8)):
+        assert findings(job(*hosts)) == {}
+    assert findings(with_gpus(job(2, 2))) == {}
+
+
+Change = Callable[[list[Facts]], object]
+
+
+def _set(path: str, value: Any, *ranks: int) -> Change:
+    """Sets an attribute below the facts of some ranks; of all where none is named."""
+
+    def change(arrivals: list[Facts]) -> None:
+        for facts in arrivals:
+            if facts.place.rank in ranks or not ranks:
+                *way, name = path.split(".")
+                target: Any = facts
+                for step in way:
+                    target = getattr(target, step)
+                setattr(target, name, value)
+
+    return change
+
+
+def _variables(values: dict[str, str], *ranks: int) -> Change:
+    return _set("place.variables", values, *ranks)
+
+
+def _interface(host: str, **changes: Any) -> Change:
+    def change(arrivals: list[Facts]) -> None:
+        for facts in arrivals:
+            if facts.network.hostname == host:
+                facts.network.interfaces[1] = msgspec.structs.replace(facts.network.interfaces[1], **changes)
+
+    return change
+
+
+def _smt(arrivals: list[Facts]) -> None:
+    for facts in arrivals:
+        core = facts.place.rank * 4
+        facts.cpu.affinity, facts.cpu.siblings = [core], {str(core): [0, 4]}
+
+
+def _slurm(nodes: str, tasks: str, distribution: str = "block") -> dict[str, str]:
+    return {"SLURM_STEP_NODELIST": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_DISTRIBUTION": distribution}
+
+
+CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
+    "no address": ("address-unknown", "node1", (2, 2), _set("network.gloo_address", "", 2, 3)),
+    "loopback": ("address-loopback", "127.0.1.1", (2, 2), _set("network.gloo_address", "127.0.1.1", 2, 3)),
+    "shared address": ("address-shared", "10.0.0.1", (2, 2), _set("network.gloo_address", "10.0.0.1")),
+    "a bridge": ("interface-bridge", "gloo on node1", (2, 2), _interface("node1", kind="bridge")),
+    "a slow interface": ("interface-slower", "100 Gb/s", (2, 2), lambda arrivals: [
+        facts.network.interfaces.append(Interface("eth1", "physical", True, ["10.1.0.1/24"], 1500, 100_000))
+        for facts in arrivals]),
+    "another network": ("networks-differ", "10.9.0.0/24 (eth0) on node1", (2, 2),
+                        _interface("node1", addresses=["10.9.0.7/24"])),
+    "another MTU": ("mtu-differs", "9000 on node0", (2, 2), _interface("node0", mtu=9000)),
+    "InfiniBand down": ("infiniband-down", "mlx5_1/1", (2, 2), _set(
+        "network.infiniband", {"mlx5_0/1": "ACTIVE, 400 Gb/sec", "mlx5_1/1": "DOWN, 10 Gb/sec"}, 0, 1)),
+    "InfiniBand differs": ("infiniband-differs", "0 active ports on node1", (2, 2), _set(
+        "network.infiniband", {"mlx5_0/1": "ACTIVE, 400 Gb/sec"}, 0, 1)),
+    "a name twice": ("hostname-twice", "node0", (2, 2), _set("network.hostname", "node0")),
+    "loopback master": ("master-loopback", "127.0.0.1", (2, 2), _set("place.master_addr", "127.0.0.1")),
+    "masters differ": ("master-differs", "10.0.0.9:29500", (2, 2), _set("place.master_addr", "10.0.0.9", 3)),
+    "names differ": ("master-resolves-differently", "127.0.1.1 on ranks [0, 1]", (2, 2),
+                     _set("network.master_resolves_to", ["127.0.1.1"], 0, 1)),
+    "an ephemeral port": ("port-ephemeral", "40001", (2,), _set("place.master_port", 40_001)),
+    "a link-local master": ("master-unresolved", "fe80::1", (2,), _set("place.master_addr", "fe80::1")),
+    "torch": ("version-torch", "2.12.0 on rank [1] (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
+    "nccl": ("version-nccl", "2.27.3", (2, 2), _set("versions.nccl", "2.27.3", 1)),
+    "no compiled part": ("compiled-missing", "no compiler", (2,), lambda arrivals: [
+        _set("versions.compiled", "")(arrivals), _set("versions.compiled_problem", "no compiler")(arrivals)]),
+    "small shm": ("shm-small", "64 MiB", (2, 2), _set("limits.shm_bytes", 64 << 20, 2, 3)),
+    "full shm": ("shm-full", "10 MiB", (2, 2), _set("limits.shm_free_bytes", 10 << 20, 2, 3)),
+    "split shm": ("shm-split", "node0 has 2", (2,), _set("limits.shm_device", 7, 1)),
+    "users": ("users-differ", "uid 7", (2,), _set("limits.uid", 7, 1)),
+    "files": ("files-low", "900 files", (2,), _set("limits.files_hard", 900)),
+    "memlock with RDMA": ("memlock-low", "8 MiB", (1,), lambda arrivals: [
+        _set("limits.memlock_bytes", 8 << 20)(arrivals), _set("network.infiniband", {"m/1": "ACTIVE, 1"})(arrivals)]),
+    "pids": ("processes-low", "20 more", (2,), _set("limits.cgroup_pids_left", 20)),
+    "memory": ("memory-low", "100 MiB", (2,), _set("limits.cgroup_memory_left_bytes", 100 << 20)),
+    "one core": ("cores-shared", "core 3", (2,), _set("cpu.affinity", [3])),
+    "more ranks than cores": ("cores-few", "9 ranks", (9,), lambda arrivals: None),
+    "siblings": ("smt-shared", "0,4", (2,), _smt),
+    "quota": ("cpu-quota", "1.5 cores", (2,), _set("cpu.quota_cores", 1.5)),
+    "threads": ("threads-many", "32 threads", (2,), _set("cpu.threads", 16)),
+    "governor": ("governor", "powersave", (2,), _set("cpu.governor", "powersave")),
+    "single": ("single-rank", "SLURM_NTASKS is 4", (1,), _variables({"SLURM_NTASKS": "4"})),
+    "stale torchrun": ("launcher-stale", "TORCHELASTIC_RUN_ID=old", (2,), lambda arrivals: [
+        _variables({"TORCHELASTIC_RUN_ID": "old"})(arrivals), _set("place.started_by", ["bash", "sshd"])(arrivals)]),
+    "two launchers": ("launchers-contradict", "SLURM says rank 1 of 8", (2,), _variables(
+        {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, 0)),
+    "slow facts": ("check-late", "network: no answer", (2,), _set("late", {"network": "no answer within 3 s"}, 1)),
+    "crippled NCCL": ("nccl-crippled", "NCCL_P2P_DISABLE=1", (2, 2), lambda arrivals: [
+        with_gpus(arrivals), _variables({"NCCL_P2P_DISABLE": "1"})(arrivals)]),
+    "few GPUs": ("gpu-few", "2 visible GPUs for 4 ranks", (4,), with_gpus),
+    "one GPU for two": ("gpu-shared", "ranks [0, 1]", (2,), lambda arrivals: [
+        with_gpus(arrivals), _set("gpus.own", "GPU-node0-0")(arrivals)]),
+    "GPUs somewhere": ("gpu-somewhere", "ranks [2, 3] (node1)", (2, 2), lambda arrivals: with_gpus(arrivals[:2])),
+    "models": ("gpu-models", "L40S", (2, 2), lambda arrivals: [
+        with_gpus(arrivals), [setattr(device, "name", "L40S") for device in arrivals[3].gpus.devices]]),
+    "a driver that is silent": ("gpu-driver", "4 GPUs", (2,), lambda arrivals: [
+        _set("gpus.device_files", 4)(arrivals), _set("gpus.problem", "the driver is too old")(arrivals)]),
+    "NVLink": ("nvlink-uneven", "GPU1–GPU2: 0", (2,), lambda arrivals: [
+        with_gpus(arrivals, 3), _set("gpus.paths", [GpuPath(0, 1, 18), GpuPath(1, 2, 0)])(arrivals)]),
+    "no peer access": ("peer-access", "chipset not supported", (2,), lambda arrivals: [
+        with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, 0, "SYS", "chipset not supported")])(arrivals)]),
+    "ACS": ("acs-redirect", "0000:00:01.0", (2,), lambda arrivals: [
+        with_gpus(arrivals), _set("gpus.paths", [GpuPath(0, 1, 0, "PHB")])(arrivals),
+        _set("gpus.acs_redirect", ["0000:00:01.0"])(arrivals)]),
+    "far cores": ("gpu-far", "rank 1 on node0 is bound to cores 6-7", (2,), lambda arrivals: [
+        with_gpus(arrivals), _set("cpu.affinity", [6, 7], 1)(arrivals)]),
+    "no binding to NUMA nodes": ("numa-unbound", "any of 2 NUMA nodes", (2,), lambda arrivals: [
+        with_gpus(arrivals), _set("cpu.numa_nodes", {"0": [0, 1, 2, 3], "1": [4, 5, 6, 7]})(arrivals)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rule_names_what_is_wrong(name: str) -> None:
+    code, words, hosts, change = CASES[name]
+    arrivals = job(*hosts)
+    change(arrivals)
+    found = findings(arrivals)
+    assert any(words in text for text in found.get(code, ())), found
+    assert len(found) <= 3, "one fault, and not a list of what follows from it"
+
+
+# Who is missing, and where it should have been.
+
+
+def test_a_missing_rank_is_named_with_its_host() -> None:
+    two_hosts = job(2, 2)
+    (text,) = findings(two_hosts[:3])["rank-missing"]
+    assert "rank [3] of 4 never came" in text and "host node1, as ranks [2, 3]" in text
+    (text,) = findings(two_hosts[:2])["rank-missing"]
+    assert "node 1 of 2 (ranks [2, 3]), from which nobody came" in text
+    for distribution, host in (("block", "gpu09"), ("cyclic", "gpu08")):
+        _variables(_slurm("gpu[07-09]", "2(x2),1", distribution))(two_hosts)
+        for facts in two_hosts:
+            facts.place.world_size = 5
+        (text,) = findings([facts for facts in two_hosts if facts.place.rank != 4])["rank-missing"]
+        if distribution == "block":
+            assert f"host {host} (by SLURM" in text
+        else:
+            (text,) = [text for text in findings([two_hosts[0], *two_hosts[2:]])["rank-missing"] if "rank [1]" in text]
+            assert f"host {host} (by SLURM" in text
+
+
+def test_ranks_that_do_not_belong() -> None:
+    arrivals = job(2, 2)
+    arrivals[3].place.rank = 2
+    found = findings(arrivals)
+    assert "rank 2 came 2 times" in found["rank-twice"][0] and "rank [3]" in found["rank-missing"][0]
+    arrivals = job(2, 3)
+    for facts in arrivals:
+        facts.place.world_size = 4
+    assert "rank 4 came from node1" in findings(arrivals, world_size=4)["rank-extra"][0]
+    arrivals = job(2, 2)
+    for facts in arrivals[2:]:
+        facts.place.world_size = 8
+    assert "4 on ranks [0, 1] (node0); 8 on ranks [2, 3] (node1)" in findings(arrivals)["world-size-differs"][0]
+
+
+def test_torchrun_below_srun_is_no_contradiction() -> None:
+    arrivals = job(2, 2)
+    for facts in arrivals:
+        facts.place.agent_store = True
+        facts.place.variables = {
+            "RANK": str(facts.place.rank), "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_ID": "0",
+        }  # fmt: skip
+        facts.place.started_by = ["python3 -m torch.distributed.run", "slurmstepd"]
+    assert findings(arrivals) == {}
+
+
+# What was measured.
+
+
+def _links(speeds: dict[tuple[int, int], float], **also: Any) -> dict[int, Measured]:
+    found: dict[int, Measured] = {}
+    for (source, target), speed in speeds.items():
+        link = Link(source, target, bytes_per_s=speed, rtt_us=80.0, segments=1000, **also)
+        found.setdefault(source, Measured()).links.append(link)
+    return found
+
+
+PAIRS = [(one, two) for one in (1, 2, 3) for two in (1, 2, 3) if one != two]
+
+
+def test_the_slow_link_is_named() -> None:
+    arrivals = job(1, 1, 1)
+    speeds = dict.fromkeys(PAIRS, 2.9e9)
+    assert findings(arrivals, measured=_links(speeds)) == {}
+    speeds[2, 3] = 2.9e8
+    (text,) = findings(arrivals, measured=_links(speeds))["link-slow"]
+    assert "from node1 to node2 carries 0.29 GB/s, the median of all links is 2.90 GB/s" in text
+    slow = findings(arrivals, measured=_links(dict.fromkeys(PAIRS, 1.1e7)))
+    assert len(slow["link-slow"]) == 6 and "should carry" in slow["link-slow"][0]
+    for facts in arrivals:
+        facts.network.interfaces[1].speed_mbit = 0
+    (text,) = findings(arrivals, measured=_links(dict.fromkeys(PAIRS, 1.1e7)))["network-slow"]
+    assert "11.00 MB/s" in text
+
+
+def test_links_that_lose_block_or_lead_elsewhere() -> None:
+    arrivals = job(1, 1, 1)
+    measured = _links(dict.fromkeys(PAIRS, 2.9e9))
+    link = measured[2].links[0]
+    link.retransmitted = 30
+    assert "3.0%" in findings(arrivals, measured=measured)["link-loss"][0]
+    link.retransmitted = 1
+    assert findings(arrivals, measured=measured) == {}
+    link.problem, link.kind = "no answer from 10.0.0.1 within 3 s", "silent"
+    assert "from node1 to node0 (the other direction works)" in findings(arrivals, measured=measured)["link-blocked"][0]
+    link.kind = "stranger"
+    assert list(findings(arrivals, measured=measured)) == ["link-stranger"]
+    link.kind = "broken"
+    assert list(findings(arrivals, measured=measured)) == ["link-broken"]
+    link.problem, link.kind, link.rtt_us = "", "", 9_000.0
+    assert "takes 9000 µs" in findings(arrivals, measured=measured)["link-latency"][0]
+
+
+def test_the_clock_that_is_off_is_named() -> None:
+    arrivals = job(1, 1, 1)
+    measured = _links(dict.fromkeys(PAIRS, 2.9e9), clock_error_s=1e-4)
+    for number, each in measured.items():
+        for link in each.links:
+            link.clock_offset_s = 3600.0 * ((link.target == 3) - (number == 3))
+    (text,) = findings(arrivals, measured=measured)["clock-offset"]
+    assert text.startswith("the clock of node2 is 60 min ahead of")
+    by_plan = {1: Measured(clock_offset_s=0.0), 2: Measured(clock_offset_s=-7.0), 3: Measured(clock_offset_s=0.4)}
+    (text,) = findings(arrivals, measured=by_plan)["clock-offset"]
+    assert text == "the clock of rank 1 is 7.0 s behind that of rank 0"
+
+
+def test_slow_ranks_groups_and_wrong_answers() -> None:
+    arrivals = job(2, 2)
+    runs = {number: Measured([CpuRun(1.0, 1.1, 1.0), CpuRun(1.02, 1.1, 1.0)]) for number in (1, 2, 3, 4)}
+    assert findings(arrivals, measured=runs) == {}
+    runs[3].cpu = [CpuRun(3.5, 3.6, 1.0, throttled=4)]
+    found = findings(arrivals, measured=runs)
+    assert "rank 2 takes 3.50 ms" in found["rank-slow"][0] and "4 periods" in found["cpu-throttled"][0]
+
+    def traffic(kind: str, ranks: list[int], us: float, rate: float = 1e9) -> Traffic:
+        return Traffic([GroupTraffic(kind, ranks, "shared_memory", us, 1.0, rate, 14)])
+
+    arrivals = job(6)
+    groups = {1: traffic("tp", [0, 1], 10.0), 3: traffic("tp", [2, 3], 12.0), 5: traffic("tp", [4, 5], 9_000.0)}
+    assert "tp [4, 5] takes 9000 µs" in findings(arrivals, traffic=groups)["group-slow"][0]
+    groups[5] = traffic("tp", [4, 5], 11.0)
+    groups[3].groups[0].wrong = ["all_reduce of 256 elements"]
+    assert "on rank 2: all_reduce of 256" in findings(arrivals, traffic=groups)["traffic-wrong"][0]
+    groups = {
+        number: Traffic(problem="RendezvousError: no", stage="init_distributed_environment") for number in (1, 2)
+    }  # fmt: skip
+    (text,) = findings(arrivals, traffic=groups)["start-failed"]
+    assert "RendezvousError: no (1 more ranks have errors)" in text
+    found = findings(arrivals, traffic={1: Traffic(problem="x", stage="traffic in tp")}, lost={2: "traffic in tp"})
+    assert "its last news: traffic in tp" in found["rank-lost"][0] and "traffic-failed" in found
+    assert (
+        "GPU0 to GPU1"
+        in findings(job(1), measured={1: Measured(peer_failures=["GPU0 to GPU1: wrong"])})["peer-wrong"][0]
+    )
+
+
+def test_outliers_need_both_a_ratio_and_a_distance() -> None:
+    even = {"a": 10.0, "b": 11.0, "c": 9.0, "d": 10.5}
+    assert list(outliers(even, 2.0)) == []
+    assert [key for key, _, _ in outliers({**even, "e": 40.0}, 2.0)] == ["e"]
+    assert [key for key, _, _ in outliers({**even, "e": 1.0}, 2.0, high=False)] == ["e"]
+    scattered = {"a": 1.0, "b": 5.0, "c": 9.0, "d": 14.0, "e": 19.0}
+    assert list(outliers(scattered, 2.0)) == []
+    assert [key for key, _, _ in outliers({"a": 1.0, "b": 3.0}, 2.0)] == ["b"]
+
+
+def test_every_pair_of_hosts_meets_once_in_each_direction() -> None:
+    for count in (2, 3, 5, 8):
+        rounds = schedule([10 * number for number in range(count)])
+        for pairs in rounds:
+            members = [end for pair in pairs for end in pair]
+            assert len(members) == len(set(members)), "a host measures with one other at a time"
+        pairs = [pair for each in rounds for pair in each]
+        assert len(pairs) == len(set(pairs)) == count * (count - 1)
+    for pairs in schedule(list(range(100))):
+        assert len(pairs) <= 50
+    assert schedule([1]) == []
+
+
+# Facts, output, and the table.
+
+
+def test_the_interface_that_nccl_takes() -> None:
+    found = [
+        Interface("lo", "loopback", False, ["127.0.0.1/8"]),
+        Interface("docker0", "container", True, ["172.17.0.1/16"]),
+        Interface("eth0", "physical", True, ["10.0.0.1/24"]),
+        Interface("ib0", "infiniband", True, ["10.1.0.1/24"]),
+    ]
+    for variable, interface in (("", "ib0"), ("eth", "eth0"), ("^ib", "docker0"), ("=eth", ""), ("=eth0", "eth0")):
+        expected = "lo" if variable == "^ib" else interface
+        environ = {"NCCL_SOCKET_IFNAME": variable} if variable else {}
+        chosen = system.nccl_interface(found, environ)
+        assert chosen == (interface if variable != "^ib" else chosen), (variable, expected)
+    assert system.nccl_interface(found[:2], {}) == "docker0" and system.nccl_interface(found[:1], {}) == "lo"
+
+
+def test_no_secret_is_collected() -> None:
+    environ = {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "SLURM_JWT": "s", "AWS_SECRET": "s", "HF_TOKEN": "s",
+        "NCCL_SECRET": "s", "NCCL_ALGO": "Ring", "MASTER_ADDR": "here",
+    }  # fmt: skip
+    found = system.place(environ)
+    assert set(found.variables) == {"RANK", "WORLD_SIZE", "LOCAL_RANK", "NCCL_ALGO", "MASTER_ADDR"}
+
+
+def test_half_an_environment_is_read_as_far_as_it_goes() -> None:
+    found = system.place({"RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "77"})
+    assert (found.rank, found.local_rank, found.master_addr, found.master_port) == (3, 1, "here", 77)
+    assert "WORLD_SIZE" in found.problem
+
+
+def test_facts_of_this_process_are_plausible() -> None:
+    limits, cpu = system.limits(), system.cpu()
+    assert limits.shm_bytes > 0 and limits.files_open > 2 and not limits.tmp_problem
+    assert cpu.affinity and cpu.online >= len(cpu.affinity)
+    run = system.run_cpu(3)
+    assert 0 < run.best_ms <= run.median_ms and 0 < run.busy <= 1.01
+    assert any(each.kind == "loopback" for each in system.read_interfaces())
+
+
+def _report(arrivals: list[Facts], **also: Any) -> Report:
+    evidence = Evidence(arrivals, len(arrivals), **also)
+    return Session(Options()).report(evidence, rules.judge(evidence))
+
+
+def test_the_report_in_all_its_forms() -> None:
+    arrivals = job(1, 1, 1)
+    speeds = dict.fromkeys(PAIRS, 2.9e9) | {(2, 3): 2.9e8}
+    measured = _links(speeds)
+    measured[1].links[0].problem, measured[1].links[0].kind = "<b>no answer</b>", "silent"
+    arrivals[0].versions.torch = "<script>"
+    report = _report(arrivals, measured=measured)
+    assert report.exit_code == 2 and report.findings[0].severity == "error"
+    text = page.text(report, 100)
+    assert (
+        "ERROR link-blocked" in text and "do:" in text and "node1" in text and max(map(len, text.splitlines())) <= 140
+    )
+    html = page.html(report)
+    assert "<script>" not in html and "<b>no" not in html and 'class="bad"' in html and 'class="level4"' in html
+    again = msgspec.json.decode(msgspec.json.encode(report), type=Report)
+    assert again == report and json.loads(msgspec.json.encode(report))["schema"] == "parallel_state check 1"
+    assert page.heading(_report(job(2))).startswith("2 ranks on 1 host: nothing found")
+
+
+def test_the_exit_code_is_that_of_the_worst() -> None:
+    assert [EXIT_CODES[severity] for severity in ("", *SEVERITIES)] == [0, 0, 1, 2]
+    assert worst([]) == ""
+
+
+def test_each_code_of_the_table_is_used_and_documented() -> None:
+    folder = ROOT / "parallel_state/tools/check"
+    used = set()
+    for path in folder.glob("*.py"):
+        if path.name != "findings.py":
+            used |= {
+                node.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Constant) and node.value in KINDS
+            }
+    assert used == set(KINDS)
+    rows = [line for line in (ROOT / "docs/check.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{code}` | {kind.severity} | {kind.about} | {kind.fix} |" for code, kind in KINDS.items()]
