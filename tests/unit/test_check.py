@@ -173,7 +173,7 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "governor": ("governor", "powersave", (2,), _set("cpu.governor", "powersave")),
     "single": ("single-rank", "SLURM_NTASKS is 4", (1,), _variables({"SLURM_NTASKS": "4"})),
     "stale torchrun": ("launcher-stale", "TORCHELASTIC_RUN_ID=old", (2,), lambda arrivals: [
-        _variables({"TORCHELASTIC_RUN_ID": "old"})(arrivals), _set("place.started_by", ["bash", "sshd"])(arrivals)]),
+        _variables({"TORCHELASTIC_RUN_ID": "old"})(arrivals), _set("place.started_by", ["bash", "systemd"])(arrivals)]),
     "two launchers": ("launchers-contradict", "SLURM says rank 1 of 8", (2,), _variables(
         {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, 0)),
     "slow facts": ("check-late", "network: no answer", (2,), _set("late", {"network": "no answer within 3 s"}, 1)),

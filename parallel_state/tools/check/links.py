@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from parallel_state.tools.check.facts import Facts, Link
 
 _TOKEN_BYTES = 16
@@ -180,6 +182,19 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
             size *= 2
         else:
             runs += 1
+
+
+def better(one: Link, two: Link) -> Link:
+    """Returns what two runs over one way have found: the better figures, all the losses, and any problem."""
+    if one is two or two.problem:
+        return two
+    best = one if one.rtt_us < two.rtt_us else two
+    return msgspec.structs.replace(
+        best,
+        bytes_per_s=max(one.bytes_per_s, two.bytes_per_s),
+        retransmitted=one.retransmitted + two.retransmitted,
+        segments=one.segments + two.segments,
+    )
 
 
 def host_leaders(arrivals: Sequence[Facts]) -> list[int]:

@@ -30,7 +30,7 @@ _LAUNCHERS = {
     "MPI_LOCALRANKID": ("mpirun", "mpiexec", "hydra", "srun", "slurmstepd"),
 }
 """What must be among the processes above one that has the variable; a container's start hides them."""
-_SHELLS = ("bash", "sh", "zsh", "fish", "dash", "tmux", "screen", "sshd", "login", "code")
+_INITS = ("systemd", "init")
 
 
 def environment(evidence: Evidence) -> Iterator[Finding]:
@@ -60,10 +60,10 @@ def launchers_contradict(evidence: Evidence) -> Iterator[Finding]:
 def launcher_stale(evidence: Evidence) -> Iterator[Finding]:
     for facts in evidence.arrivals:
         above = " ".join(facts.place.started_by)
-        shells = [name for name in facts.place.started_by if name.split(" ")[0] in _SHELLS]
+        whole = facts.place.started_by[-1:] and facts.place.started_by[-1] in _INITS
         for variable, names in _LAUNCHERS.items():
             # Where the way up is cut off, as in a container, nothing can be said.
-            if variable in facts.place.variables and shells and not any(name in above for name in names):
+            if variable in facts.place.variables and whole and not any(name in above for name in names):
                 text = (
                     f"{variable}={facts.place.variables[variable]} is set, but above this process is "
                     f"{', '.join(facts.place.started_by[:4])}"
@@ -112,7 +112,8 @@ def ranks_of_the_world(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.met:
         return
     hosts: dict[str, list[int]] = {}
-    for rank in evidence.missing:
+    smallest = min((each.place.world_size for each in evidence.arrivals), default=0)
+    for rank in (each for each in evidence.missing if each < smallest):
         hosts.setdefault(evidence.expected_host(rank), []).append(rank)
     for where, ranks in hosts.items():
         text = f"{_ranks(ranks)} of {evidence.world_size} never came; should have been started on {where}"

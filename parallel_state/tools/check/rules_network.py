@@ -20,7 +20,7 @@ from parallel_state.tools.check.findings import INFO, Finding, finding
 
 _EPHEMERAL = range(32_768, 61_000)
 _CLOCK_S = 1.0
-_LATE_PLAN_S = 3.0
+_LATE_PLAN_S = 5.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0

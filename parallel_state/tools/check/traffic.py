@@ -78,8 +78,9 @@ def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinat
 
 
 def _all_have_time(deadline: float) -> bool:
-    left_s = torch.tensor([deadline - time.monotonic()])
-    return bool(ps.get_world_group().all_reduce(left_s, "min").item() > 2.0)
+    world = ps.get_world_group()
+    left_s = torch.tensor([deadline - time.monotonic()], device=world.device)
+    return bool(world.all_reduce(left_s, "min").item() > 2.0)
 
 
 def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic:
