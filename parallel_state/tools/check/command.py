@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -113,9 +114,9 @@ def _ranks_for(sizes: dict[str, int], order: str | None) -> int:
     raise problem or LayoutError("no number of ranks fits the sizes")
 
 
-def run_local_rank(options: Options, began: float) -> tuple[int, bool, bytes]:
-    """Runs one local rank; for `launch`. `began` is monotonic, which all processes of a host share."""
-    outcome = Session(options, began).run()
+def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
+    """Runs one local rank; for `launch`."""
+    outcome = Session(options).run()
     return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
 
 
@@ -125,7 +126,7 @@ def _run_locally(ranks: int, options: Options) -> Outcome:
     began = time.monotonic()
     try:
         ends = launch(
-            run_local_rank, ranks, args=(options, began), timeout=options.timeout_s + _START_S, name="check"
+            run_local_rank, ranks, args=(options,), timeout=2 * options.timeout_s + _START_S, name="check"
         )  # fmt: skip
     except ParallelStateError as error:
         return Outcome(EXIT_CODES[ERROR], _not_launched(ranks, options, error, began))
@@ -138,7 +139,7 @@ def _not_launched(ranks: int, options: Options, error: ParallelStateError, began
     facts.place.world_size = ranks
     session = Session(options, began)
     session.facts = facts
-    text = str(error).partition("\nwhere it was:")[0].strip()
+    text = re.split(r"\nwhere (?:it|rank \d+) was:", str(error))[0].strip()
     facts.place.local_world_size = ranks
     evidence = Evidence([facts], ranks, options.sizes, options.order, met=False)
     found = [finding("launch-failed", text, hosts=[facts.network.hostname]), *rules.judge(evidence)]

@@ -35,7 +35,8 @@ def heading(report: Report) -> str:
         if (count := sum(each.severity == severity for each in report.findings))
     ]
     came = len({each.place.rank for each in report.ranks})
-    ranks = f"{report.world_size} ranks" if came == report.world_size else f"{came} of {report.world_size} ranks"
+    every = f"{report.world_size} rank{'' if report.world_size == 1 else 's'}"
+    ranks = every if came == report.world_size else f"{came} of {every}"
     hosts = f"{len(report.hosts)} host{'' if len(report.hosts) == 1 else 's'}"
     sizes = " ".join(f"{name} {size}" for name, size in report.sizes.items())
     what = ", ".join(counts) or "nothing found that would hinder this job"
