@@ -46,8 +46,9 @@ def other_package() -> None:
 
 
 def other_compiled_part() -> None:
-    from device_communicators.cpu import native_build
+    from device_communicators.cpu import native, native_build
 
+    native.load()
     native_build.sources_digest = lambda *folders: "0123456789abcdef"
 
 
@@ -236,7 +237,7 @@ FAULTS: dict[str, Fault] = {
     "a stranger at the port": Fault("master-stranger", "isn't the store", arguments=SHORT, around=stranger,
                                     with_port=True),
     "the store's port is closed to one host": Fault(
-        "rank-missing", "parallel-state-host-1", arguments=SHORT, around=lambda hosts, port: on_host(
+        "rank-missing", "node 1 of 2", arguments=SHORT, around=lambda hosts, port: on_host(
             hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport {port} blackhole",
             "ip rule del pref 5"), with_port=True),
     "and that host says why": Fault(
@@ -245,7 +246,7 @@ FAULTS: dict[str, Fault] = {
             "ip rule del pref 5"), with_port=True),
     "high ports are closed": Fault(
         "link-blocked", "parallel-state-host-1", around=lambda hosts: on_host(
-            hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport 30000-65535 blackhole",
+            hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport 30000-65000 blackhole",
             "ip rule del pref 5")),
     "high ports are closed one way": Fault(
         "link-blocked", "the other direction works", shims=_all(connections_out_are_dropped, (2, 3))),
@@ -268,7 +269,8 @@ FAULTS: dict[str, Fault] = {
     "another parallel_state": Fault("version-package", "0.1.0 on rank", shims={2: other_package}),
     "another compiled part": Fault("version-compiled", "0123456789abcdef", shims={2: other_compiled_part}),
     "no compiled part on one rank": Fault(
-        "version-compiled", "missing", environments={3: {"PARALLEL_STATE_BUILD": "never"}}),
+        "version-compiled", "missing",
+        environments={3: {"PARALLEL_STATE_BUILD": "never", "XDG_CACHE_HOME": "/nowhere"}}),
     "another Python": Fault("version-python", "3.10", shims=_all(other_python, (2, 3))),
     "a clock an hour ahead": Fault(
         "clock-offset", "parallel-state-host-1 is 60 min", shims=_all(clock_an_hour_ahead, (2, 3))),
@@ -379,7 +381,7 @@ def test_loss_is_named_where_the_kernel_can(three: Hosts, placement: tuple[int, 
 def test_no_false_alarm(three: Hosts) -> None:
     """A sound job has no finding at all, however busy the machine is."""
     for _ in range(CLEAN_RUNS):
-        ended = run_check(three, (0, 0, 1, 1), "--tp", "2", "--pp", "2", port=next(_PORTS))
+        ended = run_check(three, (0, 0, 1, 1), "--tp", "2", "--pp", "2", "--timeout", "30", port=next(_PORTS))
         assert ended.codes == [0, 0, 0, 0] and not ended.findings, str(ended)
         assert ended.seconds < 30
         kinds = {group["kind"]: group for group in ended.report["traffic"]["1"]["groups"]}

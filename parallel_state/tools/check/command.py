@@ -18,6 +18,7 @@ import argparse
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -36,6 +37,7 @@ from parallel_state.tools.plan.command import STDOUT, write
 PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
 _LEAST_S = 5.0
+_GRACE_S = 5.0
 _START_S = 15.0
 """For local ranks to start and end, beside the time limit of the check itself."""
 
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if _is_started_by_launcher():
         if chosen.ranks is not None:
             parser.error("--ranks is for local ranks; under a launcher it says how many there are")
+        _end_at_last(chosen.timeout + _GRACE_S)
         outcome = Session(options, began).run()
         _show(parser, chosen, outcome)
         sys.stdout.flush()
@@ -97,6 +100,18 @@ def _is_started_by_launcher() -> bool:
         return environment.detect(rendezvous=False).source != "single"
     except SettingError:
         return True  # half of its variables; the check says so
+
+
+def _end_at_last(limit_s: float) -> None:
+    """Ends this process where it hangs in something without a deadline of its own: others have named it by then."""
+
+    def end() -> None:
+        print(f"{PROGRAM}: this rank wasn't done within {limit_s:g} s, and ends", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODES[ERROR])
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _ranks_for(sizes: dict[str, int], order: str | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,21 +141,21 @@ def is_loopback(address: str) -> bool:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields what stands out: key, value, and the median of all.
+    """Yields what stands out of positive values: key, value, and the median of all.
 
-    A value does if it is `ratio` times the median, and six standard deviations off it, by the median of deviations,
-    which a few bad ones don't move. Of two values the better one is the reference.
+    A value does if it is `ratio` times the median (twice that where there are less than four to compare), and three
+    standard deviations off it: of the logarithms, by the median of deviations, which a few bad ones don't move. Of two
+    values the better one is the reference.
     """
-    if len(values) < 2:
+    if len(values) < 2 or min(values.values()) <= 0:
         return
-    numbers = list(values.values())
-    middle = statistics.median_low(numbers) if high else statistics.median_high(numbers)
-    spread = statistics.median_low([abs(number - middle) for number in numbers]) * _MAD_TO_SIGMA
-    for key, number in values.items():
-        far = number - middle if high else middle - number
-        beyond = number > middle * ratio if high else number * ratio < middle
-        if beyond and far > 6 * spread:
-            yield key, number, middle
+    logs = {key: math.log(value) if high else -math.log(value) for key, value in values.items()}
+    middle = statistics.median_low(list(logs.values()))
+    spread = statistics.median_low([abs(each - middle) for each in logs.values()]) * _MAD_TO_SIGMA
+    bound = max(math.log(ratio if len(values) >= 4 else 2 * ratio), 3 * spread)
+    for key, each in logs.items():
+        if each - middle > bound:
+            yield key, values[key], math.exp(middle if high else -middle)
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:

@@ -28,8 +28,8 @@ _ECHO, _DATA = b"e", b"d"
 _STAMP = struct.Struct("<d")
 _COUNT = struct.Struct("<q")
 _BLOCK = bytes(1 << 18)
-_RETRANSMITTED, _SEGMENTS = 100, 136
-"""Offsets of tcpi_total_retrans and tcpi_segs_out in Linux' struct tcp_info."""
+_RETRANSMITTED, _SEGMENTS, _DUPLICATES = 100, 136, 216
+"""Offsets of tcpi_total_retrans, tcpi_segs_out and tcpi_dsack_dups in Linux' struct tcp_info."""
 _MOST_HOSTS_IN_ALL_PAIRS = 24
 _NEIGHBOURS = 8
 
@@ -134,9 +134,10 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
             _measure_latency(peer, link)
             _measure_bandwidth(peer, link, budget_s)
             info = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            if len(info) >= _SEGMENTS + 4:
-                link.retransmitted = int.from_bytes(info[_RETRANSMITTED : _RETRANSMITTED + 4], "little")
-                link.segments = int.from_bytes(info[_SEGMENTS : _SEGMENTS + 4], "little")
+            again, link.segments, duplicates = (
+                int.from_bytes(info[at : at + 4], "little") for at in (_RETRANSMITTED, _SEGMENTS, _DUPLICATES)
+            )
+            link.retransmitted = max(0, again - duplicates)  # some were late and not lost
             link.kind = ""
     except ConnectionRefusedError:
         link.kind, link.problem = "refused", f"{address} refuses connections: another host's address, or a firewall"
@@ -185,15 +186,16 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Returns what two runs over one way have found: the better figures, all the losses, and any problem."""
+    """Returns what two runs over one way have found: the better figures, or the problem of the second."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two
+    fewer = min(one, two, key=lambda link: link.retransmitted / max(1, link.segments))
     return msgspec.structs.replace(
         best,
         bytes_per_s=max(one.bytes_per_s, two.bytes_per_s),
-        retransmitted=one.retransmitted + two.retransmitted,
-        segments=one.segments + two.segments,
+        retransmitted=fewer.retransmitted,
+        segments=fewer.segments,
     )
 
 

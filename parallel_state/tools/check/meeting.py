@@ -1,8 +1,8 @@
 """Brings the facts of all ranks together before any group is made: over the launcher's store, or rank 0's.
 
 Ranks don't enter under their rank, but as they come: arrival 1, 2, …, so that a rank that comes twice, or isn't of the
-world, is seen as well. The first arrival leads: it keeps the list, decides when to go on, and writes the report. Each
-wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
+world, is seen as well. Who serves the store leads, else the first arrival: it keeps the list, decides when to go on, and
+writes the report. Each wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
 """
 
 from __future__ import annotations
@@ -58,14 +58,16 @@ class Plan(msgspec.Struct):
 class Meeting:
     """This rank's end of the store. Every method ends by its deadline."""
 
-    def __init__(self, store: Any, prefix: str) -> None:
+    def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
+        """`leads`: whether this rank does; None: the first that arrives."""
         self._store = dist.PrefixStore(prefix, store)
         self._kept = store  # torch's prefix doesn't keep a store of Python's alive
         self.arrival = 0
+        self._leads = leads
 
     @property
     def leads(self) -> bool:
-        return self.arrival == 1
+        return self.arrival == 1 if self._leads is None else self._leads
 
     def arrive(self, facts: Facts) -> None:
         self.arrival = int(self._store.add("arrivals", 1))
@@ -166,22 +168,23 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
     if handed is not None:
         return Meeting(handed, prefix)
     if place.rank == 0 and not place.agent_store:
-        return Meeting(_serve(address, prefix, deadline), prefix)
-    return Meeting(_connect(address, place, deadline), prefix)
+        store, serves = _serve(address, prefix, deadline)
+        return Meeting(store, prefix, leads=serves)
+    return Meeting(_connect(address, place, deadline), prefix, leads=None if place.agent_store else False)
 
 
-def _serve(address: tuple[str, int], prefix: str, deadline: float) -> dist.Store:
-    """Serves the store as rank 0; where another process of this job does so already, joins that one."""
+def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist.Store, bool]:
+    """Serves the store as rank 0, and returns True with it; where another rank 0 does so already, joins that one."""
     try:
         listener = listen_on(None, address[1], 1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return _join_other(address, prefix)
+            return _join_other(address, prefix), False
         raise NotMetError("port-unusable", f"rank 0 can't listen on port {address[1]}: {error}") from error
     with listener:
         _check_own(address, listener, deadline)
         make = _tcp_store(address, max(1.0, deadline - time.monotonic()), listener.detach())
-    return _within(_HANDSHAKE_S + _GRACE_S, make)
+    return _within(_HANDSHAKE_S + _GRACE_S, make), True
 
 
 def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:

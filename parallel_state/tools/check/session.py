@@ -1,4 +1,4 @@
-"""One rank's way through the check: facts, the meeting, measurements, traffic; the first arrival writes the report.
+"""One rank's way through the check: facts, the meeting, measurements, traffic. One rank leads, and writes the report.
 
 Whatever goes wrong on the way becomes a finding, of the leader where it is there, else of the rank that was left alone.
 """
@@ -98,7 +98,7 @@ class Session:
         return self.began + share * self.options.timeout_s
 
     def run(self) -> Outcome:
-        self.facts = system.collect(max(self._until(0.3), time.monotonic() + 1.0))
+        self.facts = system.collect(max(self._until(0.4), time.monotonic() + 1.0))
         listener = links.Listener(self.facts.network.gloo_address) if self.facts.network.gloo_address else None
         self.facts.probe = listener.entry if listener is not None else []
         try:
@@ -143,9 +143,10 @@ class Session:
         rounds = links.schedule(links.host_leaders(arrivals)) * _PASSES
         plan = Plan(arrivals, rounds, time.time(), complete)
         meeting.put("plan", plan)
-        measured = {1: self._measure(plan)}
+        own = meeting.arrival
+        measured = {own: self._measure(plan)}
         until = max(self._until(0.7), time.monotonic() + 2.0)
-        measured |= meeting.take_all("measured", len(arrivals), Measured, until, skip=1)
+        measured |= meeting.take_all("measured", len(arrivals), Measured, until, skip=own)
         lost = {number: "measuring" for number in range(1, len(arrivals) + 1) if number not in measured}
         evidence = Evidence(arrivals, world_size, options.sizes, options.order, measured, {}, lost)
         before = rules.judge(evidence, (*rules.START, *rules.MEASURED))
@@ -155,8 +156,8 @@ class Session:
         meeting.put("go", left_s)
         found: dict[int, Traffic] = {}
         if go:
-            found = {1: self._send_traffic(left_s)}
-            found |= meeting.take_all("traffic", len(arrivals), Traffic, self.deadline - _END_S, skip=1)
+            found = {own: self._send_traffic(left_s)}
+            found |= meeting.take_all("traffic", len(arrivals), Traffic, self.deadline - _END_S, skip=own)
             for number in range(1, len(arrivals) + 1):
                 if number not in found:
                     lost[number] = meeting.take(f"stage/{number}", str, time.monotonic()) or "nothing"
@@ -175,7 +176,7 @@ class Session:
             self.began = max(self.began, time.monotonic() + left_s - self.options.timeout_s)
         plan = meeting.take("plan", Plan, max(self._until(0.6), time.monotonic() + 2.0))
         if plan is None:
-            return self._alone(finding("rank-lost", "the rank that came first gave no answer any more"))
+            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
         if meeting.arrival > len(plan.arrivals):  # it came too late, and is told of in the report
             return self._hear()
         meeting.put(f"measured/{meeting.arrival}", self._measure(plan))
@@ -187,7 +188,7 @@ class Session:
     def _hear(self) -> Outcome:
         exit_code = self.meeting.take("end", int, self.deadline)
         if exit_code is None:
-            return self._alone(finding("rank-lost", "the rank that came first gave no answer any more"))
+            return self._alone(finding("rank-lost", "the rank that leads gave no answer any more"))
         with contextlib.suppress(dist.DistError):  # whoever serves may go as soon as all have heard
             self.meeting.meet("heard", 1, 0, time.monotonic())
         return Outcome(exit_code)

@@ -45,6 +45,7 @@ from parallel_state.tools.check.facts import (
 T = TypeVar("T")
 
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_IFF_UP = 1
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 _CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
 _PCI_ACS = 0x000D
@@ -228,13 +229,12 @@ def read_interfaces() -> list[Interface]:
     found = []
     for _, name in socket.if_nameindex():
         folder = f"/sys/class/net/{name}"
-        state = _text(f"{folder}/operstate")
         kind = _kind_of_interface(name)
         found.append(
             Interface(
                 name=name,
                 kind=kind,
-                up=state == "up" or (state == "unknown" and bool(_number(_text(f"{folder}/carrier")))),
+                up=bool(int(_text(f"{folder}/flags") or "0", 16) & _IFF_UP),
                 addresses=[*_ipv4_address(name), *six.get(name, [])],
                 mtu=_number(_text(f"{folder}/mtu")),
                 speed_mbit=max(0, _number(_text(f"{folder}/speed"))) if kind in ("physical", "infiniband") else 0,
