@@ -82,6 +82,8 @@ def first_core() -> None:
 
 
 def another_user() -> None:
+    from parallel_state.tools.check import command  # noqa: F401 - that user may not read this tree
+
     os.setuid(65_534)
 
 

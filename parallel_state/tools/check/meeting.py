@@ -1,8 +1,8 @@
 """Brings the facts of all ranks together before any group is made: over the launcher's store, or rank 0's.
 
 Ranks don't enter under their rank, but as they come: arrival 1, 2, …, so that a rank that comes twice, or isn't of the
-world, is seen as well. Who serves the store leads, else the first arrival: it keeps the list, decides when to go on, and
-writes the report. Each wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
+world, is seen as well. Who serves the store leads, else the first arrival: it keeps the list, decides when to go on
+and writes the report. Each wait has a deadline, and whoever can't come says why, as exactly as a socket tells.
 """
 
 from __future__ import annotations

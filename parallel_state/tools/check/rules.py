@@ -41,36 +41,42 @@ def environment(evidence: Evidence) -> Iterator[Finding]:
 
 
 def launchers_contradict(evidence: Evidence) -> Iterator[Finding]:
-    for facts in evidence.arrivals:
-        env = facts.place.variables
-        present = {
-            name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env
-        }
-        # torchrun, once per node below srun, numbers its processes anew; so do MPIs whose proxies srun starts.
-        nested = "TORCHELASTIC_RUN_ID" in env or "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env
-        if nested:
-            present.pop("SLURM", None)
-        if "TORCHELASTIC_RUN_ID" in env and facts.place.agent_store:
-            continue
-        if len(set(present.values())) > 1:
-            words = "; ".join(f"{name} says rank {rank} of {size}" for name, (rank, size) in present.items())
-            yield finding("launchers-contradict", words, [facts.place.rank], [evidence.host(facts)])
+    yield from _of_many(evidence, "launchers-contradict", _contradiction)
+
+
+def _contradiction(facts: Facts) -> str:
+    env = facts.place.variables
+    present = {name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env}
+    # torchrun, once per node below srun, numbers its processes anew; so do MPIs whose proxies srun starts.
+    if "TORCHELASTIC_RUN_ID" in env or "OMPI_COMM_WORLD_RANK" in env or "MPI_LOCALRANKID" in env:
+        present.pop("SLURM", None)
+    if ("TORCHELASTIC_RUN_ID" in env and facts.place.agent_store) or len(set(present.values())) < 2:
+        return ""
+    return "; ".join(f"{name} says rank {rank} of {size}" for name, (rank, size) in present.items())
 
 
 def launcher_stale(evidence: Evidence) -> Iterator[Finding]:
-    for facts in evidence.arrivals:
-        above = " ".join(facts.place.started_by)
-        whole = facts.place.started_by[-1:] and facts.place.started_by[-1] in _INITS
-        for variable, names in _LAUNCHERS.items():
-            # Where the way up is cut off, as in a container, nothing can be said.
-            if variable in facts.place.variables and whole and not any(name in above for name in names):
-                text = (
-                    f"{variable}={facts.place.variables[variable]} is set, but above this process is "
-                    f"{', '.join(facts.place.started_by[:4])}"
-                )
-                yield finding("launcher-stale", text, [facts.place.rank], [evidence.host(facts)],
-                              fix=f"Start from a clean shell, or with `env -u {variable} …`.")  # fmt: skip
-                break
+    yield from _of_many(evidence, "launcher-stale", _stale)
+
+
+def _stale(facts: Facts) -> str:
+    above = facts.place.started_by
+    if not above or above[-1] not in _INITS:  # the way up is cut off, as in a container: nothing can be said
+        return ""
+    for variable, names in _LAUNCHERS.items():
+        if variable in facts.place.variables and not any(name in each for name in names for each in above):
+            value = facts.place.variables[variable]
+            return f"{variable}={value} is set, but above this process is {', '.join(above[:4])}"
+    return ""
+
+
+def _of_many(evidence: Evidence, code: str, read: Callable[[Facts], str]) -> Iterator[Finding]:
+    """Yields one finding for all ranks of which `read` says something, in the words of the first."""
+    group = [facts for facts in evidence.arrivals if read(facts)]
+    if group:
+        more = f" (and alike on {len(group) - 1} more)" if len(group) > 1 else ""
+        text = f"rank {group[0].place.rank}: {read(group[0])}{more}"
+        yield finding(code, text, [each.place.rank for each in group], map(evidence.host, group))
 
 
 def host_not_in_job(evidence: Evidence) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
-"""One rank's way through the check: facts, the meeting, measurements, traffic. One rank leads, and writes the report.
+"""One rank's way through the check: facts, the meeting, measurements, traffic. One rank leads and writes the report.
 
-Whatever goes wrong on the way becomes a finding, of the leader where it is there, else of the rank that was left alone.
+Whatever goes wrong on the way becomes a finding, of the leader where there is one, else of the rank that is alone.
 """
 
 from __future__ import annotations

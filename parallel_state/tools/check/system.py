@@ -44,7 +44,7 @@ from parallel_state.tools.check.facts import (
 
 T = TypeVar("T")
 
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8915, 0x891B, 0x8913, 0x8921, 0x8927
 _IFF_UP = 1
 _INFINIBAND = "32"  # ARPHRD_INFINIBAND
 _CONTAINER_NAMES = ("docker", "br-", "virbr", "cni", "flannel", "cali", "podman", "lxcbr", "kube-")
@@ -228,42 +228,55 @@ def read_interfaces() -> list[Interface]:
     six = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
-        folder = f"/sys/class/net/{name}"
-        kind = _kind_of_interface(name)
+        folder = _folder_of(name)
+        kind = _kind_of_interface(name, folder)
+        flags, mtu = _ask(name, _SIOCGIFFLAGS), _ask(name, _SIOCGIFMTU)
+        speed = _number(_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
         found.append(
             Interface(
                 name=name,
                 kind=kind,
-                up=bool(int(_text(f"{folder}/flags") or "0", 16) & _IFF_UP),
+                up=bool(flags and int.from_bytes(flags[:2], "little") & _IFF_UP),
                 addresses=[*_ipv4_address(name), *six.get(name, [])],
-                mtu=_number(_text(f"{folder}/mtu")),
-                speed_mbit=max(0, _number(_text(f"{folder}/speed"))) if kind in ("physical", "infiniband") else 0,
+                mtu=int.from_bytes(mtu[:4], "little") if mtu else 0,
+                speed_mbit=max(0, speed),
                 default_route=name == default,
             )
         )
     return found
 
 
-def _kind_of_interface(name: str) -> str:
-    folder = f"/sys/class/net/{name}"
+def _ask(name: str, request: int) -> bytes:
+    """Returns what the kernel tells of an interface of this process' network; empty where it doesn't."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return fcntl.ioctl(probe.fileno(), request, name.encode()[:15].ljust(256, b"\0"))[16:]
+    return b""
+
+
+def _folder_of(name: str) -> str:
+    """Returns the interface's folder in /sys; empty where /sys is mounted for another network than this process'."""
+    folder, address = f"/sys/class/net/{name}", _ask(name, _SIOCGIFHWADDR)
+    seen = _text(f"{folder}/address").replace(":", "")[:12]
+    return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
+
+
+def _kind_of_interface(name: str, folder: str) -> str:
     if name == "lo":
         return "loopback"
     if name.startswith(_CONTAINER_NAMES):
         return "container"
-    if os.path.isdir(f"{folder}/bridge"):
+    if folder and os.path.isdir(f"{folder}/bridge"):
         return "bridge"
-    if _text(f"{folder}/type") == _INFINIBAND:
+    if (folder and _text(f"{folder}/type") == _INFINIBAND) or name.startswith("ib"):
         return "infiniband"
-    return "physical" if os.path.exists(f"{folder}/device") else "virtual"
+    return "physical" if folder and os.path.exists(f"{folder}/device") else "virtual"
 
 
 def _ipv4_address(name: str) -> list[str]:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = name.encode()[:15].ljust(256, b"\0")
-        address = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        mask = int.from_bytes(fcntl.ioctl(probe.fileno(), _SIOCGIFNETMASK, request)[20:24], "big")
-        return [f"{address}/{mask.bit_count()}"]
-    return []
+    address, mask = _ask(name, _SIOCGIFADDR), _ask(name, _SIOCGIFNETMASK)
+    if not address or not mask:
+        return []
+    return [f"{socket.inet_ntoa(address[4:8])}/{int.from_bytes(mask[4:8], 'big').bit_count()}"]
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:
