@@ -34,7 +34,7 @@ def test_alone_it_starts_local_ranks(tmp_path: Path) -> None:
     for group in groups.values():
         assert group["checks"] >= 14 and not group["wrong"] and group["latency_us"] > 0 and group["bytes_per_s"] > 0
     page = (tmp_path / "page.html").read_text()
-    assert page.startswith("<!DOCTYPE html>") and "shared_memory" in page and "http" not in page
+    assert page.startswith("<!DOCTYPE html>") and "shared_memory" in page and "://" not in page
     assert f"exit code {report['exit_code']}" in output and "answers checked" in output
     assert {each["severity"] for each in report["findings"]} <= {"info", "warning"}
 

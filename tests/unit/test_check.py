@@ -153,7 +153,8 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "an ephemeral port": ("port-ephemeral", "40001", (2,), _set("place.master_port", 40_001)),
     "a link-local master": ("master-unresolved", "fe80::1", (2,), _set("place.master_addr", "fe80::1")),
     "torch": ("version-torch", "2.12.0 on rank [1] (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
-    "nccl": ("version-nccl", "2.27.3", (2, 2), _set("versions.nccl", "2.27.3", 1)),
+    "nccl": ("version-nccl", "2.27.3 on rank [1]", (2, 2), lambda arrivals: [
+        with_gpus(arrivals), _set("versions.nccl", "2.27.3", 1)(arrivals)]),
     "no compiled part": ("compiled-missing", "no compiler", (2,), lambda arrivals: [
         _set("versions.compiled", "")(arrivals), _set("versions.compiled_problem", "no compiler")(arrivals)]),
     "small shm": ("shm-small", "64 MiB", (2, 2), _set("limits.shm_bytes", 64 << 20, 2, 3)),
@@ -228,7 +229,8 @@ def test_a_missing_rank_is_named_with_its_host() -> None:
         if distribution == "block":
             assert f"host {host} (by SLURM" in text
         else:
-            (text,) = [text for text in findings([two_hosts[0], *two_hosts[2:]])["rank-missing"] if "rank [1]" in text]
+            (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
+            assert "ranks [1, 4] of 5" in text  # dealt out in turns: 1 and 4 are on the second host
             assert f"host {host} (by SLURM" in text
 
 
