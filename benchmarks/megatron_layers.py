@@ -3,8 +3,9 @@
     python benchmarks/megatron_layers.py            8 KiB to 1 MiB of activations; needs megatron-core
 
 Forward and backward of a column- and a row-parallel linear layer, with sequence parallelism and without; the embedding,
-forward; and the collectives alone. The answers of both are compared first, to the bit. Microseconds of the slower rank,
-medians.
+forward; and the collectives of both kinds of layers alone. The answers of both are compared first, to the bit.
+Microseconds of the slower rank, medians. At the end: the rest of a layer's time, which has no collective in it, and the
+most that collectives which took no time could gain.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def measure(rank: int, rounds: int, calls: int) -> None:
     ours, gloo = mpu.get_tensor_model_parallel_group(), dist.new_group([0, 1], backend="gloo")
     if rank == 0:
         print(f"{'':38}{'bytes':>9}{'ours µs':>10}{'gloo µs':>10}{'times':>8}", flush=True)
+    table: dict[tuple[str, int], dict[str, float]] = {}
     for name, make in WORK.items():
         for size in SIZES:
             work = {"ours": make(size, ours), "gloo": make(size, gloo)}
@@ -75,10 +77,15 @@ def measure(rank: int, rounds: int, calls: int) -> None:
                     took = torch.tensor([(time.perf_counter() - started) / calls * 1e6], dtype=torch.float64)
                     dist.all_reduce(took, dist.ReduceOp.MAX, group=ours)
                     found[which].append(float(took))
+            medians = table[name, size] = {which: statistics.median(each) for which, each in found.items()}
             if rank == 0:
-                medians = {which: statistics.median(each) for which, each in found.items()}
                 ratio = medians["gloo"] / medians["ours"]
                 print(f"{name:38}{size:9}{medians['ours']:10.0f}{medians['gloo']:10.0f}{ratio:8.2f}", flush=True)
+    for name, collectives in COLLECTIVES_OF.items() if rank == 0 else ():
+        for size in SIZES:
+            whole, rest = table[name, size], table[name, size]["ours"] - table[collectives, size]["ours"]
+            most = f"{whole['gloo'] / rest:.2f}" if rest > 0 else "any"
+            print(f"{name}, {size} bytes: {rest:.0f} µs beside the collectives, so at most {most} times", flush=True)
     dist.barrier()
     mpu.destroy_model_parallel()
     dist.destroy_process_group()
@@ -132,6 +139,23 @@ def regions(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
     return run
 
 
+def all_reduces(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
+    """Megatron's two collectives of a layer without sequence parallelism: one forward, one backward."""
+    from megatron.core.tensor_parallel import mappings
+
+    torch.manual_seed(2)
+    x = torch.randn(size // (4 * HIDDEN), HIDDEN, requires_grad=True)
+
+    def run() -> list[torch.Tensor]:
+        x.grad = None
+        copied = mappings.copy_to_tensor_model_parallel_region(x, group=group)
+        y = mappings.reduce_from_tensor_model_parallel_region(copied, group=group)
+        y.backward(y)
+        return [y.detach(), x.grad]  # type: ignore[list-item]
+
+    return run
+
+
 def embedding(size: int, group: Any) -> Callable[[], list[torch.Tensor]]:
     from megatron.core import ModelParallelConfig, tensor_parallel
 
@@ -152,6 +176,11 @@ WORK = {
     "linear layers": linear_layers(False),
     "linear layers, sequence parallel": linear_layers(True),
     "regions of sequence parallelism": regions,
+    "all_reduce, forward and backward": all_reduces,
+}
+COLLECTIVES_OF = {
+    "linear layers": "all_reduce, forward and backward",
+    "linear layers, sequence parallel": "regions of sequence parallelism",
 }
 
 if __name__ == "__main__":

@@ -31,6 +31,25 @@ from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
 from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
+from parallel_state.compat.vllm.utils import (
+    SHM_PATH,
+    check_shm_free_space,
+    cpu_all_reduce_,
+    create_tcp_store,
+    ensure_divisibility,
+    from_bytes_big,
+    get_cached_tcp_store_client,
+    get_cpu_distributed_timeout_or_none,
+    get_distributed_timeout_or_none,
+    get_worker_rank_suffix,
+    init_gloo_process_group,
+    is_weak_contiguous,
+    memory_fence,
+    parallel_config,
+    stateless_destroy_torch_distributed_process_group,
+    stateless_init_torch_distributed_process_group,
+    verify_group_size_divides_partition,
+)
 from parallel_state.groups import same_node
 from parallel_state.state import (
     get_node_count,
@@ -54,6 +73,8 @@ NOTES: dict[str, str] = {
     "set_custom_all_reduce": "acts on groups that are made later",
     "split_tensor_along_last_dim": "raises InvalidArgumentError where vLLM's asserts",
     "divide": "raises InvalidArgumentError where vLLM's asserts",
+    "ensure_divisibility": "raises InvalidArgumentError where vLLM's asserts",
+    "stateless_init_torch_distributed_process_group": "is of gloo, whatever the backend",
     "sched_yield": "is os.sched_yield, which this library calls nowhere",
 }
 MISSING: dict[str, str] = {
@@ -61,22 +82,10 @@ MISSING: dict[str, str] = {
     "patched_fused_scaled_matmul_reduce_scatter_fake": "the same",
     "_replace_active_groups": "elastic expert parallelism: here `parallel_state.reinitialize` makes a world anew",
     "_init_stateless_group": "elastic expert parallelism, as above",
-    "ensure_divisibility": "`divide` raises, and gives the quotient as well",
-    "verify_group_size_divides_partition": "a check of quantised layers, which communicates nothing",
-    "is_weak_contiguous": "of vLLM's kernels; any strides may be passed here",
-    "cpu_all_reduce_": "`GroupCoordinator.cpu_all_reduce_`",
-    "create_tcp_store": "torch.distributed.TCPStore",
-    "get_cached_tcp_store_client": "elastic expert parallelism, as above",
-    "get_cpu_distributed_timeout_or_none": "reads vLLM's config; the setting PARALLEL_STATE_TIMEOUT_S here",
-    "get_distributed_timeout_or_none": "reads vLLM's config, as above",
-    "init_gloo_process_group": "makes groups beside torch's; `make_sub_group` makes them here",
-    "stateless_init_torch_distributed_process_group": "makes groups beside torch's, as above",
-    "stateless_destroy_torch_distributed_process_group": "ends what there isn't",
-    "get_worker_rank_suffix": "a part of vLLM's file names",
     "SPINLOOP_EXT_ENABLED": _QUEUE, "SPINLOOP_TIMEOUT_SECONDS": _QUEUE, "VLLM_RINGBUFFER_WARNING_INTERVAL": _QUEUE,
-    "SHM_READER_RECHECK_INTERVAL_MS": _QUEUE, "SHM_NOTIFY_POLL_INTERVAL_S": _QUEUE, "SHM_PATH": _QUEUE,
-    "LONG_WAIT_TIME_LOG_MSG": _QUEUE, "from_bytes_big": _QUEUE, "to_bytes_big": _QUEUE, "memory_fence": _QUEUE,
-    "check_shm_free_space": _QUEUE, "SpinCondition": _QUEUE, "ShmRingBuffer": _QUEUE,
+    "SHM_READER_RECHECK_INTERVAL_MS": _QUEUE, "SHM_NOTIFY_POLL_INTERVAL_S": _QUEUE,
+    "LONG_WAIT_TIME_LOG_MSG": _QUEUE, "to_bytes_big": _QUEUE,
+    "SpinCondition": _QUEUE, "ShmRingBuffer": _QUEUE,
     **{
         f"Handle.{name}": "a field of the queue's handle, `message_queue.Handle`"
         for name in (
@@ -167,13 +176,6 @@ def checkpoint_restore_distributed_state() -> None:
 # The world.
 
 
-def _config() -> Any:
-    """Returns the parallel part of vLLM's current config; None outside of vLLM."""
-    config = sys.modules.get("vllm.config")
-    current = None if config is None else config.get_current_vllm_config_or_none()
-    return None if current is None else current.parallel_config
-
-
 def _usable(backend: str | None) -> str | None:
     """Returns the backend, gloo in place of one that this machine can't have, as vLLM."""
     is_there = backend is None or (
@@ -194,7 +196,7 @@ def init_distributed_environment(
 
     Within vLLM's config `rank` and `world_size` are those of a data-parallel replica: the world is of all of them.
     """
-    config = _config()
+    config = parallel_config()
     is_part = config is not None and config.distributed_executor_backend != "external_launcher"
     if is_part and (config.nnodes > 1 or config.data_parallel_size > 1):
         rank += config.data_parallel_rank * world_size
@@ -304,7 +306,7 @@ def _node_count(pg: Any) -> int:
 
 
 def _sizes(tp: int, pp: int, pcp: int, dcp: int | None, backend: str | None) -> dict[str, Any]:
-    config = _config()
+    config = parallel_config()
     sizes = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -471,8 +473,34 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
 
 
 __all__ = [
-    "MISSING", "NOTES", "GraphCaptureContext", "GroupCoordinator", "Handle", "MessageQueue",
-    "StatelessProcessGroup", "TensorMetadata",
-    "divide", "get_node_count", "is_global_first_rank", "is_local_first_rank",
-    "set_custom_all_reduce", "split_tensor_along_last_dim",
+    "MISSING",
+    "NOTES",
+    "SHM_PATH",
+    "GraphCaptureContext",
+    "GroupCoordinator",
+    "Handle",
+    "MessageQueue",
+    "StatelessProcessGroup",
+    "TensorMetadata",
+    "check_shm_free_space",
+    "cpu_all_reduce_",
+    "create_tcp_store",
+    "divide",
+    "ensure_divisibility",
+    "from_bytes_big",
+    "get_cached_tcp_store_client",
+    "get_cpu_distributed_timeout_or_none",
+    "get_distributed_timeout_or_none",
+    "get_node_count",
+    "get_worker_rank_suffix",
+    "init_gloo_process_group",
+    "is_global_first_rank",
+    "is_local_first_rank",
+    "is_weak_contiguous",
+    "memory_fence",
+    "set_custom_all_reduce",
+    "split_tensor_along_last_dim",
+    "stateless_destroy_torch_distributed_process_group",
+    "stateless_init_torch_distributed_process_group",
+    "verify_group_size_divides_partition",
 ]  # fmt: skip
