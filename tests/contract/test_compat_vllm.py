@@ -112,7 +112,7 @@ def test_experts_in_the_plain_form(pools: Any) -> None:
     pools(2).run(_dispatch)
 
 
-def _stateless(port: int) -> list[Any]:
+def _stateless(port: int, others_port: int) -> list[Any]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = vllm.StatelessProcessGroup.create("127.0.0.1", port, rank, size, store_timeout=20)
     assert group.all_gather_obj({"rank": rank}) == [{"rank": each} for each in range(size)]
@@ -125,14 +125,38 @@ def _stateless(port: int) -> list[Any]:
     queue = MessageQueue.create_from_process_group(group, 1 << 16, 4, writer_rank=1)
     heard = queue.broadcast_object("x" * 300_000 if rank == 1 else None)
     group.barrier()
+    gloo = vllm.stateless_init_torch_distributed_process_group(
+        "127.0.0.1", others_port, rank, size, "gloo", group_name=f"stateless {others_port}"
+    )
+    assert vllm.cpu_all_reduce_(torch.full([3], rank + 1), gloo).tolist() == [3] * 3
+    vllm.stateless_destroy_torch_distributed_process_group(gloo)
     return [nodes, len(heard)]
 
 
 def test_a_stateless_group(pools: Any) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    assert pools(2).run(_stateless, port) == [[1, 300_000]] * 2
+    with socket.socket() as found, socket.socket() as other:
+        for each in (found, other):
+            each.bind(("127.0.0.1", 0))
+        ports = found.getsockname()[1], other.getsockname()[1]
+    assert pools(2).run(_stateless, *ports) == [[1, 300_000]] * 2
+
+
+def test_names_that_need_no_ranks() -> None:
+    assert vllm.get_cpu_distributed_timeout_or_none() is None and vllm.get_distributed_timeout_or_none() is None
+    assert vllm.get_worker_rank_suffix(3) == "rank3"
+    assert vllm.is_weak_contiguous(torch.ones(2, 3).T) and not vllm.is_weak_contiguous(torch.ones(4, 3)[:, :1])
+    vllm.check_shm_free_space(1)
+    with pytest.raises(RuntimeError, match="the arena needs"):
+        vllm.check_shm_free_space(1 << 60, allocation_name="the arena")
+    vllm.verify_group_size_divides_partition(256, 128)
+    with pytest.raises(ValueError, match=r"of layer\.0 on each rank, 200, must be a multiple"):
+        vllm.verify_group_size_divides_partition(200, 128, "layer.0")
+    with pytest.raises(ValueError):
+        vllm.ensure_divisibility(5, 2)
+    store = vllm.create_tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = vllm.get_cached_tcp_store_client("127.0.0.1", store.port)
+    client.set("key", b"value")
+    assert store.get("key") == b"value" and client is vllm.get_cached_tcp_store_client("127.0.0.1", store.port)
 
 
 def test_layers_are_divided_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

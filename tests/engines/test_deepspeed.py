@@ -55,7 +55,7 @@ class Split(torch.nn.Module):
         hidden = torch.relu(torch.nn.functional.linear(_Same.apply(x, self.group), self.first, self.bias))
         return _Sum.apply(torch.nn.functional.linear(hidden, self.second), self.group) + self.last
 
-kind, folder = sys.argv[1:]
+kind, folder, *stages = sys.argv[1:]
 deepspeed.init_distributed(dist_backend="gloo")
 if kind == "ours":
     from parallel_state.compat import deepspeed as mpu
@@ -74,7 +74,7 @@ if mpu is None:
     tensor_group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 data_rank = dist.get_rank() if mpu is None else mpu.get_data_parallel_rank()
 found = {}
-for stage in (1, 2):
+for stage in map(int, stages):
     torch.manual_seed(0)
     model = Split(tensor_group)
     zero = {"stage": stage, "reduce_bucket_size": 200, "allgather_bucket_size": 200}
@@ -92,6 +92,12 @@ for stage in (1, 2):
         engine.step()
         losses.append(loss.detach())
     norm = torch.tensor(float(engine.get_global_grad_norm()))
+    weights = engine.module.state_dict()
+    if stage == 3:
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            weights = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+        found["3"] = [losses, norm, weights, engine.dp_world_size, engine.mp_world_size]
+        continue
     path = f"{folder}/{kind}/{stage}"
     engine.save_checkpoint(path)
     engine.load_checkpoint(path)
@@ -100,17 +106,23 @@ torch.save(found, f"{folder}/{kind} {dist.get_rank()}.pt")
 """
 
 
-def _train(kind: str, size: int, folder: Path) -> list[object]:
+def _train(kind: str, size: int, folder: Path, stages: tuple[int, ...] = (1, 2)) -> list[object]:
     script = folder / "train.py"
     script.write_text(TRAIN)
     variables = environment(DS_ACCELERATOR="cpu")
-    run(torchrun(size, script, kind, folder), variables, DEADLINE_S, cwd=folder)
+    run(torchrun(size, script, kind, folder, *map(str, stages)), variables, DEADLINE_S, cwd=folder)
     return [torch.load(folder / f"{kind} {rank}.pt", weights_only=True) for rank in range(size)]
 
 
 def test_zero_over_tensor_parallel_layers(tmp_path: Path) -> None:
     """Two ranks have one order to add in, so nothing may differ by a bit: losses, norms, weights, sizes."""
     ours, theirs = (_train(kind, 4, tmp_path) for kind in ("ours", "megatron"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_zero_3_over_tensor_parallel_layers(tmp_path: Path) -> None:
+    """Weights are cut over the data-parallel group of two, and gathered for each layer."""
+    ours, theirs = (_train(kind, 4, tmp_path, (3,)) for kind in ("ours", "megatron"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

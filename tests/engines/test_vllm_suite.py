@@ -13,8 +13,10 @@ import os
 import runpy
 import socket
 import sys
+import time
 import types
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +85,7 @@ def functions(file: Path, *names: str) -> dict[str, Any]:
         node.decorator_list = []
     assert not names or {node.name for node in found} == set(names), f"{file} has changed"
     namespace: dict[str, Any] = {
-        **vars(vllm), "torch": torch, "dist": dist, "pytest": pytest, "os": os,
+        **vars(vllm), "torch": torch, "dist": dist, "pytest": pytest, "os": os, "time": time, "timedelta": timedelta,
         "init_test_distributed_environment": init_environment,
     }  # fmt: skip
     annotations = ast.parse("from __future__ import annotations").body
@@ -123,6 +125,22 @@ def test_utils(name: str, pools: Any) -> None:
     pools(4).run(_stateless, file, name, (free_port(), free_port()))
 
 
+def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
+    try:
+        functions(file, "_make_input", name)[name](_rank(), int(os.environ["WORLD_SIZE"]), *ports)
+    finally:
+        vllm.cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize(("name", "size"), [("_worker", 2), ("_worker", 3), ("_worker", 6), ("_timeout_worker", 2)])
+def test_cpu_all_reduce(name: str, size: int, pools: Any) -> None:
+    file = source("vllm") / "tests/distributed/test_cpu_all_reduce.py"
+    if not file.exists():
+        pytest.skip("vLLM has it from 0.33 on")
+    ports = [free_port() for _ in range(1 if name == "_timeout_worker" else 2)]
+    pools(size).run(_cpu_all_reduce, file, name, ports)
+
+
 def _script(file: Path, port: int) -> None:
     os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"] = str(port), "127.0.0.1"
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -140,7 +158,6 @@ def test_scripts(name: str, pools: Any) -> None:
 
 def _broadcast(file: Path, port: int, messages: int) -> None:
     import random
-    import time
 
     import numpy as np
 

@@ -96,8 +96,11 @@ def check_shm_free_space(
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
     """Sums a CPU tensor over a process group, which torch.distributed needn't know, in place; returns it."""
+    options = dist.AllreduceOptions()
+    if timeout is not None:
+        options.timeout = timeout
     if group.size() > 1:
-        group.allreduce([tensor]).wait(timeout or timedelta(0))
+        group.allreduce([tensor], options).wait()
     return tensor
 
 
