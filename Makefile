@@ -85,9 +85,10 @@ run-gpu-tests: $(STAMP)
 
 # The real engines over this project, in an environment of their own in the user's cache; ENGINES=its-python has another.
 # Tests of an engine's own tests need its source: PARALLEL_STATE_MEGATRON_SOURCE=folder, and the like for others.
+# TESTS=tests/engines/test_models.py runs that file alone.
 test-engines:
 	python=$(if $(ENGINES),$(ENGINES),$$($(PYTHON) -m tests.engines.install)) && \
-		PYTHONPATH="$(CURDIR)" $$python -m pytest tests/engines --durations=10 $(ARGS)
+		PYTHONPATH="$(CURDIR)" $$python -m pytest $(if $(TESTS),$(TESTS),tests/engines) --durations=10 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
