@@ -126,6 +126,7 @@ def test_utils(name: str, pools: Any) -> None:
 
 
 def _cpu_all_reduce(file: Path, name: str, ports: list[int]) -> None:
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the file's first rank serves a store of its own
     try:
         functions(file, "_make_input", name)[name](_rank(), int(os.environ["WORLD_SIZE"]), *ports)
     finally:
