@@ -101,7 +101,8 @@ def _in_turn(cases: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]
     for number, case in enumerate(cases):
         now = {(number * count + turn) % min(4, len(others)) for turn in range(count)}
         for at, other in enumerate(others):
-            chosen.append(pytest.param(*case, *other, marks=() if at in now else pytest.mark.long))
+            name = "-".join(str(getattr(each, "__name__", each)) for each in (*case, *other))
+            chosen.append(pytest.param(*case, *other, marks=() if at in now else pytest.mark.long, id=name))
     return chosen
 
 

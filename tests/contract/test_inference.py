@@ -81,10 +81,12 @@ def test_the_demo_starts_its_own_ranks(demo_arguments: list[str]) -> None:
     assert re.search(r"pp \[0, 2\] \[1, 3\] ", report)
 
 
-def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str]) -> None:
-    """torchrun and the ranks that it starts are forks."""
-    words = ["--standalone", "--nproc-per-node", "4", str(SCRIPT), "--tp", "2", "--pp", "1", *demo_arguments]
-    check_report(*run_forked(module("torch.distributed.run", words)), "TP 2 x PP 1 x DP 2: 4 processes on cpu")
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_demo_under_torchrun_with_replicas(demo_arguments: list[str], tp: int) -> None:
+    """torchrun and the ranks that it starts are forks; four that wait for each other on two cores take long."""
+    words = ["--standalone", "--nproc-per-node", str(2 * tp), str(SCRIPT), "--tp", str(tp), "--pp", "1"]
+    title = f"TP {tp} x PP 1 x DP 2: {2 * tp} processes on cpu"
+    check_report(*run_forked(module("torch.distributed.run", [*words, *demo_arguments])), title)
 
 
 def test_a_wrong_layer_is_noticed(demo_arguments: list[str], tmp_path: Path) -> None:
