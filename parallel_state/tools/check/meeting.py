@@ -30,6 +30,7 @@ PAUSE_S = 0.02
 _CONNECT_S = 2.0
 _HANDSHAKE_S = 3.0
 _GRACE_S = 0.5
+_OWN_NAME_S = 3.0
 _SETTLE_S = 0.2
 _LATE_S = 1.5
 """For ranks that come beside those that make the world full, where something is wrong already."""
@@ -223,22 +224,24 @@ def _holder(port: int) -> str:
 
 
 def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises NotMetError where a connection to MASTER_ADDR doesn't come to this process."""
+    """Raises NotMetError where a connection to MASTER_ADDR doesn't come to this process; a name may resolve late."""
     listener.settimeout(1.0)
     host = socket.gethostname()
-    try:
-        with socket.create_connection(address, timeout=_CONNECT_S):
-            accepted, _ = listener.accept()
-            accepted.close()
-            return
-    except socket.gaierror as error:
-        raise NotMetError("master-unresolved", f"{address[0]} doesn't resolve on {host}: {error.strerror}") from error
-    except TimeoutError as error:
-        text = f"{address[0]} doesn't lead to {host}, where rank 0 runs: a connection doesn't arrive"
-        raise NotMetError("master-elsewhere", text) from error
-    except OSError as error:
-        text = f"{address[0]} doesn't lead to {host}, where rank 0 runs: {error.strerror or error}"
-        raise NotMetError("master-elsewhere", text) from error
+    until = min(deadline, time.monotonic() + _OWN_NAME_S)
+    while True:
+        try:
+            with socket.create_connection(address, timeout=_CONNECT_S):
+                accepted, _ = listener.accept()
+                accepted.close()
+                return
+        except socket.gaierror as error:
+            code, text = "master-unresolved", f"{address[0]} doesn't resolve on {host}: {error.strerror}"
+        except OSError as error:
+            why = "a connection doesn't arrive" if isinstance(error, TimeoutError) else error.strerror or error
+            code, text = "master-elsewhere", f"{address[0]} doesn't lead to {host}, where rank 0 runs: {why}"
+        if time.monotonic() > until:
+            raise NotMetError(code, text)
+        time.sleep(0.2)
 
 
 def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:

@@ -66,7 +66,7 @@ def versions(report: Report) -> str:
 
 def tables(report: Report) -> Iterator[Table]:
     """Yields what is shown below the findings."""
-    yield Table("Hosts", ("host", "ranks", "gloo's interface", "cores", "/dev/shm", "GPUs", "core speed"),
+    yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core speed"),
                 list(_hosts(report)))  # fmt: skip
     links = [link for link in report.links if not link.problem]
     if links:
@@ -98,6 +98,7 @@ def _hosts(report: Report) -> Iterator[tuple[str, ...]]:
             name,
             format_ranks(sorted(each.place.rank for each in ranks)),
             f"{facts.network.gloo_interface} {facts.network.gloo_address or '–'}",
+            facts.network.nccl_interface or "–",
             f"{len(cores)} ({spans(cores)})",
             _space(facts),
             f"{len(facts.gpus.visible)} × {models.pop()}" if len(models) == 1 else str(len(facts.gpus.visible) or "–"),
