@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +29,7 @@ _PROOF_BYTES = 16
 _ANSWER_S = 10.0
 """For all answers at most, or half of what is left of the start; a network may be slow to connect."""
 _SHORTEST_S, _LONGEST_S = 0.002, 0.1
-_LOOKS_PER_S = 4096
+_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 4096
 """Of all ranks together at the one store, in large worlds."""
 
 
@@ -42,24 +42,32 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
     if len(leaders) < 2:
         return
 
-    def wait_for(*keys: str) -> None:
-        _wait_for(keys, store, watch, rank, len(places), leaders)
+    def wait_for(ready: Callable[[], bool]) -> None:
+        _wait_for(ready, store, watch, rank, len(places), leaders)
+
+    def wait_for_leaders(key: str) -> None:  # by a counter: each of their looks at all keys would be as long as these
+        wait_for(lambda: store.add(key, 0) >= len(leaders))
+
+    def is_known() -> bool:
+        return bool(store.check(["reach/verdict"]))
 
     if rank in leaders:
         proof = secrets.token_bytes(_PROOF_BYTES)
         with _Listener(places[rank].address, proof) as listener:
             store.set(f"reach/at/{rank}", json.dumps([listener.port, proof.hex(), listener.problem]))
-            wait_for(*(f"reach/at/{leader}" for leader in leaders))
+            store.add("reach/listening", 1)
+            wait_for_leaders("reach/listening")
             offers = _read(store, "reach/at/", leaders)
             left_s = watch.deadline - time.monotonic()
             found = _reach(places, rank, offers, min(_ANSWER_S, left_s / 2))
             store.set(f"reach/found/{rank}", json.dumps(found))
+            store.add("reach/done", 1)
             if rank == leaders[0]:
-                wait_for(*(f"reach/found/{leader}" for leader in leaders))
+                wait_for_leaders("reach/done")
                 store.set("reach/verdict", json.dumps(_worst(_read(store, "reach/found/", leaders))))
-            wait_for("reach/verdict")
+            wait_for(is_known)
     else:
-        wait_for("reach/verdict")
+        wait_for(is_known)
     verdict = json.loads(store.get("reach/verdict"))
     if verdict is not None:
         raise _not_reached(places, rank, *verdict)
@@ -171,14 +179,14 @@ def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why
 
 
 def _wait_for(
-    keys: Sequence[str], store: dist.Store, watch: StartWatch, rank: int, world_size: int, leaders: Sequence[int]
+    ready: Callable[[], bool], store: dist.Store, watch: StartWatch, rank: int, world_size: int, leaders: Sequence[int]
 ) -> None:
-    """Waits for keys of the store until a rank of the start ends or gives up, or the start's deadline."""
-    pause_s, everyone = _SHORTEST_S, range(world_size)
+    """Waits until it is so in the store, or a rank of the start ends or gives up, or until the start's deadline."""
+    pause_s, everyone = max(_SHORTEST_S, world_size / _FIRST_LOOKS_PER_S), range(world_size)
     error: Exception | None = None
     while True:
         try:
-            if store.check(list(keys)):
+            if ready():
                 return
             deaths = watch.watcher.deaths_of(everyone)
         except dist.DistError as lost:  # with the rank that serves it, most likely

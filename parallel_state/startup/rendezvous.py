@@ -70,6 +70,7 @@ _RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
 _ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
 _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
+_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
@@ -265,7 +266,7 @@ class _Meeting:
         store = world = None
         name = b""
         entered = False
-        for _ in _looks(self.deadline):
+        for _ in _looks(self.deadline, self.place.world_size):
             try:
                 if store is None:
                     store, name = dist.PrefixStore(self.prefix, self.connect()), b""
@@ -390,9 +391,13 @@ def _key(rank: int) -> str:
     return f"rank/{rank}"
 
 
-def _looks(deadline: float) -> Iterator[None]:
-    """Yields at least one look, and the last one at the deadline; pauses grow, as many ranks look at one server."""
-    pause_s, longest_s = _PAUSES_S
+def _looks(deadline: float, ranks: int = 1) -> Iterator[None]:
+    """Yields at least one look, and the last one at the deadline; pauses grow, as many ranks look at one server.
+
+    With `ranks`, of all of which one server has to answer the looks, they are longer from the start.
+    """
+    shortest_s, longest_s = _PAUSES_S
+    pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
     while True:
         yield
         remaining_s = deadline - time.monotonic()
