@@ -61,17 +61,16 @@ COMPILERS = _files(
     "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
 ) + _files(
     "tests/contract", "test_c10d_programs", "test_collectives_ranks", "test_device_mesh", "test_examples",
-    "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_package", "test_seed_rows",
+    "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
 )  # fmt: skip
 """Also the contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
 PROGRAMS = _files(
     "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_creation_cost",
     "test_docs_code", "test_extending", "test_inference", "test_launch", "test_other_systems",
-    "test_peer_calls", "test_peer_communicator", "test_torch_suite",
+    "test_package", "test_torch_suite",
 )  # fmt: skip
-"""Contract tests of programs, rather than of bodies on the ranks of a pool; and the kernels' on the CPU, whose ranks
-compute."""
+"""Contract tests of programs, rather than of bodies on the ranks of a pool."""
 LANES = (
     Lane("failures", ("tests/failure",)),
     Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
