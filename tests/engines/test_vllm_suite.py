@@ -147,7 +147,9 @@ def _script(file: Path, port: int) -> None:
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     with in_place():
         try:
-            runpy.run_path(str(file), run_name="__main__")
+            script = runpy.run_path(str(file), run_name="__main__")
+            dist.barrier()  # the script's store is served by a rank that ends first
+            del script
         finally:
             dist.destroy_process_group()
 

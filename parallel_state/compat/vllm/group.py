@@ -59,7 +59,12 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         group_name: str | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Makes the group; every rank of the world calls it alike, and is in one of the lists of global ranks."""
+        """Makes the group; every rank of the world calls it alike, and is in one of the lists of global ranks.
+
+        Over a default group of torch's alone the first one makes the world.
+        """
+        if state.try_get_world_group() is None and dist.is_initialized():
+            state.init_distributed_environment(allow_pickle=True)
         made = state.init_model_parallel_group(
             group_ranks,
             local_rank,
