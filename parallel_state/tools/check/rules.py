@@ -101,7 +101,8 @@ def single_rank(evidence: Evidence) -> Iterator[Finding]:
 def world_size_differs(evidence: Evidence) -> Iterator[Finding]:
     sizes: dict[str, list[Facts]] = {}
     for facts in evidence.arrivals:
-        sizes.setdefault(str(facts.place.world_size), []).append(facts)
+        if not facts.place.problem or facts.place.rank >= evidence.world_size:  # else its size isn't known
+            sizes.setdefault(str(facts.place.world_size), []).append(facts)
     if len(sizes) > 1:
         words = "; ".join(
             f"{size} on ranks {format_ranks(sorted({each.place.rank for each in group}))} "
