@@ -495,12 +495,13 @@ def create_group(
             nccl_config=traits.options.nccl_config,
         )
         for_callers, found = traits.options.for_callers, None
-        if traits.options.for_cpu == traits.options and pool.is_programs(device, everyone=domain.is_root):
-            for_callers = traits.options.for_cpu
+        is_programs = traits.device.type == "cpu" and pool.is_programs(device, everyone=domain.is_root)
         if given is not None:
             found = given.for_callers
-        elif len(ranks) > 1 and not fake and for_callers != traits.options.for_cpu:
-            found = device.process_group if for_callers == traits.options else acquire(for_callers).process_group
+        elif for_callers == traits.options:
+            found = device.process_group
+        elif len(ranks) > 1 and not fake and not is_programs and for_callers != traits.options.for_cpu:
+            found = acquire(for_callers).process_group
         return GroupCoordinator(context, traits, pool=pool, acquired=taken, for_callers=found)
     except BaseException as error:
         # In a group that was left in the middle of a call operations may have been begun that never end.

@@ -52,7 +52,7 @@ from device_communicators.errors import (
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.member import LOST
-from device_communicators.routing.communicator import Communicator, GroupContext
+from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import (
     ADVICE,
     all_died,
@@ -94,7 +94,9 @@ def create(options: Any, backend_options: Any = None) -> Any:
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)
-            memory.attach(_StoreExchange(options.store, rank, size), world.watcher, everyone)
+            exchange = _StoreExchange(options.store, rank, size)
+            memory.attach(exchange, world.watcher, everyone)
+            exchange.close()
             if begins:
                 world.begin(memory)
             memory.hear(world.watcher, world.domain)
@@ -189,7 +191,7 @@ class _Group:
             host_memory=memory, watcher=world.watcher, domain=world.domain,
         )  # fmt: skip
         self._gloo: Any = None
-        self.hosts: Communicator | None = None
+        self.hosts: Any = None
         """Carries collectives of a group over several hosts."""
         if len(members.ranks) > 1 and self.collectives is None:
             self._gloo = self.make_gloo()  # now, while all ranks are here: who transfers first needn't wait for others
@@ -245,13 +247,22 @@ class _Group:
             SHAPE.chunk_bytes, SHAPE.chunks, KINDS, *message_wait_policy(*memory.waiting),
         )  # fmt: skip
 
-    def collective_error(self, status: int, method: str, elapsed_s: float) -> BaseException:
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Takes the group's new timeout, which the compiled backend has been given."""
+        self._timeout = timeout
+        self._members = replace(self._members, timeout_s=timeout.total_seconds())
+        self._context = replace(self._context, timeout_s=timeout.total_seconds())
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
+
+    def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
         """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
         if status == _COLLECTIVE_INTERRUPTED:
             collectives.library.raise_interruption()
+        collectives.set_timeout(timeout_s)
         return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
 
     def failed(self, operation: str) -> BaseException:
@@ -304,6 +315,12 @@ class _Group:
         if sent:
             forms = f"this rank receives {expected}, and global rank {who} sent {sent}"
             return members.mismatch(operation, forms, (who,), elapsed_s=elapsed_s)
+        if status == _INTERRUPTED:
+            text = (
+                f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
+                f"read or written. {LOST}; destroy it and make it anew"
+            )
+            return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
         if status == _TIMED_OUT and peer < 0:
             text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
             return members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)
@@ -343,7 +360,9 @@ class _Group:
             error = attributed(self._context, operation, started, error)
         return self._failed(error, operation, elapsed_s)
 
-    def over_hosts(self, operation: str, out: Tensor, x: Tensor, reduction: str, root: int) -> BaseException | None:
+    def over_hosts(
+        self, operation: str, out: Tensor, x: Tensor, reduction: str, root: int, timeout_s: float
+    ) -> BaseException | None:
         """Runs a collective of contiguous tensors over the hosts; returns what went wrong."""
         hosts, started = self.hosts, time.monotonic()
         if hosts is None:
@@ -352,6 +371,7 @@ class _Group:
         call = UserCall(operation, None if is_barrier else x.dtype, () if is_barrier else tuple(x.shape))
         before = swap(call._replace(reduce_op=reduction or None, root=root))
         try:
+            hosts.set_timeout(timeout_s)
             if operation == "all_reduce":
                 hosts.flat_all_reduce_(x, reduction)
             elif operation == "reduce_scatter":
@@ -452,7 +472,10 @@ def _gloo_device(address: str) -> Any:
 
 
 class _StoreExchange:
-    """All-gathers of a few hundred bytes over a store: as much of a process group as `HostMemory.attach` asks for."""
+    """All-gathers of a few hundred bytes over a store: as much of a process group as `HostMemory.attach` asks for.
+
+    Every rank calls `close` afterwards.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store = store
@@ -462,9 +485,19 @@ class _StoreExchange:
 
     def _allgather_base(self, out: Tensor, x: Tensor) -> _Exchange:
         self._rounds += 1
-        keys = [f"host_memory/{self._rounds}/{rank}" for rank in range(self._size)]
+        keys = self._keys(self._rounds)
         self._store.set(keys[self._rank], bytes(x.tolist()))
         return _Exchange(self._store, keys, out)
+
+    def _keys(self, number: int) -> list[str]:
+        return [f"host_memory/{number}/{rank}" for rank in range(self._size)]
+
+    def close(self) -> None:
+        """Takes the keys out of the store once all ranks have read them: the last one does."""
+        readers = "host_memory/readers"
+        if self._store.add(readers, 1) == self._size:
+            for key in (readers, *(key for number in range(self._rounds) for key in self._keys(number + 1))):
+                self._store.delete_key(key)
 
 
 class _Exchange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ class NativeGroup:
     @property
     def rank(self) -> int:
         return self.local_ranks.index(self.members.rank)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Gives the calls that follow this timeout; errors say it."""
+        self.members = replace(self.members, timeout_s=timeout_s)
+        self.library.ps_group_timeout(self.number, timeout_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
         """Calls `ps_<operation>`; raises what became of it, and UsageError while another call is under way.

@@ -150,6 +150,10 @@ class HierarchicalCommunicator(PartialCommunicator):
         with self._call(operation, 0, *facts) as hosts:
             hosts.barrier()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Gives this rank's calls that follow this timeout instead of the group's."""
+        self._hosts.set_timeout(timeout_s)
+
     def barrier(self) -> None:
         with self._call("barrier") as hosts:
             hosts.barrier()

@@ -6,6 +6,7 @@ No operation of the group is here: `hierarchical` puts them together.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -66,6 +67,14 @@ class Hosts:
             f"host {host}: ranks {format_ranks(ranks)}{' (this one)' if host == self.host else ''}"
             for host, ranks in enumerate(self.ranks)
         )
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Gives the calls that follow this timeout."""
+        if timeout_s == self.context.timeout_s:
+            return
+        self.context = self.leaders.context = dataclasses.replace(self.context, timeout_s=timeout_s)
+        if self._local is not None:
+            self._local.set_timeout(timeout_s)
 
     def begin(self, call: UserCall, *facts: object) -> None:
         self._operation = call.method

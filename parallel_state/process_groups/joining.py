@@ -20,6 +20,7 @@ from device_communicators.errors import (
     GroupNotInitializedError,
     InvalidArgumentError,
     RendezvousError,
+    UnsupportedError,
     format_ranks,
     plain,
 )
@@ -115,7 +116,7 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Builds the native library, if need be, before deadlines start: a compile takes a minute on a busy machine.
+    """Builds what is compiled, if need be, before deadlines start: a compile takes a minute on a busy machine.
 
     Also for a world of GPUs, whose messages go through the host's memory. If it can't be had, `explain()` says why.
     Removes what a start that was killed left in shared memory.
@@ -128,6 +129,11 @@ def prepare(world_size: int) -> None:
     if world_size > 1 and settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
+    if world_size > 1 and settings.CPU_BACKEND.get() == "parallel_state":
+        from device_communicators.c10d import creation
+
+        with contextlib.suppress(UnsupportedError):  # raised where the first group is made
+            creation.load()
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:

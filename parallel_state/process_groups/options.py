@@ -64,6 +64,11 @@ class GroupOptions:
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 
     @property
+    def meets(self) -> bool:
+        """Returns True if the ranks of a group wait for each other to make it; NCCL's do in the first call."""
+        return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
+
+    @property
     def is_nccl(self) -> bool:
         """Returns True if the backend is NCCL, for some device."""
         return "nccl" in str(self.backend)
@@ -75,11 +80,11 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns those to connect a group with, for which ranks have `limit_s`: gloo has one deadline for all.
+        """Returns those to make a group with, for which ranks that meet have `limit_s`: there is one deadline for all.
 
         Afterwards the group's own is set.
         """
-        return replace(self, timeout=max(self.timeout_s, limit_s)) if "gloo" in str(self.backend) else self
+        return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
         """Returns them as torch takes them, a ProcessGroupNCCL.Options; None if all is as usual."""

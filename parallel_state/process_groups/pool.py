@@ -320,7 +320,7 @@ class ProcessGroupPool:
             return self.agreement.failure(name) is not None
 
         try:
-            if connects:
+            if options.meets:
                 deadline, watched = time.monotonic() + start_timeout_s, self.watched_with(ranks)
                 made = run_watched(make, self.watcher, watched, deadline, has_failed)
             else:
@@ -350,7 +350,7 @@ class ProcessGroupPool:
                 elapsed_s=elapsed_s,
                 timeout_s=start_timeout_s,
             ) from error
-        if connects:  # else the others may not have come so far
+        if options.meets:  # else the others may not have come so far
             self.agreement.forget(name, ranks)
         return made
 

@@ -179,6 +179,44 @@ def test_dtypes_and_sizes_beyond_gloo(pools: Pools) -> None:
     pools(3).run(move_what_gloo_does_not, timeout_s=DEADLINE_S)
 
 
+def take_lists_of_views() -> None:
+    """Lists whose tensors lie one behind the other are read and written where they lie, but where both share memory."""
+    with torch_world() as (rank, size):
+        whole = torch.arange(4.0 * size).add(100 * rank)
+        before = whole.clone()
+        parts = list(whole.chunk(size))
+        of_root = torch.arange(4.0).add(4 * rank)
+        for out in (torch.empty(4), torch.empty(4, 2)[:, 0]):
+            dist.scatter(out, parts if rank == 0 else None)
+            assert out.equal(of_root)
+        total = torch.arange(4.0).add(4 * rank).mul(size).add(100 * sum(range(size)))
+        out = torch.empty(4)
+        dist.reduce_scatter(out, parts)
+        assert out.equal(total)
+        columns = torch.stack([torch.arange(4.0).add(4 * rank + 100 * other) for other in range(size)])
+        received = torch.empty(size, 4)
+        dist.all_to_all(list(received), parts)
+        assert received.equal(columns)
+        apart = torch.empty(size, 4, 2)
+        dist.all_to_all(list(apart[:, :, 0]), parts)
+        assert apart[:, :, 0].equal(columns)
+        assert whole.equal(before)
+        dist.all_to_all(list(whole.flip(0).chunk(size)), parts)
+        assert whole.equal(before)
+        dist.reduce_scatter(parts[0], parts)  # on all ranks but the first it is a part of theirs, too
+        assert parts[0].equal(total)
+        whole.copy_(before)
+        dist.all_to_all(parts, parts)
+        assert whole.view(size, 4).equal(columns)
+        whole.copy_(before)
+        dist.scatter(parts[-1], parts if rank == 0 else None)
+        assert parts[-1].equal(of_root)
+
+
+def test_lists_of_views_and_of_what_is_written_to(pools: Pools) -> None:
+    pools(3).run(take_lists_of_views, timeout_s=DEADLINE_S)
+
+
 def transfer() -> None:
     with torch_world() as (rank, size):
         following, preceding = (rank + 1) % size, (rank - 1) % size
@@ -323,8 +361,12 @@ def shared_mappings() -> int:
 def make_groups_again_and_again() -> list[int]:
     with torch_world() as (_, size):
         counts = []
+        store = dist.distributed_c10d._get_default_store()
         for _ in range(3):
             group = dist.new_group()
+            dist.barrier()
+            kept = [key for key in getattr(store, "list_keys", list)() if "host_memory" in key]
+            assert not kept
             dist.all_reduce(x := torch.ones(4), group=group)
             dist.all_reduce(x, group=group, async_op=True).wait()
             assert x.eq(size * size).all()
@@ -396,6 +438,8 @@ def misuse() -> None:
             dist.reduce(x, 0, op=dist._make_nccl_premul_sum(2.0))
         with pytest.raises(ValueError, match="expanded"):
             dist.irecv(torch.zeros(1).expand(4), 1 - rank)
+        with pytest.raises(ValueError, match="expanded"):
+            dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(1).expand(4), 1 - rank)])
         dist.all_reduce(x)
         assert x.eq(size).all()
 
@@ -448,6 +492,40 @@ def call_in_a_handler() -> str:
 
 def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Pools) -> None:
     assert "in a call of the group already" in pools(2).run(call_in_a_handler, timeout_s=DEADLINE_S)[0]
+
+
+def interrupt_a_receive() -> tuple[list[str], list[str]] | None:
+    """What rank 0's calls raise when Ctrl-C comes while it receives, and the next ones."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["interrupted"])
+            return None
+        raised, texts = [], []
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            for call in (lambda: dist.recv(torch.empty(2), 1), lambda: dist.recv(torch.empty(2), 1)):
+                with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+                    call()
+                raised.append(caught.type.__name__)
+                texts.append(str(caught.value))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            store.set("interrupted", "")
+        return raised, texts
+    raise AssertionError("unreachable")
+
+
+def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools) -> None:
+    """It is raised once, by the call that it interrupts."""
+    told = pools(2).run(interrupt_a_receive, timeout_s=DEADLINE_S)[0]
+    assert told[0] == ["KeyboardInterrupt", "GroupFailedError"]
+    assert "interrupted by a signal" in told[1][1]
 
 
 def transfer_under_detail() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.c10d import creation
+from parallel_state.process_groups import joining
 from tests.contract.attempts import environment, world
 from tests.contract.test_c10d import torch_world
+from tests.contract.test_process_groups import _slow_connections, check_slow_connections
+from tests.contract.test_state import _join
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -40,6 +46,33 @@ def _between_own_calls(backend: str) -> tuple[str, str, str]:
 def test_calls_of_torch_between_calls_of_the_group(pools: Pools, backend: str) -> None:
     for told in pools(4).run(_between_own_calls, backend, timeout_s=120.0):
         assert told == (backend, backend, "gloo")
+
+
+def _over_ours(body: Callable[..., Any], *args: Any) -> Any:
+    with environment(PARALLEL_STATE_CPU_BACKEND="parallel_state"):
+        return body(*args)
+
+
+def test_making_a_group_has_the_start_s_timeout(pools: Pools) -> None:
+    check_slow_connections(pools(2).run(_over_ours, _slow_connections, timeout_s=120.0))
+
+
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_a_default_group_that_was_joined_is_the_world_s(pools: Pools, backend: str | None) -> None:
+    for told in pools(2).run(_over_ours, _join, f"cpu backend/{uuid.uuid4()}", backend, timeout_s=120.0):
+        assert told["joined"]
+        assert told["stays"]
+
+
+@pytest.mark.parametrize(("backend", "compiles"), [("parallel_state", True), ("gloo", False)])
+def test_it_is_compiled_before_any_deadline_starts(
+    monkeypatch: pytest.MonkeyPatch, backend: str, compiles: bool
+) -> None:
+    calls: list[bool] = []
+    monkeypatch.setenv("PARALLEL_STATE_CPU_BACKEND", backend)
+    monkeypatch.setattr(creation, "load", lambda: calls.append(True))
+    joining.prepare(2)
+    assert calls == [True] * compiles
 
 
 def _in_the_programs_world() -> tuple[bool, bool, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.contract.test_c10d import _collectives
 from tests.failure.over_torch import OVER_TORCH, torch_world
 from tests.failure.test_killed import killed_in
 from tests.failure.trials import late, median_of
-from tests.failure.worlds import DEADLINE_S
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S
 from tests.hosts import HostRanks, Hosts, problem
 
 reason = problem()
@@ -92,3 +93,30 @@ def test_a_killed_rank_is_named_on_both_hosts(operation: str, victim: int, tmp_p
 
     trial: Callable[[], float] = run
     assert not late([(0, median_of(trial, trial()))])
+
+
+LIMIT_S = 1.5
+
+
+def _with_its_own_timeout() -> tuple[str, float] | None:
+    """Rank 3, on the second host, comes later than one call is given, and much sooner than those of the group."""
+    with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
+        world.barrier()
+        if world.rank == 3:
+            time.sleep(4 * LIMIT_S)
+            return None
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=LIMIT_S)
+        started = time.monotonic()
+        with pytest.raises(dist.DistBackendError) as caught:
+            dist.group.WORLD.allreduce([torch.ones(4)], options).wait()
+        return type(caught.value).__name__, time.monotonic() - started
+
+
+def test_a_call_s_own_timeout_is_kept_over_hosts() -> None:
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
+        *told, late_one = ranks.run(_with_its_own_timeout, timeout_s=2 * DEADLINE_S)
+    assert late_one is None
+    for kind, seconds in told:
+        assert kind == "CollectiveTimeoutError"
+        assert seconds < 3 * LIMIT_S

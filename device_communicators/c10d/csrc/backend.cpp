@@ -151,6 +151,38 @@ bool all_contiguous(const std::vector<Tensor>& tensors) {
   return true;
 }
 
+// Where the tensors' bytes lie one behind the other, as those of `x.chunk(n)` do, their beginning; else null.
+void* begin_of_joined(const std::vector<Tensor>& tensors) {
+  if (!all_contiguous(tensors)) return nullptr;
+  char* begin = nullptr;
+  char* end = nullptr;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.nbytes() == 0) continue;
+    char* const at = static_cast<char*>(tensor.mutable_data_ptr());
+    if (begin == nullptr) begin = end = at;
+    if (at != end) return nullptr;
+    end += tensor.nbytes();
+  }
+  return begin;
+}
+
+// The bytes of `tensors` as one flat tensor: a view where they lie so, and none of them is in `outputs`, else a copy.
+Tensor joined(const std::vector<Tensor>& tensors, const std::vector<Tensor>& outputs) {
+  bool is_apart = true;
+  for (const Tensor& tensor : tensors) {
+    for (const Tensor& output : outputs) is_apart = is_apart && !tensor.is_alias_of(output);
+  }
+  const at::TensorOptions bytes = tensors[0].options().dtype(at::kByte);
+  if (void* const begin = is_apart ? begin_of_joined(tensors) : nullptr) {
+    return at::from_blob(begin, {static_cast<std::int64_t>(bytes_of(tensors))}, [tensors](void*) {}, bytes);
+  }
+  std::vector<Tensor> parts;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.numel() != 0) parts.push_back(tensor.contiguous().view({-1}).view(at::kByte));
+  }
+  return parts.empty() ? at::empty({0}, bytes) : at::cat(parts);
+}
+
 }  // namespace
 
 Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std::uint64_t group, QueuePlaces places,
@@ -237,11 +269,16 @@ const c10::intrusive_ptr<c10d::Backend>& Backend::gloo() {
   return gloo_;
 }
 
+void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  callbacks_.set_timeout(timeout);
+}
+
 void Backend::done(int status, const char* method, Clock::time_point started) {
   if (status == static_cast<int>(Status::kDone)) return;
   TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed or aborted while ", method, " was under way");
   const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
-  std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s));
+  std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s, timeout_s_));
 }
 
 // Runs `body` in the lane. It reads its arguments' tensors until the work is done; `outputs` are what its future holds.
@@ -256,6 +293,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
                                               sequence_.fetch_add(1, std::memory_order_relaxed) + 1);
   auto run = [this, timeout_s, body = std::move(body)]() mutable {
     const Below below;
+    timeout_s_ = timeout_s;
     if (shares_memory()) library_->group_timeout(group_, timeout_s);
     body();
   };
@@ -299,7 +337,7 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Sta
 
 void Backend::over_hosts(const char* operation, const Tensor& output, const Tensor& input, const char* reduction,
                          int root) {
-  const std::exception_ptr error = callbacks_.over_hosts(operation, output, input, reduction, root);
+  const std::exception_ptr error = callbacks_.over_hosts(operation, output, input, reduction, root, timeout_s_);
   if (error != nullptr) std::rethrow_exception(error);
 }
 
@@ -701,12 +739,7 @@ Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
                     x.copy_(in[0]);
                     return;
                   }
-                  Tensor flat;
-                  if (!in.empty()) {
-                    Tensors parts;
-                    for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
-                    flat = at::cat(parts);
-                  }
+                  const Tensor flat = in.empty() ? Tensor() : joined(in, {x});
                   const Tensor out = x.is_contiguous() ? x : at::empty(x.sizes(), x.options());
                   const auto started = Clock::now();
                   const Told told = tell(kScatterMethod, out, -1, root);
@@ -768,10 +801,10 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   }
   return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out}, options.asyncOp,
                 options.timeout, [this, out, in, is_even, op = options.reduceOp] {
+                  if (is_even) return reduce_scatter_into(out, joined(in, {out}).view(out.scalar_type()), op);
                   Tensors parts;
                   for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
                   const Tensor flat = at::cat(parts);
-                  if (is_even) return reduce_scatter_into(out, flat, op);
                   all_reduce_flat(flat, op);  // parts of different sizes
                   std::int64_t begin = 0;
                   for (int rank = 0; rank < rank_; ++rank) begin += in[rank].numel();
@@ -877,37 +910,35 @@ Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d
     return by_gloo(OpType::ALLTOALL, "all_to_all", -1,
                    [&](c10d::Backend& gloo) { return gloo.alltoall(outputs, inputs, options); });
   }
-  return submit({OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"}, inputs, outputs, options.asyncOp,
-                options.timeout, [this, outputs, inputs] {
-                  if (size_ == 1) {
-                    outputs[0].copy_(inputs[0]);
-                    return;
-                  }
-                  const at::TensorOptions bytes = inputs[0].options().dtype(at::kByte);
-                  std::vector<std::size_t> in_bytes, out_bytes;
-                  Tensors parts;
-                  for (const Tensor& input : inputs) {
-                    in_bytes.push_back(input.nbytes());
-                    if (input.numel() != 0) parts.push_back(input.contiguous().view({-1}).view(at::kByte));
-                  }
-                  for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
-                  const Tensor in = parts.empty() ? at::empty({0}, bytes) : at::cat(parts);
-                  const Tensor out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, bytes);
-                  const auto started = Clock::now();
-                  const Told told =
-                      told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
-                  done(library_->all_to_all(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(),
-                                            out_bytes.data(), in_bytes.data()),
-                       "all_to_all", started);
-                  std::int64_t begin = 0;
-                  for (const Tensor& output : outputs) {
-                    const std::int64_t end = begin + static_cast<std::int64_t>(output.nbytes());
-                    if (output.numel() != 0) {
-                      output.copy_(out.slice(0, begin, end).clone().view(output.scalar_type()).view(output.sizes()));
-                    }
-                    begin = end;
-                  }
-                });
+  return submit(
+      {OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"}, inputs, outputs, options.asyncOp, options.timeout,
+      [this, outputs, inputs] {
+        if (size_ == 1) {
+          outputs[0].copy_(inputs[0]);
+          return;
+        }
+        std::vector<std::size_t> in_bytes, out_bytes;
+        for (const Tensor& input : inputs) in_bytes.push_back(input.nbytes());
+        for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
+        const Tensor in = joined(inputs, outputs);
+        void* const begin = begin_of_joined(outputs);
+        Tensor out;  // where the outputs don't lie one behind the other
+        if (begin == nullptr) out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options());
+        const auto started = Clock::now();
+        const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
+        done(library_->all_to_all(group_, told.word, told.shape, begin == nullptr ? out.mutable_data_ptr() : begin,
+                                  in.const_data_ptr(), out_bytes.data(), in_bytes.data()),
+             "all_to_all", started);
+        if (begin != nullptr) return;
+        std::int64_t at = 0;
+        for (const Tensor& output : outputs) {
+          const std::int64_t end = at + static_cast<std::int64_t>(output.nbytes());
+          if (output.numel() != 0) {
+            output.copy_(out.slice(0, at, end).clone().view(output.scalar_type()).view(output.sizes()));
+          }
+          at = end;
+        }
+      });
 }
 
 Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {

@@ -13,8 +13,9 @@ namespace parallel_state {
 
 // What Python does for a backend; each takes the interpreter's lock by itself.
 struct Callbacks {
-  // The error for a status of group.h, of a collective that `method` names.
-  std::function<std::exception_ptr(int status, const char* method, double elapsed_s)> collective_error;
+  // The error for a status of group.h, of a collective that `method` names, with its timeout.
+  std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
+      collective_error;
   Pairs::Raise pair_error;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
@@ -29,8 +30,9 @@ struct Callbacks {
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   // Runs a collective of contiguous tensors over the group's hosts; returns what went wrong, or null.
   std::function<std::exception_ptr(const char* operation, const at::Tensor& output, const at::Tensor& input,
-                                   const char* reduction, int root)>
+                                   const char* reduction, int root, double timeout_s)>
       over_hosts;
+  std::function<void(std::chrono::milliseconds timeout)> set_timeout;  // tells Python the group's new one
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
                                                   std::chrono::milliseconds timeout, const std::string& name)>
       split;
@@ -50,9 +52,10 @@ class Backend final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "parallel_state"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
   bool supportsSplitting() const override { return true; }
-  bool supportsCoalescing() const override { return true; }
+  // torch asks in batch_isend_irecv only, whose coalescing manager stays open where an exception leaves it.
+  bool supportsCoalescing() const override { return false; }
   void setSequenceNumberForGroup() override {}
   std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(std::memory_order_relaxed); }
 
@@ -152,6 +155,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::atomic<std::uint64_t> sequence_{0};
   std::atomic<bool> closed_{false};
+  double timeout_s_ = 0;  // of the collective that runs: one at a time does
   bool coalescing_ = false;
   std::vector<Started> coalesced_;
 };

@@ -66,9 +66,9 @@ std::shared_ptr<py::object> held(py::object object) {
 Callbacks callbacks_of(const py::object& python) {
   const std::shared_ptr<py::object> owner = held(python);
   Callbacks made;
-  made.collective_error = [owner](int status, const char* method, double elapsed_s) {
+  made.collective_error = [owner](int status, const char* method, double elapsed_s, double timeout_s) {
     return python_error("a collective failed",
-                        [&] { return owner->attr("collective_error")(status, method, elapsed_s); });
+                        [&] { return owner->attr("collective_error")(status, method, elapsed_s, timeout_s); });
   };
   made.pair_error = [owner](const char* operation, const PairFailure& failure) {
     return python_error("a transfer failed", [&] {
@@ -102,9 +102,14 @@ Callbacks callbacks_of(const py::object& python) {
     return python_error(text, [&] { return owner->attr("gloo_error")(text, method, peer, elapsed_s); });
   };
   made.over_hosts = [owner](const char* operation, const at::Tensor& output, const at::Tensor& input,
-                            const char* reduction, int root) {
-    return python_error("a collective over hosts failed",
-                        [&] { return owner->attr("over_hosts")(operation, output, input, reduction, root); });
+                            const char* reduction, int root, double timeout_s) {
+    return python_error("a collective over hosts failed", [&] {
+      return owner->attr("over_hosts")(operation, output, input, reduction, root, timeout_s);
+    });
+  };
+  made.set_timeout = [owner](std::chrono::milliseconds timeout) {
+    const py::gil_scoped_acquire gil;
+    owner->attr("set_timeout")(timeout);
   };
   made.without_interpreter = [](const std::function<void()>& run) {
     if (Py_IsInitialized() == 0 || is_finalizing() || PyGILState_Check() == 0) return run();

@@ -135,6 +135,7 @@ bool Pairs::pull(int peer, double timeout_s, Transfer* goal) {
       ended.error = std::current_exception();
     }
   }
+  if (ended.failure.status == QueueStatus::kInterrupted && goal != nullptr) ended.first = Held::reclaim_copy(goal);
   announce(ended);
   return true;
 }
@@ -331,10 +332,13 @@ void Pairs::note_failure(QueueStatus status, bool sends, int peer, const QueueRe
 
 void Pairs::fail(const char* operation, PairFailure failure, const Held& first) {
   if (first) failure.elapsed_s = seconds(Clock::now() - first->started);
-  fail_all(raise_(operation, failure));
+  const std::exception_ptr error = raise_(operation, failure);
+  if (failure.status != QueueStatus::kInterrupted) return fail_all(error);
+  // What the handler of a signal has raised is for the call that it interrupted.
+  fail_all(raise_(operation, failure), first, error);
 }
 
-void Pairs::fail_all(const std::exception_ptr& error) {
+void Pairs::fail_all(const std::exception_ptr& error, const Held& first, const std::exception_ptr& error_of_first) {
   std::list<Held> failed;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -343,7 +347,9 @@ void Pairs::fail_all(const std::exception_ptr& error) {
     any_source_.clear();
     for (auto& out : outgoing_) out->waiting.clear();
     for (auto& in : incoming_) in->posted.clear();
-    for (const Held& transfer : failed) transfer->settle(failure_);
+    for (const Held& transfer : failed) {
+      transfer->settle(transfer == first && error_of_first != nullptr ? error_of_first : failure_);
+    }
     finished_.notify_all();
   }
   for (const Held& transfer : failed) transfer->announce();

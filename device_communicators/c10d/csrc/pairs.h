@@ -140,7 +140,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   void fail(const char* operation, PairFailure failure, const Held& first);
   static void note_failure(QueueStatus status, bool sends, int peer, const QueueReport& report, const Held& first,
                            Ended* ended);
-  void fail_all(const std::exception_ptr& error);
+  void fail_all(const std::exception_ptr& error, const Held& first = {}, const std::exception_ptr& error_of_first = {});
   void expire();
   void look_for_losses();
   void serve();
