@@ -166,6 +166,11 @@ class Watcher:
         self.on_close: list[Callable[[], None]] = []
         """Other sources of the table, which end with it."""
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Returns the PIDs of the other ranks of this host, by global rank."""
+        return dict(self._pids)
+
     def ask_store(self, question: Callable[[Any], Any], limit_s: float) -> Any:
         """Returns `question(store)` over a connection of its own; None without a store, or an answer in time."""
         open_store = self.open_store

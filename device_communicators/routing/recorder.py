@@ -24,7 +24,7 @@ RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
 """Operations in which ranks may hold tensors of different shapes, or only one of them holds any."""
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(
+OWN = tuple(
     os.path.join(folder, "")
     for folder in (
         _HERE,
@@ -101,7 +101,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_OWN) and not path.startswith("<"):
+        if not path.startswith(OWN) and not path.startswith("<"):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

@@ -1,0 +1,58 @@
+"""Places of threads in the program: the lines in which they are, the caller's first, and if they are compiling."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from types import FrameType
+
+from device_communicators.routing.recorder import OWN
+
+_FRAMES = 4
+MOST_FRAMES = 40
+_STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_INSTALLED = (os.path.join("", "site-packages", ""), os.path.join("", "dist-packages", ""))
+_COMPILERS = (
+    "torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py", "torch/_inductor/codecache.py",
+    "torch/_inductor/async_compile.py", "torch/utils/cpp_extension.py", "triton/compiler/",
+)  # fmt: skip
+"""Files whose functions are on a thread's stack while it compiles, and not while it runs what was compiled."""
+
+Frame = tuple[str, int, str]
+"""File, line and function."""
+
+
+def frames_of(thread: int | None) -> list[Frame]:
+    """Returns the innermost frames of a thread of this process, the innermost first; none where it has ended."""
+    return _frames(sys._current_frames().get(thread or 0))
+
+
+def frames_here() -> list[Frame]:
+    """Returns those of the thread that calls this."""
+    return _frames(sys._getframe(1))
+
+
+def _frames(frame: FrameType | None) -> list[Frame]:
+    if frame is None:
+        return []
+    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in traceback.walk_stack(frame)]
+
+
+def is_compiling(frames: list[Frame]) -> bool:
+    return any(compiler in path for path, _, _ in frames for compiler in _COMPILERS)
+
+
+def in_words(frames: list[Frame]) -> str:
+    """Returns where a thread with these frames is: the innermost frame outside of this library, then the caller's."""
+    outside = [frame for frame in frames if not frame[0].startswith(OWN)]
+    own = [frame for frame in outside if not _is_standard(frame[0])]
+    shown = (own if own[:1] == outside[:1] else [*outside[:1], *own])[:_FRAMES] or frames[:_FRAMES]
+    places = [f"{os.path.basename(path)}:{line} in {function}" for path, line, function in shown]
+    return ", called by ".join(places) or "its end"
+
+
+def _is_standard(path: str) -> bool:
+    is_installed = any(folder in path for folder in _INSTALLED)
+    return path.startswith("<") or (path.startswith(_STANDARD_LIBRARY) and not is_installed)

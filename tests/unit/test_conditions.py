@@ -1,0 +1,115 @@
+"""What the kernel says of a process that can't go on, and the answers of processes to each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from device_communicators.liveness.condition import condition_of
+from device_communicators.routing import asking, places
+
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
+
+
+def _process(folder: Path, state: str, swap_kib: int = 0, memory_kib: int = 1000) -> str:
+    own = folder / "7"
+    own.mkdir()
+    (own / "stat").write_text(f"7 (a name) with ) {state} 1 7 7 0 -1")
+    (own / "status").write_text(f"Name:\tx\nTracerPid:\t9\nVmRSS:\t{memory_kib} kB\nVmSwap:\t{swap_kib} kB\nNgid:\n")
+    return condition_of(7, folder)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("T", "kill -CONT 7"),
+        ("t", r"debugger \(pid 9\)"),
+        ("D", "no signal ends"),
+        ("Z", "ended"),
+        ("R", ""),
+        ("S", ""),
+    ],
+)
+def test_states_of_processes(tmp_path: Path, state: str, words: str) -> None:
+    found = _process(tmp_path, state)
+    assert words in found.replace("(pid 9)", r"\(pid 9\)") if words else not found
+
+
+def test_a_process_in_swap(tmp_path: Path) -> None:
+    assert "swapped out (2048 MiB" in _process(tmp_path, "S", swap_kib=2 << 20)
+
+
+def test_little_swap_is_nothing(tmp_path: Path) -> None:
+    assert _process(tmp_path, "S", swap_kib=100 << 10) == ""
+
+
+def test_no_process(tmp_path: Path) -> None:
+    assert condition_of(7, tmp_path) == ""
+
+
+@LINUX
+def test_a_real_process_that_is_stopped() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert condition_of(process.pid) == ""
+        os.kill(process.pid, signal.SIGSTOP)
+        until = time.monotonic() + 5
+        while not condition_of(process.pid) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "stopped by a signal" in condition_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@LINUX
+def test_a_process_answers_and_one_that_is_slow_does_not() -> None:
+    release = threading.Event()
+
+    def answer(question: str) -> str:
+        if question == "slow":
+            release.wait(5)
+        if question == "wrong":
+            raise KeyError(question)
+        return question.upper()
+
+    thread = asking.AnswerThread(answer)
+    try:
+        own = os.getpid()
+        assert own in asking.listening()
+        assert asking.ask({3: own, 4: 1 << 22}, "state", 2.0) == {3: "STATE"}
+        assert "KeyError" in asking.ask({0: own}, "wrong", 2.0)[0]["error"]
+        started = time.monotonic()
+        assert asking.ask({0: own}, "slow", 0.1) == {}
+        assert time.monotonic() - started < 1.0
+        release.set()
+        assert asking.ask({0: own}, "state", 2.0) == {0: "STATE"}
+    finally:
+        release.set()
+        thread.close()
+    assert os.getpid() not in asking.listening()
+    assert asking.ask({0: os.getpid()}, "state", 0.5) == {}
+
+
+def test_places_name_the_callers_lines() -> None:
+    def load() -> list[places.Frame]:
+        return places.frames_here()
+
+    frames = load()
+    assert "test_conditions.py:" in places.in_words(frames)
+    assert " in load, called by test_conditions.py:" in places.in_words(frames)
+    assert not places.is_compiling(frames)
+    assert places.is_compiling([*frames, ("/x/torch/_inductor/codecache.py", 1, "load")])
+    assert places.in_words([]) == "its end"
+
+
+def test_a_wait_in_the_standard_library_has_its_line_before_the_callers() -> None:
+    frames = [(threading.__file__, 3, "wait"), (threading.__file__, 2, "join"), ("/home/me/train.py", 7, "main")]
+    assert places.in_words(frames) == "threading.py:3 in wait, called by train.py:7 in main"
