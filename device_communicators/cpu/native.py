@@ -34,7 +34,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 4
+_VERSION = 5
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -77,6 +77,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_served_records": (c_int, ()),
     "ps_served_recorded": (None, (c_char_p, POINTER(c_int64))),
     "ps_serve": (None, (c_char_p, c_uint64)),
+    "ps_served_go_on": (None, (c_char_p, c_uint64)),
+    "ps_measure_calls": (None, (c_int,)),
+    "ps_group_meter": (None, (c_uint64, POINTER(c_uint64))),
     "ps_stop_serving": (None, (c_char_p,)),
     "ps_call_as": (None, (c_int,)),
     "ps_group_enter": (c_int, (c_uint64,)),

@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from device_communicators.errors import (
 from device_communicators.member import LOST, Failure, GroupMember
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import reducible
-from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, overlap_error
+from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, method_of, overlap_error
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
@@ -48,6 +48,25 @@ DTYPES = {
 """Numbers of `Dtype` in csrc/reduce.h."""
 _PARTS = 64
 """kMaxRanks of csrc/tuning.h."""
+
+
+_METHODS = 256
+"""Meter::kMethods of csrc/handle.h."""
+
+
+class Taken(NamedTuple):
+    """The calls of one method of a group, and the seconds that they took, and of those waited for other ranks."""
+
+    calls: int
+    took_s: float
+    waited_s: float
+
+
+class Meter(NamedTuple):
+    """What the calls of a group took on this rank, by method, and how often which global rank came last."""
+
+    taken: dict[str, Taken]
+    last: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -169,11 +188,15 @@ class NativeGroup:
         )
         return f"this rank is in {own}, global rank {suspect} in {other}"
 
-    def serve(self, key: str) -> None:
-        """Lets the registered ops that are called with `key` come here without Python, where the library has them."""
+    def serve(self, key: str, after: int = 0) -> None:
+        """Lets the registered ops that are called with `key` come here without Python, where the library has them.
+
+        Their numbers go on after `after`.
+        """
         if self.library.has_ops:
             self._served.add(key)
             self.library.ps_serve(key.encode(), self.number)
+            self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
         """Undoes `serve`; returns what `traffic` would have."""
@@ -182,6 +205,18 @@ class NativeGroup:
             self._served.remove(key)
             self.library.ps_stop_serving(key.encode())
         return counts
+
+    def meter(self) -> Meter:
+        """Returns what calls took while they were measured: see `ps_measure_calls`."""
+        words = (ctypes.c_uint64 * (3 * _METHODS + _PARTS))()
+        self.library.ps_group_meter(self.number, words)
+        taken = {
+            method_of(number): Taken(words[3 * number], words[3 * number + 1] / 1e9, words[3 * number + 2] / 1e9)
+            for number in range(_METHODS)
+            if words[3 * number]
+        }
+        last = {self.members.ranks[rank]: words[3 * _METHODS + place] for place, rank in enumerate(self.local_ranks)}
+        return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
         """Returns calls and bytes of what the registered ops carried without Python, by operation."""

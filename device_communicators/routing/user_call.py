@@ -53,6 +53,13 @@ METHODS = {
 }
 _NAMES = {number: name for name, number in METHODS.items()}
 _UNKNOWN = 254
+
+
+def method_of(number: int) -> str:
+    """Returns the method with a number of METHODS; that of messages has none."""
+    return _NAMES.get(number, "message")
+
+
 _DTYPES = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,

@@ -36,7 +36,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 4; }
+int ps_version() { return 5; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -149,6 +149,24 @@ void ps_group_close(std::uint64_t group) { forget(group); }
 
 void ps_serve(const char* key, std::uint64_t group) {
   if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
+}
+
+// The group's operations go on after this number.
+void ps_served_go_on(const char* key, std::uint64_t sequence) {
+  if (const std::shared_ptr<Served> served = find_served(key)) served->go_on_after(sequence);
+}
+
+void ps_measure_calls(int on) { measure_calls(on != 0); }
+
+// 256 rows of a method's calls, and the nanoseconds that they took and waited; then how often each rank came last.
+void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
+  constexpr auto relaxed = std::memory_order_relaxed;
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle == nullptr) return;
+  for (const Meter::Row& row : handle->meter().rows) {
+    for (const auto* word : {&row.calls, &row.took_ns, &row.waited_ns}) *out++ = word->load(relaxed);
+  }
+  for (const auto& last : handle->meter().last) *out++ = last.load(relaxed);
 }
 
 void ps_stop_serving(const char* key) { stop_serving(key); }

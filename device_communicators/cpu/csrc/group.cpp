@@ -70,7 +70,8 @@ std::uint64_t Group::publish(std::uint64_t call) {
 }
 
 Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
-  const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
+  const WaitResult result =
+      measures_ ? measured_wait(rank, tick) : wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
   if (result != WaitResult::kReached) {
     suspect_ = rank;
     if (result == WaitResult::kInterrupted) return Status::kInterrupted;
@@ -85,6 +86,15 @@ Status Group::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
   }
   return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
+}
+
+WaitResult Group::measured_wait(int rank, std::uint64_t tick) {
+  if (lines_[rank].read() >= tick) return WaitResult::kReached;
+  const std::int64_t started = now_ns();
+  const WaitResult result = wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
+  waited_ns_ += now_ns() - started;
+  last_ = rank;  // those that this rank looked for before had come by then
+  return result;
 }
 
 // Whether `rank`, which has published `tick`, did so in another call. Its note is on the line that was waited for,

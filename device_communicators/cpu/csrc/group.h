@@ -120,6 +120,18 @@ class Group {
   // kMismatch where a rank is known to have been in another call than this one.
   Status compare(double timeout_s);
 
+  // Whether the waits of the call that follows are timed; of the last one that was, for how long this rank waited for
+  // others, who came last (this rank, where it waited for nobody), and the number of its method.
+  void measure(bool on) {
+    measures_ = on;
+    if (!on) return;
+    waited_ns_ = 0;
+    last_ = rank_;
+  }
+  std::int64_t waited_ns() const { return waited_ns_; }
+  int last() const { return last_; }
+  std::uint64_t method() const { return told_.word & 255; }
+
   int suspect() const { return suspect_; }
   int reporter() const { return reporter_; }  // who found out, where that was another rank
   const Shown& expected() const { return expected_; }
@@ -131,6 +143,7 @@ class Group {
   Status move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read);
   Status reuse(std::uint64_t tick);
   Status wait_one(int rank, std::uint64_t tick, std::uint64_t call);
+  WaitResult measured_wait(int rank, std::uint64_t tick);
   Status look(std::uint64_t tick, std::uint64_t call);
   bool differs(int rank, std::uint64_t tick, std::uint64_t call);
   bool in_another_call();
@@ -222,6 +235,9 @@ class Group {
   Shown found_;
   Misfit misfit_;
   bool is_part_ = false;
+  bool measures_ = false;
+  std::int64_t waited_ns_ = 0;
+  int last_ = 0;
 };
 
 }  // namespace parallel_state

@@ -21,6 +21,8 @@ struct Tables {
   std::atomic<std::uint64_t> version{1};  // of by_key
 };
 
+std::atomic<bool> measured{false};
+
 constexpr std::size_t kFirstWindowBytes = 8 << 20;  // of an arena: a group that has few tensors takes few addresses
 
 std::atomic<Tables*>& current_tables();
@@ -85,6 +87,22 @@ void Handle::doom() {
   failure_.status = Status::kPeerDied;
   failure_.suspect = kOutside;
   if (arena_ != nullptr) arena_->retire();
+}
+
+void measure_calls(bool on) { measured.store(on, std::memory_order_relaxed); }
+
+bool calls_are_measured() { return measured.load(std::memory_order_relaxed); }
+
+// There is one writer at a time, so no addition has to be atomic.
+void Meter::note(const Group& group, std::int64_t took_ns) {
+  const auto add = [](std::atomic<std::uint64_t>& to, std::uint64_t what) {
+    to.store(to.load(std::memory_order_relaxed) + what, std::memory_order_relaxed);
+  };
+  Row& row = rows[group.method()];
+  add(row.calls, 1);
+  add(row.took_ns, took_ns);
+  add(row.waited_ns, group.waited_ns());
+  add(last[group.last()], 1);
 }
 
 double coarse_now_s() {

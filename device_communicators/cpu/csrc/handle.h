@@ -51,6 +51,23 @@ struct Traffic {
   std::atomic<std::uint64_t> bytes{0};
 };
 
+// What the calls of a group took, by their method's number, and how often which of its ranks came last. Written by who
+// is in a call, one at a time; read by any.
+struct Meter {
+  static constexpr int kMethods = 256;
+  struct Row {
+    std::atomic<std::uint64_t> calls{0}, took_ns{0}, waited_ns{0};
+  };
+  Row rows[kMethods];
+  std::atomic<std::uint64_t> last[kMaxRanks] = {};
+
+  void note(const Group& group, std::int64_t took_ns);
+};
+
+// Whether calls of all groups of this process are measured.
+void measure_calls(bool on);
+bool calls_are_measured();
+
 // Good to some milliseconds, for a fifth of the price of the exact clock.
 double coarse_now_s();
 
@@ -101,6 +118,8 @@ class Handle {
   // Of the calls that begin from now on; where callers take turns.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
 
+  const Meter& meter() const { return meter_; }
+
   // See Group; before the handle is used.
   void be_part() { group_.be_part(); }
 
@@ -121,9 +140,13 @@ class Handle {
     if (liveness_.is_doomed()) doom();
     if (failed_) return failure_.status;
     const double started_s = coarse_now_s();
+    const bool measured = calls_are_measured();
+    group_.measure(measured);
+    const std::int64_t started_ns = measured ? now_ns() : 0;
     in_call_ = true;
     const Status status = call(group_, timeout_s_.load(std::memory_order_relaxed));
     in_call_ = false;
+    if (measured) meter_.note(group_, now_ns() - started_ns);
     if (status != Status::kDone) note(status, coarse_now_s() - started_s);
     return status;
   }
@@ -141,6 +164,7 @@ class Handle {
   std::atomic<double> timeout_s_;
   ProcessLiveness liveness_;
   Group group_;
+  Meter meter_;
   std::mutex failure_mutex_;
   Failure failure_;
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
@@ -175,6 +199,7 @@ class Served {
 
   // The number of the next operation of the group, whoever carries it.
   std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
 
