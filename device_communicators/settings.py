@@ -107,8 +107,8 @@ TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_TIMEOUT_S", 600.0, _positive_seconds, "a positive number of seconds",
     "Deadline of one operation of a group where the caller gave no timeout.",
 )  # fmt: skip
-SOFT_TIMEOUT_S: Setting[float] = Setting(
-    "PARALLEL_STATE_SOFT_TIMEOUT_S", 60.0, _positive_seconds, "a positive number of seconds",
+SLOW_S: Setting[float] = Setting(
+    "PARALLEL_STATE_SLOW_S", 60.0, _positive_seconds, "a positive number of seconds",
     "How long an operation may wait before the log says for whom, and what those ranks do.",
 )  # fmt: skip
 START_TIMEOUT_S: Setting[float] = Setting(
@@ -209,6 +209,10 @@ DEBUG_DIR: Setting[str | None] = Setting(
     "PARALLEL_STATE_DEBUG_DIR", None, _word, "a folder",
     "Where a rank writes its groups' last operations when one fails; python -m parallel_state debug reads them.",
 )  # fmt: skip
+METRICS: Setting[bool] = Setting(
+    "PARALLEL_STATE_METRICS", False, _on_off, "on or off",
+    "Whether the calls of all groups are measured from the first one on, as after `parallel_state.metrics.enable()`.",
+)  # fmt: skip
 PLUGIN: Setting[str | None] = Setting(
     "PARALLEL_STATE_PLUGIN", None, _word, "names of engines with commas between them",
     "Which engines run on this library without a line of code: vllm, sglang. Read by their entry points.",
@@ -219,10 +223,10 @@ LOG_LEVEL: Setting[str] = Setting(
 )  # fmt: skip
 
 ALL: tuple[Setting[object], ...] = (
-    TIMEOUT_S, SOFT_TIMEOUT_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
+    TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
     PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
-    DEBUG_DIR, PLUGIN, LOG_LEVEL,
+    DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -38,8 +38,9 @@ from device_communicators.errors import (
     UnsupportedError,
     UsageError,
 )
-from device_communicators.routing.registry import write_record
+from device_communicators.routing.registry import on_failure, on_operation, write_record
 from device_communicators.routing.started import TensorHandle
+from parallel_state import metrics
 from parallel_state.aliases import (
     broadcast_tensor_dict,
     cleanup_dist_env_and_memory,
@@ -142,6 +143,7 @@ from parallel_state.state import (
     try_get_tp_group,
     try_get_world_group,
 )
+from parallel_state.tracing import trace
 from parallel_state.utilities import (
     all_to_all,
     divide,
@@ -158,7 +160,8 @@ if not TYPE_CHECKING:  # a type checker shall know no names but these
     from parallel_state.getters import raise_missing as __getattr__  # noqa: F401
 
 __all__ = [
-    "reinitialize", "write_record", "AXES", "AllReduceFusionPass", "AlreadyInitializedError", "Axis",
+    "metrics", "on_failure", "on_operation", "reinitialize", "write_record", "AXES", "AllReduceFusionPass",
+    "AlreadyInitializedError", "Axis", "trace",
     "CollectiveMismatchError", "CollectiveTimeoutError", "CommunicationError", "ConfigMismatchError",
     "FusionReport", "GraphCaptureContext", "Grid", "GroupCoordinator", "GroupDestroyedError", "GroupFailedError",
     "GroupNotInitializedError", "GroupOptions", "HostUnreachableError", "InvalidArgumentError", "LaunchConfig",

@@ -43,6 +43,8 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "aliases": ("state",),
     "regions": ("state",),
     "capture": ("state",),
+    "metrics": (),
+    "tracing": ("state",),
     "utilities": ("state",),
     "recovery": ("state",),
     "launch": ("state",),

@@ -175,7 +175,8 @@ class GroupContext(GroupMember):
 class OpServer(Protocol):
     """Carries the registered ops that are called with a group's `key`, without Python."""
 
-    def serve(self, key: str) -> None: ...
+    def serve(self, key: str, after: int = 0) -> None:
+        """Serves the ops called with `key`; their numbers go on after `after`."""
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
         """Sends them through the route again. Returns what `traffic` did."""

@@ -5,20 +5,68 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from device_communicators import forks, settings
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.host_calls import OUTSIDE, host_call
-from device_communicators.routing import recorder, stalls
-from device_communicators.routing.route import Route, on_failure
+from device_communicators.routing import observers, recorder, stalls
+from device_communicators.routing.meters import METERS, measure, tell
+from device_communicators.routing.route import Route
+from device_communicators.routing.route import on_failure as after_failure
 
 logger = logging.getLogger("parallel_state")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: set[str] = set()
 _NEXT_INDEX: dict[str, int] = {}
+
+
+def routes() -> list[Route]:
+    """Returns the routes of this process with other ranks, that are open, by their groups' names."""
+    found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
+    return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
+
+
+@host_call(OUTSIDE)
+def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
+    """Calls `hook(event)` after each operation of each group of this rank, in the thread that made it.
+
+    Returns a function that takes it back. Meanwhile all operations go through Python, which takes some microseconds
+    longer a call; what was started is told where it is waited for. What a hook raises is logged. Each rank for itself.
+    """
+    observers.ON_OPERATION.append(hook)
+    _serve_ops()
+
+    def remove() -> None:
+        if hook in observers.ON_OPERATION:
+            observers.ON_OPERATION.remove(hook)
+            _serve_ops()
+
+    return remove
+
+
+@host_call(OUTSIDE)
+def on_failure(hook: Callable[[observers.FailureEvent], object]) -> Callable[[], None]:
+    """Calls `hook(event)` when a group of this rank fails, in the thread that noticed it, before the error is raised.
+
+    Returns a function that takes it back. What a hook raises is logged. Each rank for itself.
+    """
+    observers.ON_FAILURE.append(hook)
+
+    def remove() -> None:
+        if hook in observers.ON_FAILURE:
+            observers.ON_FAILURE.remove(hook)
+
+    return remove
+
+
+def _serve_ops() -> None:
+    for route in routes():
+        if route.first_failure is None:
+            route.serve_ops(not observers.ON_OPERATION)
 
 
 @host_call(OUTSIDE)
@@ -28,9 +76,8 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
     `python -m parallel_state debug FOLDER` shows what the ranks wrote side by side. From any thread: a watchdog may
     call it while another one hangs. An `OSError` of the folder is logged only.
     """
-    routes = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
-    routes = [route for route in routes if route.context.size > 1 and not route.context.simulated and not route.closed]
-    if not routes:
+    found = routes()
+    if not found:
         return None
     groups = [
         {
@@ -39,9 +86,9 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
             "failure": None if route.first_failure is None else str(route.first_failure),
             "operations": [asdict(each) for each in route.operations()],
         }
-        for route in routes
+        for route in found
     ]
-    first = routes[0].context
+    first = found[0].context
     try:
         return recorder.write(Path(folder), first.ranks[first.rank], groups)
     except OSError as error:
@@ -55,7 +102,7 @@ def _record_failure() -> None:
         write_record(folder)
 
 
-on_failure.append(_record_failure)
+after_failure.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
@@ -69,6 +116,10 @@ def _leave_to_parent() -> bool:
 def register_route(route: Route) -> None:
     """Makes `route` known by its group's name and by its key, for the ops too; the caller keeps it alive."""
     forks.watch(_leave_to_parent)
+    if settings.METRICS.get() and not METERS.is_on:
+        measure(True)
+    if METERS.is_on:
+        tell(route.context)
     former = _ROUTES.get(route.context.key)
     if former is not None:
         former.serve_ops(False)

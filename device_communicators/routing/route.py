@@ -31,6 +31,7 @@ from device_communicators.errors import (
     UsageError,
     plain,
 )
+from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
 from device_communicators.routing.failures import (
     ADVICE,
@@ -183,12 +184,13 @@ class Route:
 
     def serve_ops(self, on: bool) -> None:
         """Lets the registered ops go straight to the first communicator, past this route, or no longer."""
-        on = on and not self.in_debug_mode  # where each call is compared, and its caller noted
+        # In debug mode each call is compared, and its caller noted; observers are told of each.
+        on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
         if on and not self._serves_ops:
             self._server = None if first is None else first.op_server
             if self._server is not None:
-                self._server.serve(key)
+                self._server.serve(key, self.sequence)
         elif self._server is not None and not on:
             server, self._server = self._server, None
             self._kept = server.operations(key)
@@ -232,11 +234,15 @@ class Route:
                 thread = threading.get_ident()
                 before, WAITS[thread] = WAITS.get(thread), (self, record)
                 try:
-                    with nullcontext() if call is None else communicator.turn(call.method):
+                    size_bytes = 0 if tensor is None else tensor.nbytes
+                    profiled = observers.profiled(self.context, operation, size_bytes)
+                    with nullcontext() if call is None else communicator.turn(call.method), profiled:
                         result = getattr(communicator, form or operation)(*args)
                     record.ended_s = time.monotonic()
                 finally:
                     end_wait(thread, before)
+                if observers.ON_OPERATION or observers.OF_PYTHON:
+                    observers.tell_of_operation(self.context, record, size_bytes)
                 return result
             except Exception as error:
                 failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
@@ -441,7 +447,7 @@ class Route:
             elif isinstance(error, CollectiveMismatchError) and self._spans_hosts and record is not None:
                 publish(self.context, record)  # those who wait for this rank in another way ask the store
             if isinstance(error, CommunicationError):
-                self._add_calls(error)
+                self._add_calls(error, record)
                 self._poison(error)
             return error
         text = str(error)
@@ -471,15 +477,14 @@ class Route:
             failure = attributed(self.context, operation, started, failure)
         if not failure.suspect_ranks:
             failure = self._explained(failure, record)
-        self._add_calls(failure)
+        self._add_calls(failure, record)
         self._poison(failure)
         return failure
 
-    def _add_calls(self, failure: CommunicationError) -> None:
-        """Adds the calls in which ranks wait to an error that doesn't know all of them."""
-        knows = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
-        if not knows and not isinstance(failure, PeerDiedError) and self.first_failure is None:
-            add_calls(self.context, failure)
+    def _add_calls(self, failure: CommunicationError, record: Operation | None) -> None:
+        """Adds what ranks are at to an error of a wait, or of calls that differ."""
+        if not isinstance(failure, PeerDiedError) and self.first_failure is None:
+            add_calls(self.context, record, failure)
 
     @property
     def has_failed(self) -> bool:
@@ -511,6 +516,7 @@ class Route:
                 self.context.collectives.give_up(failure)
             for listener in on_failure:
                 listener()
+            observers.tell_of_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
         """Makes now what the communicators' first calls would make. Every rank of the group calls it."""

@@ -1,10 +1,11 @@
-"""Long waits, made known while they last: to the other ranks over the store, and from the soft limit on in the log.
+"""Long waits, made known while they last: to the other ranks, and from the soft limit on in the log.
 
 Collectives compare themselves; a transfer, or a collective that was started, meets nobody who could tell. So a thread
-of each process looks whether it has waited for long, and writes to the store in which call; where it has made no call
-for long, it writes where its main thread is. A rank that comes to its deadline, or to the soft limit
-(PARALLEL_STATE_SOFT_TIMEOUT_S), reads what the others wrote. Nothing is concluded before: a rank that is waited for may
-still come, in another thread, or after a collective that doesn't wait for all ranks.
+of each process looks whether it has waited for long, and writes to the store in which call, and from which line; where
+it has made no call for long, it writes where its main thread is. A rank that comes to its deadline, or to the soft
+limit (PARALLEL_STATE_SLOW_S), reads what the others wrote, and asks those of its own host, whose answers are newer: see
+`asking`. Who is stopped can't tell; those that wait on its host do, by what the kernel says of it. Nothing is concluded
+before: a rank that is waited for may still come, in another thread, or after a collective that doesn't wait for all.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import contextlib
 import json
 import logging
 import os
-import sys
+import socket
 import threading
 import time
-import traceback
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from device_communicators import settings
-from device_communicators.errors import CommunicationError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher
+from device_communicators.routing import asking, places
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.recorder import Operation
 
@@ -36,9 +38,19 @@ _LOOK_S = 0.4
 _KEEP_S = 3.0
 """The time for which others may read of a wait that has ended: those that fail with it ask a moment later."""
 _ASK_S = 0.5
+_ANSWER_S = 0.3
+"""The time for an answer of this host."""
+_STEP_S = 0.02
 _MOST_ASKED = 16
-"""Ranks whose waits are read at a failure."""
-_FRAMES = 4
+"""Ranks that are asked, and whose waits are read, at a failure."""
+SILENT = (
+    "without an answer (pid {pid} runs): in native code that holds the interpreter's lock, without time, or leaving"
+)
+_MOVED_S = 1.0
+"""How often a rank without calls tells that it has moved on, in worlds of up to so many ranks: one store serves all."""
+_TELLERS_PER_S = 256
+_LAST_OPERATIONS = 3
+_MOST_THREADS = 16
 
 
 class Waiting(Protocol):
@@ -48,6 +60,8 @@ class Waiting(Protocol):
     def context(self) -> GroupContext: ...
 
     def served_operations(self) -> list[Operation]: ...
+
+    def operations(self) -> list[Operation]: ...
 
     def traffic(self) -> dict[str, Any]: ...
 
@@ -80,39 +94,142 @@ def group_key(context: GroupContext) -> str:
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.channel}"
 
 
+class State(NamedTuple):
+    """What a rank is at, as others are told."""
+
+    key: str = ""
+    """Of the group in whose call it waits: `group_key`. Empty where it waits in none."""
+    group: str = ""
+    """The group's name on that rank."""
+    call: str = ""
+    place: str = ""
+    """Its lines of the program, the innermost first."""
+    obstacle: str = ""
+    """What keeps it from telling by itself; the rest is empty then."""
+    is_compiling: bool = False
+    idle_s: float = 0.0
+    """For how long it has made no call; -1 where it makes calls."""
+
+    def is_in_call_of(self, other: State) -> bool:
+        return (self.key, self.call) == (other.key, other.call)
+
+    def in_words(self, group: str = "") -> str:
+        """Returns it as in "global rank 3 is {…}"; of a call in the group of that name the group isn't said."""
+        if self.obstacle:
+            return self.obstacle
+        where = f" of group {self.group!r}" if self.group != group else ""
+        at = f", at {self.place}" if self.place else ""
+        if self.key:
+            return f"in {self.call}{where}{at}"
+        if self.idle_s >= 0:
+            return f"in no call of a group{', compiling' if self.is_compiling else ''}{at}"
+        return f"in calls that end, {self.call}{where} the last{at}"
+
+
 class Stalls:
     """Publishes this process' long waits to the others, and logs those that are beyond the soft limit."""
 
     def __init__(self, watcher: Watcher, rank: int) -> None:
         """`rank`: this process', global."""
         self._watcher = watcher
-        self._rank = rank
+        self.rank = rank
         self._routes: weakref.WeakSet[Waiting] = weakref.WeakSet()
         self._store: Any = None
-        self._published: Any = None
+        self._published: State | None = None
         self._published_at = 0.0
+        self._moved_s = _MOVED_S
+        self._failed: State | None = None
         self._keep_until_s = 0.0
+        self._failed_after = 0
         self._calls = 0
         self._last_call_s = time.monotonic()
         self._logged = 0.0, 0.0
         """The beginning of the wait that the log has, and its length when it was logged last."""
+        self._obstacles: dict[int, str] = {}
+        """Told by this process of ranks of its host, which can't tell by themselves."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, route: Waiting) -> None:
         self._routes.add(route)
+        self._moved_s = max(self._moved_s, route.context.size / _TELLERS_PER_S)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-stalls")
             self._thread.start()
+            _PROCESS.add(self)
 
-    def keep(self, timeout_s: float) -> None:
-        """Leaves the last wait where others can read it: it has failed, and who came later to it fails later."""
+    def keep(self, failed: State, timeout_s: float) -> None:
+        """Leaves a wait that has failed, and is published, as it is: who came later to it fails later."""
+        self._failed = self._published = failed
+        self._failed_after = self._calls_so_far()
         self._keep_until_s = time.monotonic() + timeout_s + _KEEP_S
 
     def close(self) -> None:
+        _PROCESS.remove(self)
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_ASK_S)
+
+    def state(self) -> State:
+        """Returns what this rank is at now. From any thread."""
+        found, now = self._longest_wait(), time.monotonic()
+        if found is not None:
+            return _state_of(*found)
+        if self._failed is not None and now < self._keep_until_s and self._failed_after == self._calls_so_far():
+            return self._failed
+        frames = places.frames_of(threading.main_thread().ident)
+        idle_s = now - self._last_call_s
+        if idle_s >= SLOW_S and self._calls == self._calls_so_far():
+            return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
+        last = max(
+            ((each.started_s, route.context, each) for route in list(self._routes) for each in route.operations()[-1:]),
+            key=lambda each: each[0],
+            default=None,
+        )
+        if last is None:
+            return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames))
+        _, context, operation = last
+        # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
+        has_failed = operation.ended_s is None and operation.name not in _STARTED
+        key = group_key(context) if has_failed else ""
+        return State(key, context.name, call_in_words(context, operation), places.in_words(frames), idle_s=-1)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
+        now = time.monotonic()
+        waits = {thread: operation for thread, (_, operation) in list(WAITS.items()) if operation.ended_s is None}
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "state": self.state(),
+            "world": max((route.context.ranks for route in list(self._routes)), key=len, default=()),
+            "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
+            "groups": [
+                {
+                    "group": route.context.name,
+                    "ranks": route.context.ranks,
+                    "last": [
+                        {"operation": f"{call_in_words(route.context, each)} number {each.sequence}",
+                         "began_s": now - each.started_s,
+                         "took_s": None if each.ended_s is None else each.ended_s - each.started_s}
+                        for each in route.operations()[-_LAST_OPERATIONS:]
+                    ],
+                }
+                for route in list(self._routes)
+            ],
+            "threads": [
+                {"name": thread.name, "waits": str(waits[thread.ident]) if thread.ident in waits else "",
+                 "frames": places.frames_of(thread.ident)[: places.MOST_FRAMES]}
+                for thread in threading.enumerate()[:_MOST_THREADS]
+                if not thread.name.startswith("parallel_state-")
+            ],
+        }  # fmt: skip
+
+    def published(self) -> dict[int, State]:
+        """Returns what the ranks of this world have published."""
+        ranks = max((route.context.ranks for route in list(self._routes)), key=len, default=())
+        return self._watcher.ask_store(lambda store: _read(store, ranks), _ASK_S) or {}
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_S):
@@ -122,6 +239,8 @@ class Stalls:
 
     def _look(self) -> None:
         found, now = self._longest_wait(), time.monotonic()
+        if self._obstacles and found is None:
+            self._tell_of_obstacles()
         if found is not None:
             self._last_call_s = now
             if now - found[1].started_s >= SLOW_S:
@@ -129,7 +248,7 @@ class Stalls:
                 return
         elif self._has_called():
             self._last_call_s = now
-        elif now < self._keep_until_s:
+        elif now < self._keep_until_s and self._failed_after == self._calls:
             return
         elif now - self._last_call_s >= SLOW_S:
             self._tell_of_no_call(now)
@@ -137,59 +256,81 @@ class Stalls:
         if self._published is not None and now - self._published_at > _KEEP_S:
             self._publish(None)
 
-    def _tell(self, route: Waiting, operation: Operation, now: float) -> None:
+    def _tell(self, route: Waiting, operation: Operation, thread: int | None, now: float) -> None:
         context = route.context
-        state = [group_key(context), context.name, call_in_words(context, operation)]
-        if state != self._published:
-            self._publish(state)
+        if self._published is None or not self._published.is_in_call_of(
+            State(group_key(context), call=call_in_words(context, operation))
+        ):
+            self._publish(_state_of(route, operation, thread))
         self._published_at = now
+        self._tell_of_obstacles()
         waited_s = now - operation.started_s
         is_logged = abs(operation.started_s - self._logged[0]) < SLOW_S / 2  # clocks of calls in C++ differ a little
-        if waited_s >= (2 * self._logged[1] if is_logged else settings.SOFT_TIMEOUT_S.get()):
+        if waited_s >= (2 * self._logged[1] if is_logged else settings.SLOW_S.get()):
             self._logged = operation.started_s, waited_s
-            self._log(context, operation, state, waited_s)
+            self._log(context, operation, waited_s)
+
+    def _tell_of_obstacles(self) -> None:
+        """Publishes what keeps ranks of this host from telling by themselves, and takes it back when it is over."""
+        found = {rank: condition_of(pid) for rank, pid in self._watcher.pids.items()}
+        for rank, obstacle in found.items():
+            if obstacle != self._obstacles.get(rank, ""):
+                self._set(f"obstacle/{rank}", obstacle)
+        self._obstacles = {rank: obstacle for rank, obstacle in found.items() if obstacle}
 
     def _tell_of_no_call(self, now: float) -> None:
-        """Publishes where the main thread is: after a second without calls, and each time that has doubled."""
+        """Publishes where the main thread is, after a second without calls, and later where it has moved on."""
         idle_s = now - self._last_call_s
-        if self._published_at < self._last_call_s or idle_s >= 2 * (self._published_at - self._last_call_s):
-            self._publish(["", "", place_of(threading.main_thread().ident)])
+        is_first = self._published_at < self._last_call_s
+        if is_first or now - self._published_at >= self._moved_s:
+            frames = places.frames_of(threading.main_thread().ident)
+            state = State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
+            if self._published is None or is_first or state[:-1] != self._published[:-1]:
+                self._publish(state)
             self._published_at = now
 
     def _has_called(self) -> bool:
         """Returns True if a call began since this was asked last."""
-        before, self._calls = (
-            self._calls,
-            sum(each.calls for route in list(self._routes) for each in route.traffic().values()),
-        )
+        before, self._calls = self._calls, self._calls_so_far()
         return self._calls != before
 
-    def _publish(self, state: Any) -> None:
+    def _calls_so_far(self) -> int:
+        return sum(each.calls for route in list(self._routes) for each in route.traffic().values())
+
+    def _publish(self, state: State | None) -> None:
+        if self._set(f"stall/{self.rank}", json.dumps(state)):
+            self._published = state
+
+    def _set(self, key: str, value: str) -> bool:
+        """Writes to the store, from the thread of this object."""
         if self._store is None:
             open_store = self._watcher.open_store
             self._store = None if open_store is None else open_store()
         if self._store is not None:
-            self._store.set(f"stall/{self._rank}", json.dumps(state))
-            self._published = state
+            self._store.set(key, value)
+        return self._store is not None
 
-    def _longest_wait(self) -> tuple[Waiting, Operation] | None:
-        """Returns what the thread that has waited longest waits for."""
-        waits = list(WAITS.values())
+    def _longest_wait(self) -> tuple[Waiting, Operation, int | None] | None:
+        """Returns what the thread that has waited longest waits for, and the thread."""
+        waits: list[tuple[Waiting, Operation, int | None]] = [(*wait, thread) for thread, wait in list(WAITS.items())]
         for route in list(self._routes):
             collectives = route.context.collectives
             if collectives is not None and collectives.is_busy:
                 under_way = [each for each in route.served_operations() if each.ended_s is None]
-                waits += [(route, under_way[-1])] if under_way else []
-        waits = [(route, operation) for route, operation in waits if operation.ended_s is None]
+                waits += [(route, under_way[-1], threading.main_thread().ident)] if under_way else []
+        waits = [(route, operation, thread) for route, operation, thread in waits if operation.ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
-    def _log(self, context: GroupContext, operation: Operation, own: list[str], waited_s: float) -> None:
+    def _log(self, context: GroupContext, operation: Operation, waited_s: float) -> None:
         """Says in the log for whom an operation waits, and what those do."""
-        states = _read(self._store, context.ranks[:_MOST_ASKED]) if self._store is not None else {}
+        own = State(group_key(context), call=call_in_words(context, operation))
+        asked = context.ranks[:_MOST_ASKED]
+        told = {} if self._store is None else _read(self._store, asked)
+        states = _of_all(told, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked})
         others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
         if operation.peer >= 0:
             others = [context.ranks[operation.peer]]
-        awaited = [rank for rank in others if states.get(rank, [""])[0::2] != own[0::2]] or others
+        awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
         known = _in_words({rank: states[rank] for rank in awaited if rank in states}, context)
         silent = [str(rank) for rank in awaited if rank not in states]
         if silent:
@@ -198,6 +339,41 @@ class Stalls:
             "%s of %s has waited for %.1f s (timeout %g s): %s",
             operation.call_text or operation, context, waited_s, context.timeout_s, "; ".join(known),
         )  # fmt: skip
+
+
+class _Process:
+    """The worlds of this process, and the thread that answers for them."""
+
+    def __init__(self) -> None:
+        self._worlds: list[Stalls] = []
+        self._answers: asking.AnswerThread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, world: Stalls) -> None:
+        with self._lock:
+            self._worlds.append(world)
+            if self._answers is None:
+                self._answers = asking.AnswerThread(self._answer)
+
+    def remove(self, world: Stalls) -> None:
+        with self._lock:
+            self._worlds = [each for each in self._worlds if each is not world]
+            answers = None if self._worlds else self._answers
+            if answers is not None:
+                self._answers = None
+        if answers is not None:
+            answers.close()
+
+    def _answer(self, question: str) -> Any:
+        """Answers `state`, `describe` or `published` for the newest world."""
+        worlds = self._worlds
+        if not worlds:
+            return None
+        asked = {"state": worlds[-1].state, "describe": worlds[-1].describe, "published": worlds[-1].published}
+        return asked[question]() if question in asked else None
+
+
+_PROCESS = _Process()
 
 
 def watch(route: Waiting) -> None:
@@ -213,14 +389,8 @@ def watch(route: Waiting) -> None:
     found.add(route)
 
 
-def place_of(thread: int | None) -> str:
-    """Returns where a thread of this process is: its innermost frames, each with its line."""
-    frame = sys._current_frames().get(thread or 0)
-    frames = [f"{os.path.basename(each.f_code.co_filename)}:{line} in {each.f_code.co_name}"
-              for each, line in traceback.walk_stack(frame)] if frame is not None else []  # fmt: skip
-    return ", called by ".join(frames[:_FRAMES]) or "its end"
-
-
+_STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
+"""Operations whose end is known when they are waited for."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -240,32 +410,80 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
     return f"{method}({'dst' if 'send' in operation.name else 'src'} global rank {context.ranks[operation.peer]}){what}"
 
 
-def _read(store: Any, ranks: Iterable[int]) -> dict[int, list[str]]:
-    """Returns what these global ranks have published: group, its name there, and the call, or where the rank is."""
-    states = {rank: json.loads(store.get(f"stall/{rank}")) for rank in ranks if store.check([f"stall/{rank}"])}
-    return {rank: state for rank, state in states.items() if state is not None}
+def _state_of(route: Waiting, operation: Operation, thread: int | None) -> State:
+    place = places.in_words(places.frames_of(thread))
+    return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
 
 
-def _in_words(states: dict[int, list[str]], context: GroupContext) -> list[str]:
+def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
+    """Returns what these global ranks have published, and what others of their hosts have of them."""
+    states: dict[int, State] = {}
+    for rank in ranks:
+        told = json.loads(store.get(f"stall/{rank}")) if store.check([f"stall/{rank}"]) else None
+        if told is not None:
+            states[rank] = State(*told)
+        obstacle = store.get(f"obstacle/{rank}").decode() if store.check([f"obstacle/{rank}"]) else ""
+        if obstacle:
+            states[rank] = State(obstacle=obstacle)
+    return states
+
+
+def _of_all(published: Mapping[int, State], pids: Mapping[int, int]) -> dict[int, State]:
+    """Returns what ranks are at: those of this host, by their PIDs, as they say now, the others as `published`."""
+    found = {rank: State(obstacle=obstacle) for rank, pid in pids.items() if (obstacle := condition_of(pid))}
+    asked = {rank: pid for rank, pid in pids.items() if rank not in found}
+    answers = asking.ask(asked, "state", _ANSWER_S)
+    found |= {rank: State(*answer) for rank, answer in answers.items() if isinstance(answer, list)}
+    silent = {rank: State(obstacle=SILENT.format(pid=pid)) for rank, pid in asked.items()} if asking.IS_THERE else {}
+    return {**silent, **published, **found}
+
+
+def _in_words(states: dict[int, State], context: GroupContext) -> list[str]:
     ranks_in: dict[str, list[str]] = {}
-    for rank, (_, name, what) in states.items():
-        where = "" if name == context.name else f" of group {name!r}"
-        ranks_in.setdefault(f"{what}{where}" if name else f"no call of a group, at {what}", []).append(str(rank))
+    for rank, state in states.items():
+        ranks_in.setdefault(state.in_words(context.name), []).append(str(rank))
     return [
-        f"global rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'are' if len(ranks) > 1 else 'is'} in {what}"
+        f"global rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'are' if len(ranks) > 1 else 'is'} {what}"
         for what, ranks in ranks_in.items()
     ]
 
 
-def add_calls(context: GroupContext, failure: CommunicationError) -> None:
-    """Adds to a failure in which calls the group's ranks wait, its suspects first, as far as they have told."""
+def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
+    """Adds to a failure of `operation` what the group's ranks are at, its suspects first, as far as they tell.
+
+    To an error that has both calls, the lines from which they were made.
+    """
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)][:_MOST_ASKED]
     watcher = context.watcher
     if watcher is None:
         return
-    if watcher.stalls is not None:
-        watcher.stalls.keep(context.timeout_s)
-    states = watcher.ask_store(lambda store: _read(store, ranks), _ASK_S)
-    if states:
+    stalls: Stalls | None = watcher.stalls
+    place = places.in_words(places.frames_here())
+    own = None
+    if stalls is not None and operation is not None:
+        own = State(group_key(context), context.name, call_in_words(context, operation), place)
+        stalls.keep(own, context.timeout_s)
+
+    is_mismatch = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
+    key = group_key(context)
+    elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.ranks[context.rank]}
+
+    def tell_and_read(store: Any) -> dict[int, State]:
+        if own is not None:
+            store.set(f"stall/{context.ranks[context.rank]}", json.dumps(own))
+        until = time.monotonic() + _ANSWER_S
+        while True:
+            found = _read(store, ranks)
+            is_complete = all(found.get(rank, State()).key == key for rank in elsewhere)
+            if is_complete or not is_mismatch or time.monotonic() > until:  # who is in another call tells of it now
+                return found
+            time.sleep(_STEP_S)
+
+    told = watcher.ask_store(tell_and_read, _ASK_S) or {}
+    states = _of_all(told, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks})
+    if is_mismatch:
+        lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
+        failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)
+    elif states:
         failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_in_words(states, context))}",)

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from device_communicators.host_calls import host_call
+from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.stalls import WAITS, Waiting, end_wait
@@ -104,6 +105,9 @@ class Handle:
             try:
                 self._work.wait()
                 self._record.ended_s = time.monotonic()
+                if observers.ON_OPERATION or observers.OF_PYTHON:
+                    size_bytes = 0 if self._tensor is None else self._tensor.nbytes
+                    observers.tell_of_operation(self._route.context, self._record, size_bytes)
             except Exception as error:
                 self._error = self._route.failure_of(error, self._record.name, started, self._record)
                 self._tensor = None

@@ -1,5 +1,7 @@
 """`python -m parallel_state debug FOLDER`: the ranks' records side by side. Who is at which operation, who is missing.
 
+With `--live PID` or `--live JOB` it asks the ranks of a running job instead: see `live`.
+
 A rank writes its record when one of its groups fails while PARALLEL_STATE_DEBUG_DIR names a folder, or when the program
 calls `write_record(folder)`. Operations of a group that involve all its ranks have numbers, the same on each rank that
 made the same calls: the rank with the lowest is the one that the others wait for.
@@ -17,6 +19,7 @@ from typing import Any
 
 from device_communicators.errors import format_ranks
 from device_communicators.routing.recorder import PAIRS
+from parallel_state.tools import flight_recorder, live
 
 _SHOWN = 3
 
@@ -43,14 +46,33 @@ class _View:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints what the records say; 0, or 2 where there are none."""
     parser = argparse.ArgumentParser(prog="python -m parallel_state debug", description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="where the ranks wrote: PARALLEL_STATE_DEBUG_DIR")
-    folder: Path = parser.parse_args(arguments).folder
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("folder", type=Path, nargs="?", help="where the ranks wrote: PARALLEL_STATE_DEBUG_DIR")
+    which.add_argument(
+        "--live", metavar="PID|JOB", help="ask the ranks of a running job, without stopping them: the PID of a rank of "
+        "this host or of its launcher, or the job's id (SLURM's, torchrun's, an MPI's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--flight-recorder", metavar="OUT", type=Path, help="write the folder's records in the format of torch's "
+        "flight recorder, a file a rank, for torchfrtrace",
+    )  # fmt: skip
+    parser.add_argument("--stacks", action="store_true", help="with --live: the threads' stacks of this host's ranks")
+    parser.add_argument("--json", action="store_true", help="with --live: all that the ranks answered")
+    options = parser.parse_args(arguments)
+    if options.live is not None:
+        return live.show(options.live, stacks=options.stacks, as_json=options.json)
+    folder: Path = options.folder
     groups, broken = read(folder)
     for path, why in broken:
         print(f"{path.name} can't be read: {why}")
     if not groups:
         print(f"there are no records in {folder}; set PARALLEL_STATE_DEBUG_DIR before the run, or call write_record()")
         return 2
+    if options.flight_recorder is not None:
+        written = flight_recorder.write(groups, options.flight_recorder)
+        print(f"{len(written)} files in {options.flight_recorder}; read them with "
+              f"`torchfrtrace {options.flight_recorder} --prefix {flight_recorder.PREFIX}`")  # fmt: skip
+        return 0
     for ranks, views in groups.items():
         print("\n".join(describe(ranks, views)), end="\n\n")
     return 0

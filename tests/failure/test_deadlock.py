@@ -40,7 +40,7 @@ def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
     """Runs `body` in a world of TP2 x PP2; this rank stays until all have told."""
     lines = _Lines()
     logging.getLogger("parallel_state").addHandler(lines)
-    with environment(PARALLEL_STATE_SOFT_TIMEOUT_S=str(SOFT_S), **settings_of(route)):
+    with environment(PARALLEL_STATE_SLOW_S=str(SOFT_S), **settings_of(route)):
         ps.init_distributed_environment(timeout=T_S)
         ps.initialize_model_parallel(2, 2)
         try:

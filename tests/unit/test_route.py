@@ -37,7 +37,7 @@ class Server:
     def __init__(self) -> None:
         self.served: list[bool] = []
 
-    def serve(self, key: str) -> None:
+    def serve(self, key: str, after: int = 0) -> None:
         self.served.append(True)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:

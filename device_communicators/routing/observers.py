@@ -1,0 +1,103 @@
+"""Users' own functions that are told of each operation of a group, and of each group's first failure.
+
+Nothing is told, and nothing costs anything, while there are none. A function that raises is logged, and no operation
+fails by it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from device_communicators.errors import CommunicationError
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.recorder import Operation
+
+logger = logging.getLogger("parallel_state")
+
+
+@dataclass(frozen=True)
+class OperationEvent:
+    """One operation of a group that has ended on this rank."""
+
+    group: str
+    ranks: tuple[int, ...]
+    """Global, in group order."""
+    rank: int
+    """This one, global."""
+    operation: str
+    """The method that was called."""
+    sequence: int
+    """Its number in the group; of a transfer between two ranks that of the last operation of all."""
+    bytes: int
+    """Of this rank's tensor."""
+    dtype: str
+    shape: tuple[int, ...]
+    peer: int
+    """The other global rank of a transfer, else -1."""
+    started_s: float
+    """On the monotonic clock of this host."""
+    ended_s: float
+
+
+@dataclass(frozen=True)
+class FailureEvent:
+    """The first failure of a group on this rank."""
+
+    group: str
+    ranks: tuple[int, ...]
+    rank: int
+    """This one, global."""
+    error: CommunicationError
+    at_s: float = field(default_factory=time.monotonic)
+    """On the monotonic clock of this host."""
+
+
+ON_OPERATION: list[Callable[[OperationEvent], object]] = []
+OF_PYTHON: list[Callable[[OperationEvent], object]] = []
+"""Told of those operations only that come through Python; the others go on past it."""
+IN_PROFILER: list[bool] = []
+"""Not empty: torch's profiler is to show each operation that comes through Python, with group and bytes."""
+ON_FAILURE: list[Callable[[FailureEvent], object]] = []
+
+
+def profiled(context: GroupContext, operation: str, size_bytes: int) -> AbstractContextManager[object]:
+    """Encloses an operation that torch's profiler is to show."""
+    if not IN_PROFILER:
+        return nullcontext()
+    return torch.autograd.profiler.record_function(f"parallel_state.{operation} {context.name} {size_bytes} bytes")
+
+
+def tell_of_operation(context: GroupContext, record: Operation, size_bytes: int) -> None:
+    event = OperationEvent(
+        context.name,
+        context.ranks,
+        context.ranks[context.rank],
+        record.call_text.partition("(")[0].partition(" of ")[0] or record.name,
+        record.sequence,
+        size_bytes,
+        record.dtype,
+        record.shape,
+        context.ranks[record.peer] if record.peer >= 0 else -1,
+        record.started_s,
+        record.ended_s or time.monotonic(),
+    )
+    for hook in (*ON_OPERATION, *OF_PYTHON):
+        try:
+            hook(event)
+        except Exception:
+            logger.exception("%r, which on_operation was given, failed", hook)
+
+
+def tell_of_failure(context: GroupContext, error: CommunicationError) -> None:
+    event = FailureEvent(context.name, context.ranks, context.ranks[context.rank], error)
+    for hook in list(ON_FAILURE):
+        try:
+            hook(event)
+        except Exception:
+            logger.exception("%r, which on_failure was given, failed", hook)

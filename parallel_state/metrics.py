@@ -1,0 +1,220 @@
+"""Metrics of this rank's groups: calls, bytes, seconds moved and waited, who comes last, failures.
+
+    parallel_state.metrics.enable()             # or PARALLEL_STATE_METRICS=on
+    parallel_state.metrics.snapshot()           # {"rank": 0, "groups": [{"group": "tp:0", …}]}
+    parallel_state.metrics.serve(9400)          # http://127.0.0.1:9400/metrics, where a port is asked for
+
+Off by default, and then nothing is measured; calls and bytes are counted in any case. All is of this rank alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NamedTuple
+
+from device_communicators.errors import UnsupportedError
+from device_communicators.routing import meters
+from device_communicators.routing.registry import routes
+from device_communicators.routing.route import Route
+
+__all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheus_text", "serve", "snapshot"]
+
+
+def enable() -> None:
+    """Begins to measure the operations of all groups of this rank, those that are made later among them."""
+    _switch(True)
+
+
+def disable() -> None:
+    """Ends the measuring; what was measured stays."""
+    _switch(False)
+
+
+def is_enabled() -> bool:
+    """Returns True if operations are measured now."""
+    return meters.METERS.is_on
+
+
+def _switch(on: bool) -> None:
+    meters.measure(on)
+    for route in routes():
+        meters.tell(route.context)
+
+
+def snapshot() -> dict[str, Any]:
+    """Returns what is known of this rank's groups with others, as JSON can hold it. From any thread.
+
+    `rank`: this one, global, -1 without groups. `groups`, each with:
+
+    - `group`, `ranks` (global), `failures` (0 or 1: a group that has failed stays so);
+    - `operations`: by method `calls`, `bytes` of this rank's tensors, and while measured `seconds` in it, of those
+      `waiting_s` for other ranks and `moving_s` the rest; both None where the way of the group can't tell (all but
+      shared memory);
+    - `came_last`: by global rank, how many measured calls over shared memory began with it, the last one to come;
+    - `last`: the last `operation`, `seconds_since` it began, and whether it `is_under_way`; None without one.
+    """
+    found = routes()
+    first = found[0].context if found else None
+    return {"rank": first.ranks[first.rank] if first else -1, "groups": [_of_group(route) for route in found]}
+
+
+def _of_group(route: Route) -> dict[str, Any]:
+    context = route.context
+    traffic, collectives = route.traffic(), context.collectives
+    meter = None if collectives is None else collectives.meter()
+    taken = {} if meter is None else meter.taken
+    by_python: dict[str, float] = meters.METERS.took_s.get(context.name, {})
+    operations: dict[str, Any] = {}
+    for name in sorted({*traffic, *taken, *by_python}):
+        counted, row = traffic.get(name), taken.get(name)
+        operations[name] = {
+            "calls": counted.calls if counted is not None else row.calls if row is not None else 0,
+            "bytes": 0 if counted is None else counted.bytes,
+            "seconds": row.took_s if row is not None else by_python.get(name, 0.0),
+            "waiting_s": None if row is None else row.waited_s,
+            "moving_s": None if row is None else row.took_s - row.waited_s,
+        }
+    last = next(reversed(route.operations()), None)
+    return {
+        "group": context.name,
+        "ranks": list(context.ranks),
+        "failures": int(route.first_failure is not None),
+        "operations": operations,
+        "came_last": {} if meter is None else {str(rank): count for rank, count in meter.last.items() if count},
+        "last": None
+        if last is None
+        else {
+            "operation": last.name,
+            "seconds_since": time.monotonic() - last.started_s,
+            "is_under_way": last.ended_s is None and route.first_failure is None,
+        },
+    }
+
+
+class _Family(NamedTuple):
+    """A metric of Prometheus: its samples are labels and a value."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[tuple[dict[str, str], float]]
+
+
+_BY_OPERATION = (
+    ("calls", "counter", "calls", "Operations that began."),
+    ("bytes", "counter", "bytes", "Bytes of this rank's tensors."),
+    ("seconds", "counter", "seconds", "Seconds in operations, while measured."),
+    ("waiting_seconds", "counter", "waiting_s", "Seconds that operations waited for other ranks, while measured."),
+)
+
+
+def _families() -> list[_Family]:
+    state = snapshot()
+    of_rank = {"rank": str(state["rank"])}
+    groups = [({**of_rank, "group": group["group"]}, group) for group in state["groups"]]
+    found = [
+        _Family(f"parallel_state_{name}", kind, text, [
+            ({**labels, "operation": operation}, float(facts[key]))
+            for labels, group in groups
+            for operation, facts in group["operations"].items()
+            if facts[key] is not None
+        ])
+        for name, kind, key, text in _BY_OPERATION
+    ]  # fmt: skip
+    return [
+        *found,
+        _Family("parallel_state_came_last", "counter", "Measured calls to which a rank came last.", [
+            ({**labels, "last_rank": rank}, float(count))
+            for labels, group in groups for rank, count in group["came_last"].items()
+        ]),
+        _Family("parallel_state_failures", "counter", "Failures of a group.", [
+            (labels, float(group["failures"])) for labels, group in groups
+        ]),
+        _Family("parallel_state_last_operation_age_seconds", "gauge", "Seconds since the last operation began.", [
+            ({**labels, "operation": group["last"]["operation"]}, group["last"]["seconds_since"])
+            for labels, group in groups if group["last"] is not None
+        ]),
+    ]  # fmt: skip
+
+
+def prometheus_text() -> str:
+    """Returns the metrics in Prometheus' text format, version 0.0.4."""
+    lines = []
+    for family in _families():
+        name = f"{family.name}_total" if family.kind == "counter" else family.name
+        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+        for labels, value in family.samples:
+            written = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+            lines.append(f"{name}{{{written}}} {value!r}")
+    return "\n".join([*lines, ""])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def prometheus_collector() -> Any:
+    """Returns a collector for `prometheus_client.REGISTRY.register(…)`; UnsupportedError without that package."""
+    try:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    except ImportError as error:
+        raise UnsupportedError("prometheus_client isn't installed; prometheus_text() and serve() do without") from error
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            for family in _families():
+                kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+                names = list(dict.fromkeys(key for labels, _ in family.samples for key in labels))
+                made = kind(family.name, family.help, labels=names)
+                for labels, value in family.samples:
+                    made.add_metric([labels[name] for name in names], value)
+                yield made
+
+    return Collector()
+
+
+class Endpoint:
+    """An HTTP server of `/metrics`, until `close`."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._server = ThreadingHTTPServer((address, port), _Handler)
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="parallel_state-metrics")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(1.0)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404)
+            return
+        content = prometheus_text().encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Writes no line for each request."""
+
+
+def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
+    """Serves `/metrics` of this rank at a port, 0 for a free one, and enables the metrics; `close()` ends it.
+
+    Whoever reaches the address reads them. Raises OSError where the port is taken: each rank of a host needs its own.
+    """
+    endpoint = Endpoint(address, port)
+    enable()
+    return endpoint

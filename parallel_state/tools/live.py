@@ -1,0 +1,126 @@
+"""`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
+
+A thread of each rank of this host answers over a socket (`routing.asking`), with its stacks. Of other hosts' ranks it
+is known what they publish in the store: those that wait, or make no call, for longer than a second. Nobody is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from device_communicators.errors import format_ranks
+from device_communicators.liveness.condition import condition_of
+from device_communicators.routing import asking
+from device_communicators.routing.stalls import SILENT, State
+
+_ANSWER_S = 0.5
+_PUBLISHED_S = 0.7
+_JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID_JOB")
+_MOST_SHOWN = 256
+
+
+def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
+    """Prints what the ranks of the job are at; 0, or 2 where `target` names none of this host's."""
+    pids = asking.listening()
+    answers = {pid: each for pid, each in asking.ask({pid: pid for pid in pids}, "describe", _ANSWER_S).items() if each}
+    chosen = _pids_of(target, pids)
+    job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
+    if not job:
+        names = f"; those that listen: {', '.join(map(str, pids))}" if pids else ""
+        print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}")
+        return 2
+    first, answer = next(iter(job.items()))
+    job = {pid: each for pid, each in answers.items() if pid in {first, *answer["pids"].values()}}
+    world, states = _states_of(job)
+    if as_json:
+        ranks = {rank: state._asdict() for rank, state in sorted(states.items())}
+        print(json.dumps({"world": world, "ranks": ranks, "answers": list(job.values())}, indent=1))
+        return 0
+    print("\n".join(describe(world, states, job, stacks=stacks)))
+    return 0
+
+
+def _pids_of(target: str, listening: list[int]) -> set[int]:
+    """Returns the PIDs that `target` may mean: itself, the ranks below a launcher, or those of a job's id."""
+    found = {int(target)} if target.isdigit() else set()
+    for pid in listening:
+        if target.isdigit() and int(target) in _ancestors(pid):
+            found.add(pid)
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(f"{name}={target}".encode() in variables for name in _JOB_VARIABLES):
+            found.add(pid)
+    return found
+
+
+def _ancestors(pid: int) -> set[int]:
+    found: set[int] = set()
+    while pid > 1 and pid not in found:
+        found.add(pid)
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()[1])
+        except OSError:
+            break
+    return found
+
+
+def _states_of(job: dict[int, Any]) -> tuple[list[int], dict[int, State]]:
+    """Returns the world's ranks, and what each is known to be at."""
+    world = max((each["world"] for each in job.values()), key=len)
+    pids = {int(rank): pid for each in job.values() for rank, pid in each["pids"].items()}
+    pids |= {each["rank"]: pid for pid, each in job.items()}
+    states: dict[int, State] = {}
+    if set(world) - set(pids):
+        first = next(iter(job))
+        told = asking.ask({first: first}, "published", _PUBLISHED_S).get(first) or {}
+        states = {int(rank): State(*state) for rank, state in told.items() if int(rank) not in pids}
+    for rank, pid in pids.items():
+        obstacle = condition_of(pid)
+        if pid in job:
+            states[rank] = State(*job[pid]["state"])
+        elif not os.path.exists(f"/proc/{pid}"):
+            states[rank] = State(obstacle=f"not there any more (pid {pid} has ended)")
+        else:
+            states[rank] = State(obstacle=obstacle or SILENT.format(pid=pid))
+    return world, states
+
+
+def describe(world: list[int], states: dict[int, State], job: dict[int, Any], *, stacks: bool = False) -> list[str]:
+    """Returns the lines about a job: who waits for whom, then what each rank is at."""
+    lines = [f"{len(world)} ranks, {len(job)} of them answered on this host"]
+    lines += _waits(states, job)
+    pids = {each["rank"]: (pid, each) for pid, each in job.items()}
+    for rank in world[:_MOST_SHOWN]:
+        state = states.get(rank)
+        who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
+        lines.append(
+            f"  {who} is {'on another host, and has told of no long wait' if state is None else state.in_words()}"
+        )
+        threads = pids[rank][1]["threads"] if stacks and rank in pids else []
+        for thread in threads:
+            lines.append(f"    thread {thread['name']}{', waits for ' + thread['waits'] if thread['waits'] else ''}")
+            lines += [f"      {path}:{line} in {function}" for path, line, function in thread["frames"]]
+    return lines
+
+
+def _waits(states: dict[int, State], job: dict[int, Any]) -> list[str]:
+    """Returns for each call in which ranks wait who isn't in it."""
+    ranks_of = {(each["rank"], group["group"]): group["ranks"] for each in job.values() for group in each["groups"]}
+    calls: dict[tuple[str, str], list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if state.key:
+            calls.setdefault((state.key, state.call), []).append(rank)
+    lines = []
+    for (_, call), waiting in calls.items():
+        name = states[waiting[0]].group
+        members = next((ranks_of[rank, states[rank].group] for rank in waiting
+                        if (rank, states[rank].group) in ranks_of), waiting)  # fmt: skip
+        missing = [rank for rank in members if rank not in waiting]
+        whom = f"for ranks {format_ranks(missing)}" if missing else "though all are in it"
+        lines.append(f"ranks {format_ranks(waiting)} wait in {call} of group {name!r} {whom}")
+    return lines

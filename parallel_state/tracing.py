@@ -1,0 +1,118 @@
+"""A trace of all ranks' operations on one clock, for chrome://tracing and ui.perfetto.dev.
+
+Each rank writes its own file at the end; `python -m parallel_state trace FOLDER` puts them together, with arrows, and
+says who was waited for. The clocks of hosts are compared once, at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from device_communicators.routing import observers
+from device_communicators.routing.observers import OperationEvent
+from device_communicators.routing.registry import on_operation
+from parallel_state.coordinator import GroupCoordinator
+from parallel_state.state import try_get_world_group
+
+_EXCHANGES = 8
+"""The quickest of so many tells the difference of two clocks best."""
+
+
+@contextmanager
+def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Writes what each operation of each group took in the block to `folder/rank-R.json`, as a Chrome trace.
+
+    Every rank of the world calls it, with a folder that all see or one of its own: ranks of several hosts compare their
+    clocks at the start (some transfers with rank 0), and times are those of rank 0's monotonic clock. Meanwhile all
+    operations go through Python, which takes some microseconds longer a call; torch.profiler shows them by name, with
+    group and bytes. What was started is shown until it was waited for. Raises what the folder or the transfers raise.
+    """
+    world = try_get_world_group()
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    offset_s = 0.0 if world is None else _offset(world)
+    events: list[tuple[int, OperationEvent]] = []
+    remove = on_operation(lambda event: events.append((threading.get_native_id(), event)))
+    observers.IN_PROFILER.append(True)
+    try:
+        yield
+    finally:
+        observers.IN_PROFILER.pop()
+        remove()
+        rank = 0 if world is None else world.rank
+        made = target / f"rank-{rank}.part"
+        made.write_text(json.dumps(_chrome_trace(rank, offset_s, events)))
+        made.rename(target / f"rank-{rank}.json")
+
+
+def _offset(world: GroupCoordinator) -> float:
+    """Returns what to add to this host's monotonic clock for that of rank 0's host. Every rank calls it."""
+    memory = world.context.host_memory
+    hosts = [[rank] for rank in world.ranks] if memory is None else [list(host) for host in memory.hosts]
+    if world.world_size == 1 or len(hosts) == 1 or world.context.fake or world.context.simulated:
+        return 0.0
+    own = next(host for host in hosts if world.rank in host)
+    offset = 0.0
+    for host in hosts:
+        if 0 not in host:
+            if world.rank == 0:
+                _serve_clock(world, host[0])
+            elif world.rank == host[0]:
+                offset = _compare_clock(world)
+    return float(world.all_gather_object(offset)[own[0]])
+
+
+def _serve_clock(world: GroupCoordinator, rank: int) -> None:
+    for _ in range(_EXCHANGES):
+        world.recv((1,), torch.float64, rank, device=torch.device("cpu"))
+        world.send(torch.tensor([time.monotonic()], dtype=torch.float64), rank)
+
+
+def _compare_clock(world: GroupCoordinator) -> float:
+    exchanges = []
+    for _ in range(_EXCHANGES):
+        asked = time.monotonic()
+        world.send(torch.tensor([asked], dtype=torch.float64), 0)
+        theirs = float(world.recv((1,), torch.float64, 0, device=torch.device("cpu")))
+        heard = time.monotonic()
+        exchanges.append((heard - asked, theirs - (asked + heard) / 2))
+    return min(exchanges)[1]
+
+
+def _chrome_trace(rank: int, offset_s: float, events: list[tuple[int, OperationEvent]]) -> dict[str, object]:
+    """Returns a rank's own trace: one process a rank, one thread a group."""
+    tracks = {name: at for at, name in enumerate(dict.fromkeys(event.group for _, event in events), 1)}
+    shown: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {socket.gethostname()}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+    ]
+    shown += [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": at, "args": {"name": name}}
+        for name, at in tracks.items()
+    ]
+    shown += [
+        {
+            "ph": "X",
+            "name": event.operation,
+            "cat": "parallel_state",
+            "pid": rank,
+            "tid": tracks[event.group],
+            "ts": round((event.started_s + offset_s) * 1e6, 3),
+            "dur": round((event.ended_s - event.started_s) * 1e6, 3),
+            "args": {
+                "group": event.group, "ranks": list(event.ranks), "number": event.sequence, "bytes": event.bytes,
+                "dtype": event.dtype, "shape": list(event.shape), "peer": event.peer, "thread": thread,
+            },
+        }
+        for thread, event in events
+    ]  # fmt: skip
+    return {"traceEvents": shown, "displayTimeUnit": "ms", "otherData": {"rank": rank, "offset_s": offset_s}}

@@ -1,0 +1,61 @@
+"""The reported hangs over two hosts: what a rank is at reaches the other host by the store; and traces on one clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel_state as ps
+from parallel_state.tools import trace
+from tests.contract.attempts import world
+from tests.failure.test_divergence import REPORTS, check, play
+from tests.failure.worlds import DEADLINE_S
+from tests.hosts import HostRanks, Hosts, problem
+
+LATE_S = 0.3
+UNKNOWN_ELSEWHERE = ("pytorch#135352, native code holds the interpreter's lock",)
+"""A rank of another host that tells nothing: nothing is known of it."""
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[HostRanks]:
+    reason = problem()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as pool:
+        pool.run(int, timeout_s=DEADLINE_S)
+        yield pool
+
+
+def test_every_error_says_who_is_where(ranks: HostRanks, tmp_path: Path) -> None:
+    names = [name for name in REPORTS if name not in UNKNOWN_ELSEWHERE]
+    check(ranks.run(play, "shared memory", str(tmp_path), names, timeout_s=DEADLINE_S + 20.0 * len(names)), names)
+
+
+def _traced(folder: str) -> None:
+    with world(4):
+        group = ps.get_tp_group()
+        group.barrier()
+        with ps.trace(folder):
+            group.all_reduce(torch.ones(8))
+            if group.rank == 3:
+                time.sleep(LATE_S)
+            group.all_reduce(torch.ones(9))
+
+
+def test_hosts_have_one_clock_in_a_trace(ranks: HostRanks, tmp_path: Path) -> None:
+    ranks.run(_traced, str(tmp_path), timeout_s=DEADLINE_S)
+    offsets = [json.loads((tmp_path / f"rank-{rank}.json").read_text())["otherData"]["offset_s"] for rank in range(4)]
+    assert offsets[0] == offsets[1] == 0.0
+    assert offsets[2] == offsets[3] != 0.0, "measured by the first rank of the host"
+    assert abs(offsets[2]) < LATE_S / 3, "in truth it is one machine"
+    _, waits = trace.merge(trace.read(tmp_path)[0])
+    worst = sorted(waits, reverse=True)[:3]
+    assert {(wait.rank, wait.last) for wait in worst} == {(0, 3), (1, 3), (2, 3)}
