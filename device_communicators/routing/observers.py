@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,21 +66,27 @@ IN_PROFILER: list[bool] = []
 ON_FAILURE: list[Callable[[FailureEvent], object]] = []
 
 
-def profiled(context: GroupContext, operation: str, size_bytes: int) -> AbstractContextManager[object]:
-    """Encloses an operation that torch's profiler is to show."""
-    if not IN_PROFILER:
-        return nullcontext()
-    return torch.autograd.profiler.record_function(f"parallel_state.{operation} {context.name} {size_bytes} bytes")
+def profiled(
+    carry: Callable[..., Any], context: GroupContext, operation: str, tensor: torch.Tensor | None
+) -> Callable[..., Any]:
+    """Returns `carry` as an operation that torch's profiler shows."""
+    name = f"parallel_state.{operation} {context.name} {0 if tensor is None else tensor.nbytes} bytes"
+
+    def shown(*args: Any) -> Any:
+        with torch.autograd.profiler.record_function(name):
+            return carry(*args)
+
+    return shown
 
 
-def tell_of_operation(context: GroupContext, record: Operation, size_bytes: int) -> None:
+def tell_of_operation(context: GroupContext, record: Operation, tensor: torch.Tensor | None) -> None:
     event = OperationEvent(
         context.name,
         context.ranks,
         context.ranks[context.rank],
         record.call_text.partition("(")[0].partition(" of ")[0] or record.name,
         record.sequence,
-        size_bytes,
+        0 if tensor is None else tensor.nbytes,
         record.dtype,
         record.shape,
         context.ranks[record.peer] if record.peer >= 0 else -1,

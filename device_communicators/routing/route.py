@@ -234,15 +234,16 @@ class Route:
                 thread = threading.get_ident()
                 before, WAITS[thread] = WAITS.get(thread), (self, record)
                 try:
-                    size_bytes = 0 if tensor is None else tensor.nbytes
-                    profiled = observers.profiled(self.context, operation, size_bytes)
-                    with nullcontext() if call is None else communicator.turn(call.method), profiled:
-                        result = getattr(communicator, form or operation)(*args)
+                    carry = getattr(communicator, form or operation)
+                    if observers.IN_PROFILER:
+                        carry = observers.profiled(carry, self.context, operation, tensor)
+                    with nullcontext() if call is None else communicator.turn(call.method):
+                        result = carry(*args)
                     record.ended_s = time.monotonic()
                 finally:
                     end_wait(thread, before)
                 if observers.ON_OPERATION or observers.OF_PYTHON:
-                    observers.tell_of_operation(self.context, record, size_bytes)
+                    observers.tell_of_operation(self.context, record, tensor)
                 return result
             except Exception as error:
                 failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())

@@ -106,8 +106,7 @@ class Handle:
                 self._work.wait()
                 self._record.ended_s = time.monotonic()
                 if observers.ON_OPERATION or observers.OF_PYTHON:
-                    size_bytes = 0 if self._tensor is None else self._tensor.nbytes
-                    observers.tell_of_operation(self._route.context, self._record, size_bytes)
+                    observers.tell_of_operation(self._route.context, self._record, self._tensor)
             except Exception as error:
                 self._error = self._route.failure_of(error, self._record.name, started, self._record)
                 self._tensor = None
