@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 from device_communicators.errors import UnsupportedError
@@ -180,7 +179,26 @@ class Endpoint:
     """An HTTP server of `/metrics`, until `close`."""
 
     def __init__(self, address: str, port: int) -> None:
-        self._server = ThreadingHTTPServer((address, port), _Handler)
+        from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # which few ask for
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10.0
+
+            def do_GET(self) -> None:
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404)
+                    return
+                content = prometheus_text().encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Writes no line for each request."""
+
+        self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="parallel_state-metrics")
@@ -190,24 +208,6 @@ class Endpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 10.0
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self.send_error(404)
-            return
-        content = prometheus_text().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Writes no line for each request."""
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
