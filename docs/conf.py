@@ -50,7 +50,7 @@ class ApiNames(SphinxDirective):
         lines: list[str] = []
         for name in public_names():
             public = getattr(parallel_state, name)
-            home = public.__module__
+            home = getattr(public, "__module__", "")  # a module has none
             if name == "GroupCoordinator" or not any(home == each or home.startswith(f"{each}.") for each in prefixes):
                 continue
             kind = "autoclass" if inspect.isclass(public) else "autofunction"
