@@ -182,7 +182,7 @@ class Stalls:
         if idle_s >= SLOW_S and self._calls == self._calls_so_far():
             return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
         last = max(
-            ((each.started_s, route.context, each) for route in list(self._routes) for each in route.operations()[-1:]),
+            ((each.started_s, route.context, each) for route in list(self._routes) for each in route.operations()),
             key=lambda each: each[0],
             default=None,
         )
@@ -482,6 +482,8 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
     told = watcher.ask_store(tell_and_read, _ASK_S) or {}
     states = _of_all(told, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks})
+    if is_mismatch and operation is not None and operation.site:  # debug mode, in which the error has them
+        return
     if is_mismatch:
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
         failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)

@@ -43,9 +43,9 @@ def test_a_late_rank_is_seen(pools: Pools, tmp_path: Path, capsys: pytest.Captur
     assert command.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "events of 4 ranks; open it in ui.perfetto.dev" in lines[0]
-    assert "waited for rank 2 in all_gather number" in lines[2]
+    assert any("waited for rank 2 in all_gather number" in line for line in lines)
     assert command.main([str(tmp_path), "--json"]) == 0
-    worst = json.loads(capsys.readouterr().out)
+    worst = [wait for wait in json.loads(capsys.readouterr().out) if wait["operation"] == "all_gather"]
     assert {wait["rank"] for wait in worst[:3]} == {0, 1, 3} and {wait["last"] for wait in worst[:3]} == {2}
     assert all(LATE_S / 2 < wait["seconds"] < 20 * LATE_S for wait in worst[:3])
     events = _all(tmp_path)
