@@ -87,7 +87,11 @@ def test_programs_print_what_they_say(block: Block, tmp_path: Path) -> None:
 
 # Commands.
 
-LINES = sorted({line.partition(" #")[0].strip() for block in SHELL for line in block.code.splitlines()} - {""})
+LINES = sorted(
+    {re.split(r"(?:^| )#", line)[0].strip() for block in SHELL for line in block.code.replace("\\\n", " ").splitlines()}
+    - {""}
+)
+LAUNCHERS = "".join(path.read_text() for path in sorted((ROOT / "tests" / "clusters").glob("*.py")))
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
@@ -109,7 +113,7 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
         _check_extras(arguments)
     elif program == "torchrun":
         script = next(word for word in arguments if word.endswith(".py"))
-        if script != "program.py":  # the reader's own
+        if script != "program.py":
             _check_script(script, arguments[arguments.index(script) + 1 :], capsys, monkeypatch)
     elif arguments[:2] == ["-m", "parallel_state"]:
         command, options = arguments[2], arguments[3:]
@@ -118,6 +122,8 @@ def _check_command(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: p
             assert parallel_state_main([command, *options]) == 0
         else:
             _check_help(lambda: parallel_state_main([command, "--help"]), options, capsys)
+    elif {"program.py", "job.sh"} & set(arguments):  # the reader's own, as tests/clusters start theirs
+        assert program in ("python", "ssh") or f'"{program}"' in LAUNCHERS, f"no test starts ranks by {program}"
     else:
         assert program == "python", f"how is {line!r} to be tried?"
         _check_script(arguments[0], arguments[1:], capsys, monkeypatch)
