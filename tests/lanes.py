@@ -66,11 +66,10 @@ COMPILERS = _files(
 )  # fmt: skip
 """Also the contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
 PROGRAMS = _files(
-    "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_creation_cost",
-    "test_docs_code", "test_extending", "test_inference", "test_launch", "test_other_systems",
-    "test_package", "test_torch_suite",
+    "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_docs_code",
+    "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
-"""Contract tests of programs, rather than of bodies on the ranks of a pool."""
+"""Contract tests of programs, rather than of ranks."""
 LANES = (
     Lane("failures", ("tests/failure",)),
     Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),

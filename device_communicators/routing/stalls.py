@@ -170,13 +170,16 @@ class Stalls:
         if self._thread is not None:
             self._thread.join(_ASK_S)
 
-    def state(self) -> State:
-        """Returns what this rank is at now. From any thread."""
+    def state(self, key: str = "") -> State:
+        """Returns what this rank is at now, or the wait that has failed in the group of `key`. From any thread."""
         found, now = self._longest_wait(), time.monotonic()
+        failed = self._failed if now < self._keep_until_s else None
+        if failed is not None and failed.key == key:
+            return failed
         if found is not None:
             return _state_of(*found)
-        if self._failed is not None and now < self._keep_until_s and self._failed_after == self._calls_so_far():
-            return self._failed
+        if failed is not None and self._calls_so_far() <= self._failed_after:  # less where the group is gone
+            return failed
         frames = places.frames_of(threading.main_thread().ident)
         idle_s = now - self._last_call_s
         if idle_s >= SLOW_S and self._calls == self._calls_so_far():
@@ -248,7 +251,7 @@ class Stalls:
                 return
         elif self._has_called():
             self._last_call_s = now
-        elif now < self._keep_until_s and self._failed_after == self._calls:
+        elif now < self._keep_until_s and self._calls <= self._failed_after:
             return
         elif now - self._last_call_s >= SLOW_S:
             self._tell_of_no_call(now)
@@ -326,7 +329,7 @@ class Stalls:
         own = State(group_key(context), call=call_in_words(context, operation))
         asked = context.ranks[:_MOST_ASKED]
         told = {} if self._store is None else _read(self._store, asked)
-        states = _of_all(told, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked})
+        states = _of_all(told, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked}, own.key)
         others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
         if operation.peer >= 0:
             others = [context.ranks[operation.peer]]
@@ -365,12 +368,14 @@ class _Process:
             answers.close()
 
     def _answer(self, question: str) -> Any:
-        """Answers `state`, `describe` or `published` for the newest world."""
-        worlds = self._worlds
+        """Answers `state KEY`, `describe` or `published` for the newest world."""
+        worlds, (what, _, key) = self._worlds, question.partition(" ")
         if not worlds:
             return None
-        asked = {"state": worlds[-1].state, "describe": worlds[-1].describe, "published": worlds[-1].published}
-        return asked[question]() if question in asked else None
+        if what == "state":
+            return worlds[-1].state(key)
+        asked = {"describe": worlds[-1].describe, "published": worlds[-1].published}
+        return asked[what]() if what in asked else None
 
 
 _PROCESS = _Process()
@@ -428,11 +433,14 @@ def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
     return states
 
 
-def _of_all(published: Mapping[int, State], pids: Mapping[int, int]) -> dict[int, State]:
-    """Returns what ranks are at: those of this host, by their PIDs, as they say now, the others as `published`."""
+def _of_all(published: Mapping[int, State], pids: Mapping[int, int], key: str) -> dict[int, State]:
+    """Returns what ranks are at: those of this host, by their PIDs, as they say now, the others as `published`.
+
+    A rank of this host that has failed in the group of `key` says in which call.
+    """
     found = {rank: State(obstacle=obstacle) for rank, pid in pids.items() if (obstacle := condition_of(pid))}
     asked = {rank: pid for rank, pid in pids.items() if rank not in found}
-    answers = asking.ask(asked, "state", _ANSWER_S)
+    answers = asking.ask(asked, f"state {key}", _ANSWER_S)
     found |= {rank: State(*answer) for rank, answer in answers.items() if isinstance(answer, list)}
     silent = {rank: State(obstacle=SILENT.format(pid=pid)) for rank, pid in asked.items()} if asking.IS_THERE else {}
     return {**silent, **published, **found}
@@ -481,7 +489,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
             time.sleep(_STEP_S)
 
     told = watcher.ask_store(tell_and_read, _ASK_S) or {}
-    states = _of_all(told, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks})
+    states = _of_all(told, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks}, key)
     if is_mismatch and operation is not None and operation.site:  # debug mode, in which the error has them
         return
     if is_mismatch:

@@ -11,7 +11,7 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -494,38 +494,64 @@ def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Po
     assert "in a call of the group already" in pools(2).run(call_in_a_handler, timeout_s=DEADLINE_S)[0]
 
 
-def interrupt_a_receive() -> tuple[list[str], list[str]] | None:
+def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
     """What rank 0's calls raise when Ctrl-C comes while it receives, and the next ones."""
+    with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
+        if rank == 1:
+            dist.distributed_c10d._get_default_store().wait(["interrupted"])
+            return None
+        _others = [dist.irecv(torch.empty(2), 1, tag=7) for _ in range(under_way)]
+        return interrupted([lambda: dist.recv(torch.empty(2), 1)] * 2)
+    raise AssertionError("unreachable")
+
+
+def interrupted(calls: Sequence[Callable[[], object]]) -> tuple[list[str], list[str]]:
+    """Runs them with a Ctrl-C in the first; returns what each of them raised, type and text."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
-        store = dist.distributed_c10d._get_default_store()
+    raised, texts = [], []
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        for call in calls:
+            with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
+                call()
+            raised.append(caught.type.__name__)
+            texts.append(str(caught.value))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        dist.distributed_c10d._get_default_store().set("interrupted", "")
+    return raised, texts
+
+
+@pytest.mark.parametrize("under_way", [0, 2], ids=["alone", "with others under way"])
+def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools, under_way: int) -> None:
+    """It is raised once, by the call that it interrupts."""
+    told = pools(2).run(interrupt_a_receive, under_way, timeout_s=DEADLINE_S)[0]
+    assert told[0] == ["KeyboardInterrupt", "GroupFailedError"]
+    assert "interrupted by a signal" in told[1][1]
+
+
+def interrupt_a_wait() -> tuple[list[str], float] | None:
+    """What rank 0 raises when Ctrl-C comes while it waits for a call that another thread runs, and that call's sum."""
+    with torch_world() as (rank, _):
+        x = torch.ones(1 << 18)
         if rank == 1:
-            store.wait(["interrupted"])
+            dist.distributed_c10d._get_default_store().wait(["interrupted"])
+            dist.all_reduce(x)
             return None
-        raised, texts = [], []
-        before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        try:
-            for call in (lambda: dist.recv(torch.empty(2), 1), lambda: dist.recv(torch.empty(2), 1)):
-                with pytest.raises((KeyboardInterrupt, RuntimeError)) as caught:
-                    call()
-                raised.append(caught.type.__name__)
-                texts.append(str(caught.value))
-        finally:
-            signal.signal(signal.SIGALRM, before)
-            store.set("interrupted", "")
-        return raised, texts
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.2)  # the group's thread has taken it by then
+        raised, _ = interrupted([work.wait])
+        work.wait()
+        return raised, x[0].item()
     raise AssertionError("unreachable")
 
 
-def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools) -> None:
-    """It is raised once, by the call that it interrupts."""
-    told = pools(2).run(interrupt_a_receive, timeout_s=DEADLINE_S)[0]
-    assert told[0] == ["KeyboardInterrupt", "GroupFailedError"]
-    assert "interrupted by a signal" in told[1][1]
+def test_ctrl_c_ends_a_wait_and_not_the_call(pools: Pools) -> None:
+    assert pools(2).run(interrupt_a_wait, timeout_s=DEADLINE_S)[0] == (["KeyboardInterrupt"], 2.0)
 
 
 def transfer_under_detail() -> None:

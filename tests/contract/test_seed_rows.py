@@ -20,6 +20,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from parallel_state import world as startup
 from parallel_state.startup.rendezvous import Met
+from parallel_state.startup.reserved import ReservedPort
 from tests.contract.attempts import attempt, environment, no_launcher, world
 from tests.contract.test_objects import DEADLINE_S, Pools
 from tests.references import VLLM
@@ -420,7 +421,7 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(startup, "check_backend", lambda _: None)
     monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(startup, "meet", lambda *_, **__: Met(None, {}, {}, math.inf))  # type: ignore[arg-type]
+    monkeypatch.setattr(startup, "meet", lambda *_, **__: Met(None, {}, {}, math.inf, ReservedPort()))  # type: ignore[arg-type]
     monkeypatch.setattr(startup, "StartWatch", lambda *_: None)
     monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with no_launcher(), pytest.raises(Asked):

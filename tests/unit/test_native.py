@@ -34,6 +34,7 @@ except native.NativeUnavailableError as error:
 """
 COMPILE_S = 300
 SOURCES = Path(native.__file__).parent / "csrc"
+VERSION = f"version {native._VERSION} "
 
 
 def _start(cache: Path, umask: int | None = None, **variables: str) -> Program:
@@ -87,7 +88,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def compile_it(target: Path) -> None:
         folder = tmp_path_factory.mktemp("linked")
         output = _run(folder, **_compiler(folder, 'exec c++ "$@" -O0'))
-        assert "version 4 " in output, output
+        assert VERSION in output, output
         (library,) = (folder / "parallel_state").glob("*.so")
         shutil.copy(library, target)
 
@@ -99,7 +100,7 @@ def compiled(linked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the plain library, made under a umask that lets the group write."""
     cache = tmp_path_factory.mktemp("compiled")
     output = _run(cache, 0o002, **_quick(linked, cache))
-    assert "version 4 " in output, output
+    assert VERSION in output, output
     return cache
 
 
@@ -126,11 +127,11 @@ def test_compiled_once_by_several_processes(quick: dict[str, str], tmp_path: Pat
     counter = tmp_path / "calls"
     how = _compiler(tmp_path, f'echo call >> {counter}\nsleep 0.1\nexec {quick["CXX"]} "$@"')
     outputs = [p.communicate(COMPILE_S)[0] for p in [_start(tmp_path, **how) for _ in range(3)]]
-    assert all("version 4 " in output for output in outputs), outputs
+    assert all(VERSION in output for output in outputs), outputs
     assert sum("compiling" in output for output in outputs) == 1
     assert counter.read_text().count("call") == len(list(SOURCES.glob("*.cpp")))  # not bindings.cpp, but the link
     again = _run(tmp_path, CXX="/nowhere", PARALLEL_STATE_BUILD="never")
-    assert "version 4 " in again
+    assert VERSION in again
     assert "compiling" not in again
     assert sorted(path.suffix for path in (tmp_path / "parallel_state").iterdir()) == [".lock", ".so"]
 
@@ -141,7 +142,7 @@ def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], t
     output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
     assert "no ops: " in output and "too old" in output
     assert "the registered ops go through Python" in output, "a warning, and not a word in explain() only"
-    assert "version 4 " in output
+    assert VERSION in output
     assert "no ops: PARALLEL_STATE_BUILD is plain" in _run(tmp_path, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
 
 
@@ -156,7 +157,7 @@ def test_a_umask_that_lets_the_group_write(compiled: Path) -> None:
     (library,) = (compiled / "parallel_state").glob("*.so")
     assert library.stat().st_mode & 0o777 == 0o755
     again = _run(compiled, PARALLEL_STATE_BUILD="plain", CXX="/nowhere")
-    assert "version 4 " in again and "compiling" not in again
+    assert VERSION in again and "compiling" not in again
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "writable"])
@@ -174,7 +175,7 @@ def test_a_library_that_is_not_whole_is_made_again(
     never = _run(tmp_path, PARALLEL_STATE_BUILD="never")
     assert "unavailable" in never and "PARALLEL_STATE_BUILD is never" in never
     output = _run(tmp_path, **quick)
-    assert "compiling" in output and "version 4 " in output
+    assert "compiling" in output and VERSION in output
     assert build_cache.flaw_of(library) is None
 
 
@@ -189,7 +190,7 @@ def test_a_compile_that_fails_is_tried_once_and_all_hear_why(quick: dict[str, st
     assert "No space left on device" in late and "s ago; remove " in late
     assert counter.read_text().count("call") == calls
     with_another = _run(tmp_path, **quick)
-    assert "version 4 " in with_another, "another compiler is tried at once"
+    assert VERSION in with_another, "another compiler is tried at once"
 
 
 def test_a_compile_on_a_full_disk_fails_once(tmp_path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_compile_that_is_killed_leaves_nothing(quick: dict[str, str], tmp_path
     (folder / "0123456789abcdef.so").write_bytes(b"old")
     old_s = time.time() - 100 * 86400
     os.utime(folder / "0123456789abcdef.so", (old_s, old_s))
-    assert "version 4 " in _run(tmp_path, **quick)
+    assert VERSION in _run(tmp_path, **quick)
     assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
 
@@ -258,7 +259,7 @@ def test_a_compile_is_over_before_the_start_has_a_deadline(quick: dict[str, str]
 def test_a_compiler_with_a_launcher_before_it(quick: dict[str, str], tmp_path: Path) -> None:
     counter = tmp_path / "calls"
     launcher = _compiler(tmp_path, f'echo call >> {counter}\nexec "$@"', name="launcher")["CXX"]
-    assert "version 4 " in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
+    assert VERSION in _run(tmp_path, **{**quick, "CXX": f"{launcher} {quick['CXX']}"})
     assert counter.read_text()
 
 

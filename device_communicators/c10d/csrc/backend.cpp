@@ -194,9 +194,10 @@ Backend::Backend(int rank, int size, std::shared_ptr<const Library> library, std
       options_(c10::make_intrusive<Options>(timeout)),
       callbacks_(std::move(callbacks)),
       made_in_(fork_generation()) {
-  lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently);
+  lane_ = std::make_shared<Lane>(library_ == nullptr ? +[](int) {} : library_->wait_gently, callbacks_.interruption);
   if (shares_memory()) {
-    pairs_ = std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error);
+    pairs_ =
+        std::make_shared<Pairs>(library_, group_, rank, size, places, callbacks_.pair_error, callbacks_.interruption);
   }
   init();
 }

@@ -17,6 +17,7 @@ struct Callbacks {
   std::function<std::exception_ptr(int status, const char* method, double elapsed_s, double timeout_s)>
       collective_error;
   Pairs::Raise pair_error;
+  Interruption interruption;
   std::function<std::exception_ptr(const std::string& text)> usage_error;
   std::function<void(std::chrono::milliseconds timeout, bool wait_all_ranks)> monitored_barrier;
   // Set by Python once the group is of no use: a call that begins then raises what `failed` gives.

@@ -77,6 +77,14 @@ Callbacks callbacks_of(const py::object& python) {
                                            failure.expected);
     });
   };
+  const auto main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+  made.interruption = [main_thread]() -> std::exception_ptr {
+    if (PyThread_get_thread_ident() != main_thread) return nullptr;
+    return python_error("interrupted", []() -> py::object {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      return py::none();
+    });
+  };
   made.usage_error = [owner](const std::string& text) {
     return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text); });
   };

@@ -36,13 +36,14 @@ std::string in_words(const Message& message) {
 }  // namespace
 
 Pairs::Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size, QueuePlaces places,
-             Raise raise)
+             Raise raise, Interruption interruption)
     : library_(std::move(library)),
       group_(group),
       rank_(rank),
       size_(size),
       places_(places),
       raise_(std::move(raise)),
+      interruption_(std::move(interruption)),
       liveness_(library_->liveness_of(group)) {
   TORCH_CHECK(liveness_ != nullptr, "the group is gone");
   for (int peer = 0; peer < size; ++peer) {
@@ -375,6 +376,7 @@ bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
     if (until && now >= *until) return false;
     if (now >= next_look) {
       look_for_losses();
+      interrupt(transfer);
       next_look = now + kBetweenLooks;
     }
     expire();
@@ -401,6 +403,19 @@ bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
     nap = std::min<std::chrono::microseconds>(nap + nap / 16, kLongestNap);  // that after some 16 ms
   }
   return true;
+}
+
+// What a handler of signals raised, where the thread reads or writes in the caller's place.
+void Pairs::interrupt(Transfer& transfer) {
+  const std::exception_ptr raised = interruption_();
+  if (raised == nullptr) return;
+  PairFailure failure{};
+  failure.status = QueueStatus::kInterrupted;
+  failure.peer = transfer.peer;
+  failure.suspect = failure.reporter = -1;
+  failure.elapsed_s = seconds(Clock::now() - transfer.started);
+  fail_all(raise_(name_of(transfer.is_send), failure), Held::reclaim_copy(&transfer), raised);
+  std::rethrow_exception(raised);
 }
 
 void Pairs::expire() {

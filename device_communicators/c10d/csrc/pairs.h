@@ -71,7 +71,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   using Held = c10::intrusive_ptr<Transfer>;
 
   Pairs(std::shared_ptr<const Library> library, std::uint64_t group, int rank, int size, QueuePlaces places,
-        Raise raise);
+        Raise raise, Interruption interruption);
   ~Pairs();
 
   void start(Held transfer);
@@ -142,6 +142,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
                            Ended* ended);
   void fail_all(const std::exception_ptr& error, const Held& first = {}, const std::exception_ptr& error_of_first = {});
   void expire();
+  void interrupt(Transfer& transfer);
   void look_for_losses();
   void serve();
 
@@ -150,6 +151,7 @@ class Pairs : public std::enable_shared_from_this<Pairs> {
   const int rank_, size_;
   const QueuePlaces places_;
   const Raise raise_;
+  const Interruption interruption_;
   void* liveness_;
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::vector<std::unique_ptr<Incoming>> incoming_;

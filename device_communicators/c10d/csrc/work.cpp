@@ -12,6 +12,8 @@ namespace {
 constexpr auto kLeft = std::chrono::microseconds(1000);
 // For how many such times the thread looks again before it sleeps until it is woken.
 constexpr int kLooks = 20;
+// For what a handler of signals raised.
+constexpr auto kBetweenLooks = std::chrono::milliseconds(100);
 
 std::atomic<int> forks{0};
 
@@ -182,11 +184,16 @@ bool Lane::await(Call& call, std::optional<Clock::time_point> deadline) {
       ensure_server();
       posted_.notify_one();
     }
+    const auto next_look = Clock::now() + kBetweenLooks;
     ++waiters_;
-    const bool in_time =
-        !deadline ? (finished_.wait(lock), true) : finished_.wait_until(lock, *deadline) == std::cv_status::no_timeout;
+    const bool looks =
+        finished_.wait_until(lock, std::min(next_look, deadline.value_or(next_look))) == std::cv_status::timeout;
     --waiters_;
-    if (!in_time && !call.isCompleted()) return false;
+    if (!looks || call.isCompleted()) continue;
+    if (deadline && Clock::now() >= *deadline) return false;
+    lock.unlock();
+    if (const std::exception_ptr raised = interruption_()) std::rethrow_exception(raised);
+    lock.lock();
   }
   return true;
 }

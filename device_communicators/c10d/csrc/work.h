@@ -20,6 +20,9 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
+// What a handler of signals raised in this thread, which then is the one that runs them: Ctrl-C, for one. Else null.
+using Interruption = std::function<std::exception_ptr()>;
+
 // A started call. Whoever ran it calls `settle` once, and then `announce`, outside of every lock: callbacks of the
 // future may begin calls of their own.
 class Operation : public c10d::Work {
@@ -78,7 +81,9 @@ class Lane : public std::enable_shared_from_this<Lane> {
     bool await(std::optional<Clock::time_point> deadline) override { return lane->await(*this, deadline); }
   };
 
-  explicit Lane(void (*wait_gently)(int)) : wait_gently_(wait_gently) {}
+  // `interruption` is asked now and then by who waits for a call of another thread: what it returns ends that wait.
+  Lane(void (*wait_gently)(int), Interruption interruption)
+      : wait_gently_(wait_gently), interruption_(std::move(interruption)) {}
 
   // Whether nothing is queued and nothing runs: then the caller runs its call now, and calls `end_inline`.
   bool begin_inline();
@@ -104,6 +109,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   void serve();
 
   void (*const wait_gently_)(int);
+  const Interruption interruption_;
   std::mutex mutex_;
   std::condition_variable posted_;    // for the threads
   std::condition_variable finished_;  // for those who wait for a call
