@@ -57,13 +57,21 @@ def test_no_process(tmp_path: Path) -> None:
 @LINUX
 def test_a_real_process_that_is_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    try:
-        assert condition_of(process.pid) == ""
-        os.kill(process.pid, signal.SIGSTOP)
+
+    def becomes(words: str) -> bool:
+        """A process that starts may wait for a disk."""
         until = time.monotonic() + 5
-        while not condition_of(process.pid) and time.monotonic() < until:
+        while time.monotonic() < until:
+            found = condition_of(process.pid)
+            if words in found if words else not found:
+                return True
             time.sleep(0.01)
-        assert "stopped by a signal" in condition_of(process.pid)
+        return False
+
+    try:
+        assert becomes("")
+        os.kill(process.pid, signal.SIGSTOP)
+        assert becomes("stopped by a signal")
     finally:
         process.kill()
         process.wait()
