@@ -137,7 +137,7 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
 
 
 def find_others(rank: int, world_size: int, port: int) -> None:
-    """What precedes `init_process_group`."""
+    """Meets the others, as before `init_process_group`."""
     place = ProcessEnvironment(rank, rank % PER_HOST, world_size, PER_HOST, "127.0.0.1", port, "torchrun")
     met = rendezvous.meet("env://", place, TRIAL_S)
     watch = StartWatch(met.store, rank, world_size, met.processes, met.deadline)

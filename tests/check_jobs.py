@@ -28,7 +28,7 @@ _DEADLINE_S = 60.0
 
 @dataclass
 class Ended:
-    """What the ranks of one job left."""
+    """Output and reports of one job's ranks."""
 
     codes: list[int | None]
     outputs: list[str]

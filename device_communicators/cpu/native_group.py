@@ -63,7 +63,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """What the calls of a group took on this rank, by method, and how often which global rank came last."""
+    """Seconds of a group's calls on this rank, by method, and how often each global rank came last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]

@@ -14,7 +14,7 @@ from device_communicators.routing.observers import OperationEvent
 
 
 class _Meters:
-    """What Python measures, by group and method: seconds."""
+    """Seconds that Python measures, by group and method."""
 
     def __init__(self) -> None:
         self.is_on = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -19,6 +20,8 @@ _COMPILERS = (
     "torch/_inductor/async_compile.py", "torch/utils/cpp_extension.py", "triton/compiler/",
 )  # fmt: skip
 """Files whose functions are on a thread's stack while it compiles, and not while it runs what was compiled."""
+
+_WITHIN = (*OWN, contextlib.__file__)
 
 Frame = tuple[str, int, str]
 """File, line and function."""
@@ -45,8 +48,11 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Returns where a thread with these frames is: the innermost frame outside of this library, then the caller's."""
-    outside = [frame for frame in frames if not frame[0].startswith(OWN)]
+    """Returns where a thread with these frames is: the innermost frame outside of this library, then the caller's.
+
+    Nor is it contextlib's, which stands between a decorated function of the library and its caller.
+    """
+    outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]
     shown = (own if own[:1] == outside[:1] else [*outside[:1], *own])[:_FRAMES] or frames[:_FRAMES]
     places = [f"{os.path.basename(path)}:{line} in {function}" for path, line, function in shown]

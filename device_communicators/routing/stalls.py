@@ -95,7 +95,7 @@ def group_key(context: GroupContext) -> str:
 
 
 class State(NamedTuple):
-    """What a rank is at, as others are told."""
+    """The call or the place at which a rank is, as others are told."""
 
     key: str = ""
     """Of the group in whose call it waits: `group_key`. Empty where it waits in none."""
@@ -105,7 +105,7 @@ class State(NamedTuple):
     place: str = ""
     """Its lines of the program, the innermost first."""
     obstacle: str = ""
-    """What keeps it from telling by itself; the rest is empty then."""
+    """The reason why it can't tell by itself; the rest is empty then."""
     is_compiling: bool = False
     idle_s: float = 0.0
     """For how long it has made no call; -1 where it makes calls."""

@@ -157,7 +157,7 @@ class Start:
     options: Mapping[str, Any]
     """Further arguments of init_distributed_environment."""
     next_stores: tuple[str, ...] = ()
-    """Where each rank has reserved a port for the next world's store; empty where a launcher, or a file, serves it."""
+    """Each rank's reserved place for the next world's store; empty where a launcher, or a file, serves it."""
     reserved: ReservedPort = field(default_factory=ReservedPort)
     """This rank's."""
 

@@ -47,7 +47,7 @@ class Address(NamedTuple):
     born: str = ""
     """Start time of the process, as the kernel counts: another one may have its pid later."""
     next_store: str = ""
-    """Where it would serve the store of the next world, `host:port`; empty where it can't, or a launcher does."""
+    """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:

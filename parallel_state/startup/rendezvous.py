@@ -99,7 +99,7 @@ class Met(NamedTuple):
 
     @property
     def next_stores(self) -> tuple[str, ...]:
-        """Where each rank would serve the next world's store; empty where a launcher, or a file, does."""
+        """Returns each rank's place for the next world's store; empty where a launcher, or a file, serves it."""
         found = tuple(self.places[rank].next_store for rank in sorted(self.places))
         return found if any(found) else ()
 
@@ -173,7 +173,7 @@ class _Meeting:
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
         self._published: dict[str, int] = {}
-        """How many ranks each roster has."""
+        """Number of ranks in each roster."""
         self.processes = Processes(self.own_place)
 
     def open_world(self) -> dist.Store:

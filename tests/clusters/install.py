@@ -34,7 +34,7 @@ def path_of(name: str, word: str | None = None) -> Path:
 
 @cache
 def missing(name: str) -> str | None:
-    """Why a launcher can't be started here; None where it can."""
+    """Returns the reason why a launcher can't be started here; None where it can."""
     if name == "slurm":
         absent = [word for word in ("slurmctld", "slurmd", "srun", "munged") if _which(word) is None]
         return f"{', '.join(absent)} not found (make test-clusters installs them on a Debian)" if absent else None

@@ -26,11 +26,11 @@ class Launcher:
     name: str
     start: Start
     source: str
-    """What the library takes it for."""
+    """The launcher that the library sees."""
     needs: str | None = None
     """The name by which `install` knows it."""
     spares_neighbours: bool = True
-    """Whether it leaves ranks alone whose neighbour on their host was killed, at least until they have told."""
+    """True where it leaves ranks alone whose neighbour on their host was killed, at least until they have told."""
 
     def problem(self) -> str | None:
         return None if self.needs is None else missing(self.needs)

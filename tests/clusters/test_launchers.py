@@ -23,7 +23,7 @@ SOON_S = 5.0
 def run(
     launcher: Launcher, cluster: Cluster, program: Sequence[str], enough: Callable[[], bool] = lambda: False
 ) -> list[Ended]:
-    """How the launcher's commands ended; those that are left once it is `enough` are killed, and not among them."""
+    """Returns how the launcher's commands ended; without those that are left, and killed, once it is `enough`."""
     with Slurm(cluster) if launcher.needs == "slurm" else contextlib.nullcontext():
         commands = launcher.start(cluster, program)
         until = time.monotonic() + DEADLINE_S

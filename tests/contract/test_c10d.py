@@ -495,7 +495,7 @@ def test_a_handler_of_signals_can_not_wait_for_the_group_it_interrupts(pools: Po
 
 
 def interrupt_a_receive(under_way: int) -> tuple[list[str], list[str]] | None:
-    """What rank 0's calls raise when Ctrl-C comes while it receives, and the next ones."""
+    """Returns what rank 0's calls raise when Ctrl-C comes while it receives, and the next ones."""
     with contextlib.suppress(RuntimeError), torch_world() as (rank, _):
         if rank == 1:
             dist.distributed_c10d._get_default_store().wait(["interrupted"])
@@ -535,7 +535,7 @@ def test_ctrl_c_ends_a_receive_and_the_group(pools: Pools, under_way: int) -> No
 
 
 def interrupt_a_wait() -> tuple[list[str], float] | None:
-    """What rank 0 raises when Ctrl-C comes while it waits for a call that another thread runs, and that call's sum."""
+    """Returns what rank 0's wait for a call of another thread raises when Ctrl-C comes, and that call's sum."""
     with torch_world() as (rank, _):
         x = torch.ones(1 << 18)
         if rank == 1:

@@ -25,7 +25,7 @@ def _group_of(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _measured(route: str) -> list[dict[str, Any]]:
-    """What rank 0 or 1 sees before, while and after it measures; rank 1 is late to one call."""
+    """Returns what rank 0 or 1 sees before, while and after it measures; rank 1 is late to one call."""
     found = []
     with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(2):
         group = ps.get_tp_group()

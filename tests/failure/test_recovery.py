@@ -138,7 +138,7 @@ def neighbour_of_a_stranger() -> Iterator[int]:
 
 @pytest.mark.parametrize("victims", [[0, 0], [1, 1]], ids=str)
 def test_a_stranger_at_the_next_port_does_not_matter(ranks: Ranks, victims: list[int]) -> None:
-    """Where they meet again was reserved when they started; it isn't computed from where they met before."""
+    """They meet at a port that was reserved at their start; it isn't computed from the one before."""
     with neighbour_of_a_stranger() as port:
         results = ranks.survivors(_losing, victims, "shared memory", port, False, timeout_s=DEADLINE_S)
     _check(results, "shared memory", [3, 2])

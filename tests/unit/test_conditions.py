@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -121,3 +122,8 @@ def test_places_name_the_callers_lines() -> None:
 def test_a_wait_in_the_standard_library_has_its_line_before_the_callers() -> None:
     frames = [(threading.__file__, 3, "wait"), (threading.__file__, 2, "join"), ("/home/me/train.py", 7, "main")]
     assert places.in_words(frames) == "threading.py:3 in wait, called by train.py:7 in main"
+
+
+def test_a_decorator_of_the_library_is_no_place_of_the_caller() -> None:
+    frames = [(contextlib.__file__, 81, "inner"), ("/home/me/train.py", 7, "main")]
+    assert places.in_words(frames) == "train.py:7 in main"

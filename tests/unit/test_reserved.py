@@ -70,7 +70,7 @@ def test_a_name_that_leads_to_loopback_here_is_what_the_others_know(monkeypatch:
 
 
 def test_an_address_in_front_of_this_host_passes_on_one_port_only() -> None:
-    """That of a service, say: rank 0 stays at the port that is known to lead here."""
+    """A service's address, say: rank 0 stays at the port that is known to lead here."""
     assert ReservedPort.beside(("192.0.2.1", 29_500), 0).where == "192.0.2.1:29500"
 
 

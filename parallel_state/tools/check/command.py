@@ -32,7 +32,7 @@ from parallel_state.tools.check import page, rules, system
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.findings import ERROR, EXIT_CODES, finding
 from parallel_state.tools.check.session import Options, Outcome, Report, Session
-from parallel_state.tools.plan.command import STDOUT, write
+from parallel_state.tools.plan.command import STDOUT, add_sizes, write
 
 PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
@@ -83,11 +83,7 @@ def _parser() -> argparse.ArgumentParser:
                         "sizes need, else one per GPU, else 2 to 4 by the cores")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
     parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
-    sizes = parser.add_argument_group("sizes")
-    for axis in AXES:
-        if axis.size_parameter:
-            short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
-            sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
+    add_sizes(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip

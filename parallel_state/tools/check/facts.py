@@ -24,7 +24,7 @@ class Interface(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """Who started this process, as which rank, and where the ranks meet."""
+    """The launcher of this process, its rank, and the place where the ranks meet."""
 
     rank: int = 0
     local_rank: int = 0
@@ -40,7 +40,7 @@ class Place(msgspec.Struct):
     started_by: list[str] = []
     """Commands of the processes above this one, the nearest first."""
     variables: dict[str, str] = {}
-    """What launchers and libraries left in the environment, by an explicit list of names."""
+    """Variables that launchers and libraries left in the environment, by an explicit list of names."""
 
 
 class Network(msgspec.Struct):
@@ -75,7 +75,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """What this process may have. -1: no limit, or unknown."""
+    """Limits of this process. -1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -195,7 +195,7 @@ class CpuRun(msgspec.Struct):
 
 
 class Link(msgspec.Struct):
-    """What one host found on its way to another, by TCP between two ranks."""
+    """The way from one host to another, as measured by TCP between two ranks."""
 
     source: int
     """Arrival that measured."""
@@ -214,7 +214,7 @@ class Link(msgspec.Struct):
 
 
 class Measured(msgspec.Struct):
-    """What one rank measured before any group was made."""
+    """Measurements of one rank before any group was made."""
 
     cpu: list[CpuRun] = []
     links: list[Link] = []
@@ -241,7 +241,7 @@ class GroupTraffic(msgspec.Struct):
 
 
 class Traffic(msgspec.Struct):
-    """What one rank found with the layout's groups."""
+    """Outcomes of one rank with the layout's groups."""
 
     groups: list[GroupTraffic] = []
     start_s: float = 0.0

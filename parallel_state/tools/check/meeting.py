@@ -46,7 +46,7 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """What the leader has found when it stopped waiting, for all arrivals."""
+    """The leader's findings when it stopped waiting, for all arrivals."""
 
     arrivals: list[Facts]
     """In the order in which they came; arrival n is `arrivals[n - 1]`."""

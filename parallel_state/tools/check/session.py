@@ -73,7 +73,7 @@ class Report(msgspec.Struct):
 
 @dataclass
 class Outcome:
-    """What a rank ends with."""
+    """The end of a rank's session."""
 
     exit_code: int
     report: Report | None = None

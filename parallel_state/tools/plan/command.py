@@ -73,11 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--order", default="megatron",
                         help=f"axes from neighbouring ranks to distant ones, joined by '-', or the name of "
                         f"one: {presets}. Default: megatron")  # fmt: skip
-    sizes = parser.add_argument_group("sizes")
-    for axis in AXES:
-        if axis.size_parameter:
-            short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
-            sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
+    add_sizes(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--rank", type=int, metavar="N", help="the view of one rank instead of the table")
     output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
@@ -86,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--html", metavar="FILE", help="a page with the picture, to look around in a browser")
     output.add_argument("--color-by", metavar="GROUP", help="the kind of group that colours the picture, as tp")
     return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each axis that has a size."""
+    sizes = parser.add_argument_group("sizes")
+    for axis in AXES:
+        if axis.size_parameter:
+            short, long = axis.name.replace("_", "-"), axis.size_parameter.replace("_", "-")
+            sizes.add_argument(f"--{short}", f"--{long}", dest=axis.name, type=int, metavar="N", help=axis.about)
 
 
 def _positive(text: str) -> int:
