@@ -113,6 +113,20 @@ def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launch
 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
+def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> None:
+    """Nothing is wrong with these jobs but what the machine is short of: no finding is an error."""
+    if problem := launcher.problem():
+        pytest.skip(problem)
+    page = cluster.folder / "check.json"
+    command = ["-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60"]
+    run(launcher, cluster, [*command, "--json", str(page)])
+    assert page.exists(), logs(cluster)
+    found = json.loads(page.read_text())
+    assert {each["code"] for each in found["findings"] if each["severity"] == "error"} == set(), found["findings"]
+    assert found["world_size"] == 4, found.keys()
+
+
+@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
 def test_the_demo(cluster: Cluster, launcher: Launcher) -> None:
     """A real model, TP 2 x PP 2 over the two hosts: every embedding as that of one process."""
     if problem := launcher.problem():
