@@ -140,7 +140,7 @@ class Stalls:
         self._moved_s = _MOVED_S
         self._failed: State | None = None
         self._keep_until_s = 0.0
-        self._failed_after = 0
+        self._failed_at_s = 0.0
         self._calls = 0
         self._last_call_s = time.monotonic()
         self._logged = 0.0, 0.0
@@ -161,8 +161,8 @@ class Stalls:
     def keep(self, failed: State, timeout_s: float) -> None:
         """Leaves a wait that has failed, and is published, as it is: who came later to it fails later."""
         self._failed = self._published = failed
-        self._failed_after = self._calls_so_far()
-        self._keep_until_s = time.monotonic() + timeout_s + _KEEP_S
+        self._failed_at_s = time.monotonic()
+        self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def close(self) -> None:
         _PROCESS.remove(self)
@@ -178,20 +178,16 @@ class Stalls:
             return failed
         if found is not None:
             return _state_of(*found)
-        if failed is not None and self._calls_so_far() <= self._failed_after:  # less where the group is gone
+        last = self._last_operation()
+        if failed is not None and not self._has_gone_on(last):
             return failed
         frames = places.frames_of(threading.main_thread().ident)
         idle_s = now - self._last_call_s
         if idle_s >= SLOW_S and self._calls == self._calls_so_far():
             return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
-        last = max(
-            ((each.started_s, route.context, each) for route in list(self._routes) for each in route.operations()),
-            key=lambda each: each[0],
-            default=None,
-        )
         if last is None:
             return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames))
-        _, context, operation = last
+        context, operation = last
         # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
         has_failed = operation.ended_s is None and operation.name not in _STARTED
         key = group_key(context) if has_failed else ""
@@ -251,7 +247,7 @@ class Stalls:
                 return
         elif self._has_called():
             self._last_call_s = now
-        elif now < self._keep_until_s and self._calls <= self._failed_after:
+        elif now < self._keep_until_s and not self._has_gone_on(self._last_operation()):
             return
         elif now - self._last_call_s >= SLOW_S:
             self._tell_of_no_call(now)
@@ -299,6 +295,15 @@ class Stalls:
 
     def _calls_so_far(self) -> int:
         return sum(each.calls for route in list(self._routes) for each in route.traffic().values())
+
+    def _last_operation(self) -> tuple[GroupContext, Operation] | None:
+        """Returns the operation that began last, of those whose group is there still."""
+        began = [(route.context, each) for route in list(self._routes) for each in route.operations()[-1:]]
+        return max(began, key=lambda each: each[1].started_s, default=None)
+
+    def _has_gone_on(self, last: tuple[GroupContext, Operation] | None) -> bool:
+        """Returns True if an operation began after the wait that has failed."""
+        return last is not None and last[1].started_s > self._failed_at_s
 
     def _publish(self, state: State | None) -> None:
         if self._set(f"stall/{self.rank}", json.dumps(state)):
