@@ -102,6 +102,38 @@ def test_prometheus_reads_them(pools: Pools) -> None:
             assert line.startswith("# ") or re.fullmatch(r'[a-z_]+\{([a-z_]+="[^"]*",?)+\} [0-9.e+-]+', line), line
 
 
+def _collected() -> tuple[str, str]:
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    with environment(PARALLEL_STATE_METRICS="on"), world(2):
+        try:
+            registry = CollectorRegistry()
+            registry.register(ps.metrics.prometheus_collector())
+            ps.get_tp_group().all_reduce(torch.ones(3))
+            ps.get_tp_group().barrier()
+            return generate_latest(registry).decode(), ps.metrics.prometheus_text()
+        finally:
+            ps.metrics.disable()
+
+
+def test_prometheus_client_collects_what_the_endpoint_says(pools: Pools) -> None:
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client isn't installed")
+    for texts in pools(2).run(_collected, timeout_s=DEADLINE_S):
+        theirs, ours = (
+            {
+                (family.name, family.type, family.documentation): {
+                    (each.name, *sorted(each.labels.items())): "age" in each.name or each.value  # ages go on
+                    for each in family.samples
+                }
+                for family in parser.text_string_to_metric_families(text)
+            }
+            for text in texts
+        )
+        assert theirs == ours and len(ours) == 7
+        calls = next(samples for (name, *_), samples in theirs.items() if name == "parallel_state_calls")
+        assert {dict(labels)["operation"] for _, *labels in calls} >= {"all_reduce", "barrier"}
+
+
 def _told_of_operations() -> list[tuple[str, int, int, str, tuple[int, ...], int]]:
     with world(2):
         group, events = ps.get_tp_group(), []
