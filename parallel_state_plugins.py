@@ -8,8 +8,10 @@ wrong, which one line of its log says. A module of its own, because a module of 
 import logging
 import os
 import re
+import zlib
 
 VARIABLE = "PARALLEL_STATE_PLUGIN"
+ENGINES = ("vllm", "sglang")
 VLLM_VERSIONS = ((0, 32), (0, 34))
 """From the first on, before the second: those whose engine the tests have run, or whose interfaces they have read."""
 
@@ -20,8 +22,19 @@ _LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
 
 
 def is_wanted(engine: str) -> bool:
-    """Returns True if PARALLEL_STATE_PLUGIN names this engine."""
-    return engine in os.environ.get(VARIABLE, "").replace(" ", "").lower().split(",")
+    """Returns True if PARALLEL_STATE_PLUGIN names this engine; the log warns of names that no engine has."""
+    names = [name.strip().lower() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        log_once(
+            engine,
+            logging.WARNING,
+            f"{VARIABLE} must have names of engines ({', '.join(ENGINES)}) with commas between them, but has "
+            f"{', '.join(map(repr, unknown))}, which no engine reads",
+        )
+    if VARIABLE not in os.environ and f"{VARIABLE}S" in os.environ:
+        log_once(engine, logging.WARNING, f"{VARIABLE}S is read by nobody; the variable is {VARIABLE}")
+    return engine in names
 
 
 def vllm_platform() -> "str | None":
@@ -69,7 +82,7 @@ def sglang_general() -> None:
 def log_once(engine: str, level: int, text: str) -> None:
     """Logs one line of the engine's log, which child processes don't repeat: the first that has a log says it."""
     logger = logging.getLogger(f"{engine}.parallel_state")  # under the engine's own, whose handlers write it
-    key = f"{engine}:{text[:20]}"
+    key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")
     if key in logged or not logger.isEnabledFor(level) or not (logger.hasHandlers() or level >= logging.WARNING):
         return
@@ -86,9 +99,9 @@ def _check_version(engine: str, names: "tuple[str, ...]", tested: "tuple[tuple[i
             found = version(name)
         except PackageNotFoundError:
             continue
-        numbers = tuple(map(int, re.findall(r"\d+", found)[: len(tested[0])]))
+        numbers = tuple(map(int, re.findall(r"\d+", found or "")[: len(tested[0])]))  # None of half an installation
         if not tested[0] <= numbers < tested[1]:
             first, end = (".".join(map(str, each)) for each in tested)
             raise RuntimeError(f"{name} {found} is not of the tested versions, {first} up to but without {end}")
         return
-    raise RuntimeError(f"the version of {engine} is not known")
+    raise RuntimeError(f"no distribution of {engine} is installed that says its version ({', '.join(names)})")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from device_communicators.errors import UnsupportedError
 from parallel_state.coordinator import GroupCoordinator
+
+logger = logging.getLogger("parallel_state")
 
 _MODULE = "minisgl.distributed.impl"
 
@@ -51,20 +54,24 @@ class OverOurs:
 def implementation() -> Any:
     """Returns an implementation of mini-sglang's class, which is in `minisgl.distributed.impl`."""
     module = importlib.import_module(_MODULE)
-    return type("ParallelStateImpl", (OverOurs, module.DistributedImpl), {})(module.DistributedCommunicator.plugins[-1])
+    before = module.DistributedCommunicator.plugins
+    theirs = before[-1] if before else module.TorchDistributedImpl()  # destroy_distributed() leaves none
+    return type("ParallelStateImpl", (OverOurs, module.DistributedImpl), {})(theirs)
 
 
 def install() -> None:
-    """Adds ours to `DistributedCommunicator.plugins`, of which mini-sglang asks the last; twice is fine.
+    """Adds ours to `DistributedCommunicator.plugins`, of which mini-sglang asks the last; the log says so.
 
-    Raises UnsupportedError where there is CUDA: mini-sglang's tensors are there then, and NCCL carries them.
+    Twice is fine; after `destroy_distributed()`, which takes it out, it is added again. Raises UnsupportedError where
+    there is CUDA: mini-sglang's tensors are there then, and NCCL carries them.
     """
     if torch.cuda.is_available():
         raise UnsupportedError("mini-sglang runs on CUDA here, where NCCL carries its tensors: nothing to install")
     module = importlib.import_module(_MODULE)
-    if isinstance(module.DistributedCommunicator.plugins[-1], OverOurs):
+    if any(isinstance(each, OverOurs) for each in module.DistributedCommunicator.plugins[-1:]):
         return
-    ours, theirs = implementation(), module.destroy_distributed
+    ours = implementation()
+    theirs = getattr(module.destroy_distributed, "__wrapped__", module.destroy_distributed)
 
     @functools.wraps(theirs)
     def destroy_distributed() -> None:
@@ -74,3 +81,4 @@ def install() -> None:
     module.DistributedCommunicator.plugins.append(ours)
     for each in (module, importlib.import_module("minisgl.distributed")):
         each.destroy_distributed = destroy_distributed  # type: ignore[attr-defined]
+    logger.info("mini-sglang's collectives of CPU tensors are those of %s from now on", __name__)

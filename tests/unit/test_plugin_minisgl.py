@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from parallel_state.compat import minisgl
 
 IMPL = """
 class DistributedImpl: ...
-class Theirs(DistributedImpl):
+class TorchDistributedImpl(DistributedImpl):
     def all_reduce(self, x): return "theirs"
 class DistributedCommunicator:
-    plugins = [Theirs()]
+    plugins = [TorchDistributedImpl()]
 def destroy_distributed(): DistributedCommunicator.plugins = []
 """
 
@@ -48,6 +49,12 @@ def test_ours_is_the_last_and_leaves_devices_to_theirs(package: None) -> None:
     assert ours.all_reduce(torch.empty(1, device="meta")) == "theirs"
     module.destroy_distributed()
     assert module.DistributedCommunicator.plugins == []
+    minisgl.install()
+    (ours,) = module.DistributedCommunicator.plugins
+    assert ours.all_reduce(torch.empty(1, device="meta")) == "theirs"
+    assert not hasattr(module.destroy_distributed.__wrapped__, "__wrapped__"), "theirs is wrapped once"
+    module.destroy_distributed()
+    assert module.DistributedCommunicator.plugins == []
 
 
 def test_it_is_refused_with_cuda(package: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +73,43 @@ def test_sglangs_stands_back_without_it(monkeypatch: pytest.MonkeyPatch, caplog:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.6.0")
     plugins.sglang_general()
     assert "sglang 0.6.0 is not of the tested versions, 0.5.23 up to but without 0.5.24" in caplog.text
+
+
+class _Hooks:
+    """Stands for SGLang's HookRegistry and HookType."""
+
+    AROUND = "around"
+    registered: list[str]
+
+    @classmethod
+    def register(cls, target: str, hook: object, kind: str) -> None:
+        cls.registered.append(target)
+
+
+@pytest.mark.parametrize("problem", [None, "no compiler here"])
+def test_sglangs_stands_back_where_the_backend_cannot_be_had(
+    problem: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load() -> None:
+        if problem is not None:
+            raise UnsupportedError(problem)
+
+    for name, names in {
+        "sglang": {}, "sglang.srt": {}, "sglang.srt.plugins": {},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": _Hooks, "HookType": _Hooks},
+        "sglang.srt.utils": {"is_cpu": lambda: True},
+    }.items():  # fmt: skip
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(_Hooks, "registered", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("device_communicators.c10d.creation.load", load)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.23")
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    monkeypatch.setenv("PARALLEL_STATE_PLUGIN", "sglang")
+    caplog.set_level("INFO", "sglang.parallel_state")
+    plugins.sglang_general()
+    assert len(_Hooks.registered) == (problem is None)
+    assert ("SGLang runs as it is: no compiler here" in caplog.text) == (problem is not None)
+    assert ("have the backend parallel_state instead of gloo" in caplog.text) == (problem is None)

@@ -46,6 +46,48 @@ def test_versions_outside_the_tested_range_are_left_alone(
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["parallel_state"] * stands_back
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "warned"),
+    [
+        ("PARALLEL_STATE_PLUGIN", "vlm", "but has 'vlm'"),
+        ("PARALLEL_STATE_PLUGIN", "vllm sglang", "but has 'vllm sglang'"),
+        ("PARALLEL_STATE_PLUGIN", "sglang, 1", "but has '1'"),
+        ("PARALLEL_STATE_PLUGINS", "vllm", "PARALLEL_STATE_PLUGINS is read by nobody"),
+        ("PARALLEL_STATE_PLUGIN", " sglang ,", ""),
+    ],
+)
+def test_a_name_that_no_engine_has_is_in_the_log_once(
+    variable: str, value: str, warned: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(plugins.VARIABLE, raising=False)
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    monkeypatch.setenv(variable, value)
+    for _ in range(2):
+        assert plugins.vllm_platform() is None and plugins.vllm_general() is None
+    assert len(caplog.records) == bool(warned) and warned in caplog.text
+
+
+def test_each_reason_is_in_the_log_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two that begin alike both are."""
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    for text in ("stands back, vLLM runs as it is: one", "stands back, vLLM runs as it is: another") * 2:
+        plugins.log_once("vllm", plugins.logging.WARNING, text)
+    assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["one", "another"]
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(None, "vllm None is not of the tested"), ("", "vllm  is not of the tested")]
+)
+def test_an_installation_without_a_version_is_left_alone(
+    version: str | None, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(plugins.VARIABLE, "vllm")
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    assert plugins.vllm_platform() is None
+    assert said in caplog.text
+
+
 def test_whatever_goes_wrong_leaves_the_engine_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

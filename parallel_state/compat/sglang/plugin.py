@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from device_communicators.c10d import creation
+
 _TARGET = "sglang.srt.distributed.parallel_state.get_default_distributed_backend"
 
 
@@ -18,11 +20,15 @@ def backend_of(original: Callable[[str], str], device: str) -> str:
 
 
 def install() -> str:
-    """Registers the hook, and returns what it changes; RuntimeError where SGLang doesn't run on the CPU."""
+    """Registers the hook, and returns what it changes.
+
+    Raises RuntimeError where SGLang doesn't run on the CPU, UnsupportedError where the backend can't be compiled.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
     if torch.cuda.is_available() or not is_cpu():
         raise RuntimeError("SGLang doesn't run on the CPU (SGLANG_USE_CPU_ENGINE=1)")
+    creation.load()  # else the engine would end at its first group, where now it stays on gloo
     HookRegistry.register(_TARGET, backend_of, HookType.AROUND)
     return "SGLang's groups of CPU tensors have the backend parallel_state instead of gloo"
