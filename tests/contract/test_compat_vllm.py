@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from device_communicators.errors import GroupDestroyedError
+from parallel_state import state
 from parallel_state.compat import vllm
 from parallel_state.compat.vllm.message_queue import MessageQueue
 
@@ -91,6 +95,35 @@ def test_every_rank_has_what_vllm_has(pools: Any) -> None:
         assert each["all_tp"] == [[0, 1], [2, 3]] and each["model"] == [0, 1, 2, 3] and each["dp"] == 1
         assert each["nodes"] == each["node_count"] == 1 and each["engram"] == (None, 1)
         assert each["device_index"] == rank
+
+
+def _unseen() -> tuple[list[str], list[bool]]:
+    """A group that no getter of vLLM's has returned is suspended; of one that has ended nothing is left."""
+    rank = int(os.environ["RANK"])
+    vllm.init_distributed_environment(2, rank, "env://", rank, "gloo")
+    called: list[str] = []
+    kept: list[weakref.ref[Any]] = []
+    for _ in range(2):
+        vllm.initialize_model_parallel(2, 1)
+        vllm.tensor_model_parallel_all_reduce(torch.ones(2))
+        for each in state.get_tp_group().route.communicators[:1]:
+            each.suspend, each.resume = lambda: called.append("suspend"), lambda: called.append("resume")
+        vllm.suspend_device_comms()
+        vllm.resume_device_comms()
+        view = vllm.get_tp_group()
+        kept.append(weakref.ref(view._made))
+        vllm.destroy_model_parallel()
+        with pytest.raises(GroupDestroyedError):
+            view.all_reduce(torch.ones(2))
+        view.destroy()
+        del view, each
+        gc.collect()
+    vllm.destroy_distributed_environment()
+    return called, [each() is None for each in kept]
+
+
+def test_groups_without_a_view_and_after_their_end(pools: Any) -> None:
+    assert pools(2).run(_unseen) == [(["suspend", "resume"] * 2, [True, True])] * 2
 
 
 def _dispatch() -> None:

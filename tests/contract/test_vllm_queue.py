@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import multiprocessing
 import os
 import pickle
 import threading
@@ -119,3 +121,46 @@ def test_only_the_writer_writes(pair: tuple[MessageQueue, MessageQueue]) -> None
     with pytest.raises(UsageError):
         writer.dequeue()
     assert writer.broadcast_object("both") == reader.broadcast_object() == "both"
+
+
+def test_shutdown_ends_the_wait_of_a_reader_on_another_host_and_tells_the_writer() -> None:
+    writer, (reader,) = made(1, 0)
+    threading.Timer(0.2, reader.shutdown).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="cancelled"):
+        reader.dequeue(indefinite=True)
+    assert time.monotonic() - started < 2
+    with pytest.raises(PeerDiedError, match="a reader on another host has closed it"):
+        for _ in range(100):  # the first ones may still find room
+            writer.enqueue(b"x" * 100_000)
+
+
+def test_a_writers_end_is_told_to_readers_on_other_hosts_after_what_it_sent() -> None:
+    writer, (reader,) = made(1, 0)
+    writer.enqueue("last")
+    writer.shutdown()
+    assert reader.dequeue(timeout=20) == "last"
+    with pytest.raises(PeerDiedError, match="the writer, on another host"):
+        reader.dequeue(timeout=20)
+
+
+def test_a_writer_waits_for_its_reader_on_another_host_until_shutdown_and_takes_no_stranger() -> None:
+    writer = MessageQueue(1, 0, [], connect_ip="127.0.0.1")
+    handle: Handle = pickle.loads(pickle.dumps(writer.export_handle()))
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            writer.wait_until_ready()
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    stranger = MessageQueue.create_from_handle(dataclasses.replace(handle, secret=b"guessed"), 99)
+    with pytest.raises(multiprocessing.AuthenticationError):
+        stranger.wait_until_ready()
+    assert thread.is_alive() and not found
+    writer.shutdown()
+    thread.join(20)
+    assert [str(each) for each in found] == ["cancelled"]

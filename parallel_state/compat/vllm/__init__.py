@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -148,8 +147,15 @@ def all_gather_fake(tensor: Tensor, dim: int, world_size: int, group_name: str) 
 
 
 def _each_communicator(method: str) -> None:
-    for group in list(groups.values()):
-        for communicator in group.route.communicators:
+    """Calls the method of each communicator that has it, of all groups that there are, in one order on all ranks."""
+    found = {group.unique_name: group.route for group in groups.values()}
+    world = state.try_get_world_group()
+    made = [] if world is None else [world]
+    if model_parallel_is_initialized():  # which layers may have used without a getter of this module
+        made += state.get_parallel_groups().groups.values()
+    found |= {group.unique_name: group.route for group in made}
+    for name in sorted(found):
+        for communicator in () if found[name].closed else found[name].communicators:
             getattr(communicator, method, lambda: None)()
 
 
@@ -278,10 +284,8 @@ def destroy_distributed_environment() -> None:
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Ends all groups and frees what they held."""
-    aliases.cleanup_dist_env_and_memory()
+    aliases.cleanup_dist_env_and_memory(shutdown_ray)
     destroy_distributed_environment()
-    if shutdown_ray:
-        sys.modules["ray"].shutdown()
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:

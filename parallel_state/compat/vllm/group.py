@@ -18,6 +18,7 @@ from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.messages.wire import AllGatherGroup
 
 _CHUNK_BYTES, _CHUNKS = 1 << 22, 6
+_VIEW = "_vllm_view"
 groups: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 """By `unique_name`, for the ops that are called with it."""
 
@@ -98,11 +99,11 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         cls, made: coordinator.GroupCoordinator, group_ranks: list[list[int]] | None = None, all2all: bool = False
     ) -> GroupCoordinator:
         """Returns the view of one of our groups, always the same."""
-        found = _VIEWS.get(made)
+        found: GroupCoordinator | None = made.__dict__.get(_VIEW)
         if found is None:
             found = object.__new__(cls)
             found._show(made, group_ranks or [made.ranks], True, all2all)
-            _VIEWS[made] = found
+            made.__dict__[_VIEW] = found  # there, not in a table by group: it holds the group, which would never go
         return found
 
     # Membership, with global ranks.
@@ -338,6 +339,3 @@ class GroupCoordinator(coordinator.GroupCoordinator):
         """Ends the group on this rank; every rank of it calls it."""
         self._made.destroy()
         self.__dict__.update({name: self._made.__dict__[name] for name in ("_destroyed", "pool", "context")})
-
-
-_VIEWS: weakref.WeakKeyDictionary[coordinator.GroupCoordinator, GroupCoordinator] = weakref.WeakKeyDictionary()

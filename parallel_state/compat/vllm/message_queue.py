@@ -13,9 +13,11 @@ import ctypes
 import io
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import secrets
+import socket
 import struct
 import threading
 import time
@@ -50,6 +52,8 @@ _FOREVER_S = 1e9  # its writer lives, or the wait ends
 _GRACE_S = 0.5
 """The time in which a process that goes because its peer went may hear of it in its own way first."""
 _NAP_S = 0.001
+_STEP_S = 0.2
+"""Between looks of a wait for a reader of another host at whether this end was shut down."""
 _TOLD_BYTES = 2048
 _WAITS = "no message for %d s on %s, whose other end lives: it computes, or hangs"
 
@@ -261,7 +265,8 @@ class MessageQueue:
             self._await(lambda: all(self._pid_of(reader) for reader in range(1, self.n_local_reader + 1)))
             if self.n_local_reader:
                 self._unlink()
-            self._connections = [self._listener.accept() for _ in range(self.n_remote_reader)]
+            while len(self._connections) < self.n_remote_reader:
+                self._accept()
             if self._listener is not None:
                 self._listener.close()
             self.enqueue(_READY)
@@ -273,6 +278,14 @@ class MessageQueue:
         found = self.dequeue(indefinite=True)
         if found != _READY:
             raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
+
+    def _accept(self) -> None:
+        """Waits for one more remote reader; a connection without the handle's secret is refused."""
+        asked = [self._listener._listener._socket]  # multiprocessing has no other way to wait for it with a deadline
+        while not connection.wait(asked, _STEP_S):
+            self._check()
+        with contextlib.suppress(multiprocessing.AuthenticationError, EOFError, ConnectionError):
+            self._connections.append(self._listener.accept())
 
     def _pid_of(self, reader: int) -> int:
         return 1 if self._ring is None else self._ring.pid(reader)
@@ -287,6 +300,9 @@ class MessageQueue:
         self.shutting_down = True
         if self._ring is not None:
             self._ring.leave()
+        for each in self._connections:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
 
     def _check(self) -> None:
         if self.shutting_down:
@@ -300,10 +316,16 @@ class MessageQueue:
         with self._lock:
             if self._ring is not None:
                 self._write(self._ring, head, bodies, timeout)
-            for each in self._connections:
-                each.send_bytes(head)
-                for body in bodies:
-                    each.send_bytes(body)
+            try:
+                for each in self._connections:
+                    for piece in (head, *bodies):
+                        each.send_bytes(piece)
+            except OSError as error:
+                self._check()
+                raise PeerDiedError(
+                    f"enqueue of {self}: a reader on another host has closed it, or has ended: {error}",
+                    operation="enqueue",
+                ) from error
 
     def _write(self, ring: _Ring, head: bytes, bodies: list[bytes], timeout: float | None) -> None:
         self._check()
@@ -362,12 +384,15 @@ class MessageQueue:
 
     def _receive(self, timeout: float | None) -> Any:
         (source,) = self._connections
-        if not source.poll(timeout):
-            raise TimeoutError(f"{self} had no message in {timeout:g} s")
         try:
-            return _decode(memoryview(source.recv_bytes()), lambda size: bytearray(source.recv_bytes()))
-        except EOFError:
-            raise PeerDiedError(f"the writer of {self} has closed it, or has ended", operation="dequeue") from None
+            if source.poll(timeout):
+                return _decode(memoryview(source.recv_bytes()), lambda size: bytearray(source.recv_bytes()))
+        except (EOFError, OSError) as error:
+            self._check()
+            raise PeerDiedError(
+                f"dequeue of {self}: the writer, on another host, has closed it, or has ended", operation="dequeue"
+            ) from error
+        raise TimeoutError(f"{self} had no message in {timeout:g} s")
 
     def _raise_for(self, status: int, operation: str) -> None:
         if status == _DONE:
