@@ -37,6 +37,9 @@ _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
         "test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers"
     ),
+    ("torch._inductor.compile_fx", "torch.distributed.fsdp"): (
+        "test_bench_command", "test_benchmarks", "test_c10d_launchers"
+    ),
     ("tests.compile.compiler_preload",): (
         COMPILING, "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models",
         "test_graph_breaks", "test_ops_registration", "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",

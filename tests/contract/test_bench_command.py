@@ -27,11 +27,12 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT
 BEFORE = """
 import torch._inductor.compile_fx, torch.distributed.fsdp
 from dataclasses import replace
-from parallel_state.tools.bench import command
+from parallel_state.tools.bench import command, through_torch
 
-command.QUICK_PLAN = replace(command.QUICK_PLAN, repeat_s=0.0)
+command.QUICK_PLAN = replace(command.QUICK_PLAN, rounds=3, round_s=0.0, repeat_s=0.0)
+through_torch._WIDTH, through_torch._DEPTH = 64, 2
 """
-"""Imports once what the ranks of a team would import each, and measures nothing again that others have disturbed."""
+"""Imports once what the ranks of a team would import each. Each candidate runs, no time is looked at."""
 
 
 def environment() -> dict[str, str]:

@@ -86,12 +86,21 @@ def test_dispatch(tmp_path: Path) -> None:
     assert "op, in place" not in names(content, ranks=2, mode="requires_grad")
 
 
+SMALL = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import decode
+
+decode.LAYERS, decode.HIDDEN, decode.VOCABULARY = 4, 64, 256
+"""
+
+
 def test_decode(tmp_path: Path) -> None:
-    """Four ranks that spin on fewer cores take long: in short runs two do."""
+    """Of a smaller model. Four ranks that spin on fewer cores take long: in short runs two do."""
     ours, spinning = "parallel_state", "parallel_state, spinning"
-    content = run("decode", tmp_path / "e.json", "--only", ours, *([spinning] if LONG else []))
+    content = run("decode", tmp_path / "e.json", "--only", ours, *([spinning] if LONG else []), before=SMALL)
     assert names(content, ranks=4) == ({ours, spinning} if LONG else {ours})
-    content = run("decode", tmp_path / "two.json", "--ranks", "2", "--only", spinning)
+    content = run("decode", tmp_path / "two.json", "--ranks", "2", "--only", spinning, before=SMALL)
     assert names(content, ranks=2) == {spinning}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
-import subprocess
 import sys
 import zlib
 from fnmatch import fnmatch
@@ -17,6 +17,7 @@ import parallel_state
 from device_communicators import settings
 from tests.cases import each
 from tests.doc_blocks import PAGES, ROOT
+from tests.programs import Program, module
 
 sys.path.insert(0, str(ROOT / "docs"))
 import generate
@@ -127,12 +128,10 @@ def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     missing = [name for name in ("sphinx", "myst_parser", "furo") if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install .[docs]")
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees"),
-         str(DOCS), str(tmp_path / "html")],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["-q", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
+    program = Program(module("sphinx", words), os.environ)
+    said = "".join(program.communicate(600))
+    assert program.returncode == 0, said
     inventory = (tmp_path / "html" / "objects.inv").read_bytes()
     listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode()
     from_table = set(parallel_state.getters.__all__) - set(vars(parallel_state.state))
