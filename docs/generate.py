@@ -354,7 +354,10 @@ def names_page() -> str | None:
             parts.append("The same: " + ", ".join(f"`{row.name}`" for row in of["same"]) + ".\n")
         for state, head in (("note", "what differs"), ("missing", "why it is missing")):
             if of[state]:
-                parts.append(_table(("name", head), [(f"`{row.name}`", row.why) for row in of[state]]))
+                names: dict[str, list[str]] = {}
+                for row in of[state]:
+                    names.setdefault(row.why, []).append(f"`{row.name}`")
+                parts.append(_table(("name", head), [(", ".join(found), why) for why, found in names.items()]))
     return "\n".join(parts)
 
 

@@ -8,7 +8,7 @@ from tests.programs import run_in_ranks
 
 DEADLINE_S = 120.0
 PROGRAM = """
-import warnings
+import logging, warnings
 from datetime import timedelta
 from types import SimpleNamespace
 import pytest, torch, torch.distributed as dist
@@ -18,6 +18,11 @@ from parallel_state.compat import megatron as mpu
 warnings.simplefilter("ignore", DeprecationWarning)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+said = []
+keep = logging.Handler(logging.INFO)
+keep.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("parallel_state").addHandler(keep)
+logging.getLogger("parallel_state").setLevel(logging.INFO)
 
 
 def ranks(group):
@@ -90,7 +95,10 @@ assert mpu.get_virtual_pipeline_model_parallel_world_size() is None
 mpu.initialize_model_parallel(
     context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2], hybrid_context_parallel=True,
     create_all_gather_group=True, expert_model_parallel_size=2, num_distributed_optimizer_instances=2,
+    use_sharp=True, high_priority_stream_groups=["dp"],
 )
+unused = [each for each in said if "has no effect here" in each]
+assert ["use_sharp" in each for each in unused] == [True, False] and "high_priority_stream_groups" in unused[1], unused
 inner, outer = mpu.get_hierarchical_context_parallel_groups()
 check(inner, pair)
 check(outer, stage)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
+import types
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -97,6 +100,37 @@ def test_every_rank_has_what_vllm_has(pools: Any) -> None:
         assert each["device_index"] == rank
 
 
+def _replicas(port: int) -> list[list[int]]:
+    """Within vLLM's config each replica counts its ranks from 0, and the world is of all."""
+    me = int(os.environ["RANK"])
+    config = types.SimpleNamespace(
+        distributed_executor_backend="mp", nnodes=1, data_parallel_size=2, data_parallel_rank=me // 2,
+        world_size_across_dp=4, data_parallel_master_ip="127.0.0.1", get_next_dp_init_port=lambda: port,
+        cpu_distributed_timeout=None, distributed_timeout_seconds=7,
+    )  # fmt: skip
+    current = types.SimpleNamespace(parallel_config=config)
+    sys.modules["vllm.config"] = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: current)  # type: ignore[assignment]
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the first rank serves a store at that port
+    try:
+        vllm.init_distributed_environment(2, me % 2, "tcp://127.0.0.1:1", me % 2, "gloo")
+        vllm.ensure_model_parallel_initialized(2, 1)
+        groups = [vllm.get_world_group(), vllm.get_dp_group(), vllm.get_tp_group(), vllm.get_inner_dp_world_group()]
+        assert vllm.get_distributed_timeout_or_none() == timedelta(seconds=7)
+        return [[each.rank, *each.ranks] for each in groups]
+    finally:
+        del sys.modules["vllm.config"]
+        vllm.destroy_distributed_environment()
+
+
+def test_vllms_config_says_which_replica_a_rank_is_of(pools: Any) -> None:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    for rank, (world, dp, tp, model) in enumerate(pools(4).run(_replicas, port)):
+        assert world == [rank, 0, 1, 2, 3] and dp == [rank, rank % 2, rank % 2 + 2]
+        assert tp == model == [rank, rank // 2 * 2, rank // 2 * 2 + 1]
+
+
 def _unseen() -> tuple[list[str], list[bool]]:
     """A group that no getter of vLLM's has returned is suspended; of one that has ended nothing is left."""
     rank = int(os.environ["RANK"])
@@ -172,6 +206,12 @@ def test_a_stateless_group(pools: Any) -> None:
             each.bind(("127.0.0.1", 0))
         ports = found.getsockname()[1], other.getsockname()[1]
     assert pools(2).run(_stateless, *ports) == [[1, 300_000]] * 2
+
+
+def test_without_groups_getters_raise_what_vllms_layers_catch() -> None:
+    for get in (vllm.get_pcp_group, vllm.get_world_group, vllm.get_tensor_model_parallel_world_size):
+        with pytest.raises(AssertionError, match="call init"):
+            get()
 
 
 def test_names_that_need_no_ranks() -> None:

@@ -120,6 +120,8 @@ def test_only_the_writer_writes(pair: tuple[MessageQueue, MessageQueue]) -> None
         reader.enqueue(1)
     with pytest.raises(UsageError):
         writer.dequeue()
+    with pytest.raises(UsageError, match="n_local_reader must be in 0 … 1"):
+        MessageQueue(1, 2)
     assert writer.broadcast_object("both") == reader.broadcast_object() == "both"
 
 

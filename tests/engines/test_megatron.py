@@ -6,11 +6,13 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import compat_names
 from tests.engines import install, running
 
 HERE = Path(__file__).parent
@@ -63,6 +65,17 @@ def test_its_own_test_passes_as_far_as_over_its_own_state(tmp_path: Path) -> Non
     assert not worse
     passed = [sum(outcome == "passed" for outcome, _ in each.values()) for each in found]
     assert min(passed) >= 70  # of 82, in 22 functions; main of August 2026 refuses three of them itself
+
+
+def test_nothing_that_its_own_tree_imports_is_missing() -> None:
+    from parallel_state.compat import megatron
+
+    specification = find_spec("megatron.core")
+    assert specification is not None and specification.origin is not None
+    tree, state = Path(specification.origin).parent, "megatron.core.parallel_state"
+    missing = compat_names.missing_names(megatron, tree, state, "megatron.core.mpu")
+    assert missing.keys() <= {"get_data_and_context_parallel_group"}, "that one Megatron's own module hasn't, either"
+    assert len(compat_names.imported_names(tree, state)) > 40
 
 
 @pytest.fixture(scope="module")

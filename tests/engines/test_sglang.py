@@ -66,12 +66,11 @@ def test_equal_results_of_calls_and_layers(found: dict[str, list[dict[str, Any]]
             assert differences(ours[key], theirs[key], f"rank {rank}, {key}") == []
 
 
-def test_the_plug_in_changes_the_backend(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_plug_in_changes_the_backend(
+    found: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
     backends = {mode: {rank["backend"] for rank in ranks} for mode, ranks in found.items()}
     assert backends == {"stock": {"gloo"}, "compat": {"gloo"}, "plugin": {"parallel_state"}}
-
-
-def test_speed_is_told(found: dict[str, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         for what in found["stock"][0]["times"]:
             row = {mode: round(ranks[0]["times"][what], 1) for mode, ranks in found.items()}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,15 @@ assert new == {"parallel_state_plugins"}, new
 def test_nothing_is_imported_for_an_engine_that_is_not_named(variable: str | None) -> None:
     environment = {"PYTHONPATH": str(ROOT), **({} if variable is None else {plugins.VARIABLE: variable})}
     subprocess.run([sys.executable, "-c", CODE], env=environment, check=True)
+
+
+@pytest.mark.parametrize("group", ["vllm.platform_plugins", "vllm.general_plugins", "sglang.srt.plugins"])
+def test_the_declared_entry_points_are_there(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugins.VARIABLE, raising=False)
+    project = (ROOT / "pyproject.toml").read_text()
+    ((name, value),) = re.findall(rf'^\[project\.entry-points\."{group}"\].*\n(\w+) = "(.+)"$', project, re.MULTILINE)
+    assert name == "parallel_state"  # that VLLM_PLUGINS and SGLANG_PLUGINS may have
+    assert importlib.metadata.EntryPoint(name, value, group).load()() is None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +116,44 @@ def test_whatever_goes_wrong_leaves_the_engine_alone(
     assert plugins.vllm_platform() is None
     plugins.vllm_general()
     assert [record.getMessage().endswith("as it happens") for record in caplog.records] == [True, True]
+
+
+def test_a_platform_that_was_not_asked_for_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM_TARGET_DEVICE=cpu has vLLM ask no plug-in; where one has said why it stands back, that is enough."""
+    from parallel_state.compat.vllm import plugin
+
+    monkeypatch.setenv(plugins.VARIABLE, "vllm")
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    monkeypatch.setattr(plugins, "_ASKED", set())
+    monkeypatch.setattr(plugin, "install", lambda: None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
+    plugins.vllm_general()
+    assert "as with VLLM_TARGET_DEVICE=cpu" in caplog.text
+    caplog.clear()
+    assert plugins.vllm_platform() is None
+    assert "0.1 is not of the tested" in caplog.text
+    monkeypatch.setenv("_PARALLEL_STATE_PLUGIN_LOGGED", "")
+    caplog.clear()
+    plugins.vllm_general()
+    assert not caplog.records
+
+
+def test_two_threads_find_the_platform_and_a_plug_in_that_asks_back_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallel_state.compat.vllm import plugin
+
+    both, asked_back = threading.Barrier(2), []
+
+    def check_alone() -> None:
+        both.wait(20)
+        asked_back.append(plugin.find_platform())
+
+    monkeypatch.setattr(plugin, "_check_alone", check_alone)
+    monkeypatch.setattr(plugin.native, "load", lambda: None)
+    with ThreadPoolExecutor(2) as threads:
+        found = [each.result(30) for each in [threads.submit(plugin.find_platform) for _ in range(2)]]
+    assert found == [plugin._PLATFORM] * 2 and asked_back == [None, None]
 
 
 def test_experts_of_other_ranks_weigh_nothing() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from device_communicators.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
-
-
-class NotInitializedError(GroupNotInitializedError, AssertionError):
-    """A group was asked for that isn't there."""
+from device_communicators.errors import AlreadyInitializedError, LayoutError
+from parallel_state.compat.errors import NotInitializedError as NotInitializedError
+from parallel_state.compat.errors import as_assertion
 
 
 class InitializedError(AlreadyInitializedError, AssertionError):
@@ -24,11 +22,10 @@ class RefusedError(LayoutError, RuntimeError, AssertionError):
 def as_megatrons() -> Iterator[None]:
     """Raises what the body raises as the error of this module that is one of Megatron's as well."""
     try:
-        yield
-    except (NotInitializedError, InitializedError, RefusedError):
+        with as_assertion():
+            yield
+    except (InitializedError, RefusedError):
         raise
-    except GroupNotInitializedError as error:
-        raise NotInitializedError(str(error)) from error
     except AlreadyInitializedError as error:
         raise InitializedError(str(error)) from error
     except LayoutError as error:

@@ -97,11 +97,12 @@ _REASONS = {
         "get_dp_local_slice_cpu memcpy_cpu memcpy_func memcpy mask_dp_pad_moe_topk_ids is_dp_gatherv_active "
         "note_rank_barrier_in_prefill_graph dp_gather_partial dp_gather_replicate dp_scatter can_use_dp_reduce_scatter "
         "dp_reduce_scatter_tensor get_dp_tbo_comm_stream _tbo_event dp_gather_partial_async get_tbo_persistent_buffer "
-        "dp_reduce_scatterv_async CustomAllReduceV2"
+        "dp_reduce_scatterv_async"
     ),
     "ranks that join a running deployment over Mooncake; here ranks start again with parallel_state.reinitialize": (
         "enable_joiner_all_gather update_dp_attention_post_scale"
     ),
+    "a kernel of SGLang's for CUDA; the route chooses among ours": "CustomAllReduceV2",
     "where SGLang keeps vLLM's own getters while they are patched": (
         "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group"
     ),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle as pickle  # vLLM's tree imports it from its utils
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.errors import InvalidArgumentError
+from device_communicators.errors import GroupNotInitializedError, InvalidArgumentError
 from device_communicators.routing.registry import unique_name
 from parallel_state import aliases, state, utilities
 from parallel_state.capture import graph_capture as _graph_capture
 from parallel_state.collectives.capture_stream import GraphCaptureContext
+from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.vllm.group import GroupCoordinator, Handle, groups
 from parallel_state.compat.vllm.message_queue import MessageQueue
 from parallel_state.compat.vllm.stateless import StatelessProcessGroup
@@ -211,7 +213,7 @@ def init_distributed_environment(
             address, port = config.master_addr, config.master_port
         else:
             address, port = config.data_parallel_master_ip, config.get_next_dp_init_port()
-        distributed_init_method = f"tcp://{address}:{port}"
+        distributed_init_method = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     if state.try_get_world_group() is not None:
         return
     if not dist.is_initialized() and distributed_init_method.startswith("file://"):
@@ -371,14 +373,21 @@ def destroy_model_parallel() -> None:
     state.destroy_model_parallel()
 
 
+# Getters raise NotInitializedError, an AssertionError as vLLM's, which its attention layers catch.
+
+
 def get_world_group() -> GroupCoordinator:
     """Returns the group of all ranks."""
-    return GroupCoordinator.of(state.get_world_group())
+    with as_assertion():
+        return GroupCoordinator.of(state.get_world_group())
 
 
 def _getter(axis: str, all2all: bool = False) -> Callable[[], GroupCoordinator]:
     def get() -> GroupCoordinator:
-        made = state.get_group(axis)
+        try:  # without as_assertion(), which costs more than the rest
+            made = state.get_group(axis)
+        except GroupNotInitializedError as error:
+            raise NotInitializedError(str(error)) from error
         view = GroupCoordinator.of(made, None, all2all)
         if len(view.group_ranks) == 1 and view.world_size < state.get_world_group().world_size:
             view.group_ranks = state.get_parallel_groups().layout.groups(axis)
@@ -415,17 +424,20 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
 
 def get_tensor_model_parallel_world_size() -> int:
     """Returns the number of tensor-parallel ranks."""
-    return len(state.get_group_ranks("tp"))
+    with as_assertion():
+        return len(state.get_group_ranks("tp"))
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Returns this rank's position in its tensor-parallel group."""
-    return state.get_group_rank("tp")
+    with as_assertion():
+        return state.get_group_rank("tp")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Returns this rank's stage."""
-    return state.get_group_rank("pp")
+    with as_assertion():
+        return state.get_group_rank("pp")
 
 
 @contextlib.contextmanager

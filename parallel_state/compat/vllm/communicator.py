@@ -86,8 +86,10 @@ class Communicator(CpuCommunicator):
         return self.group.recv_tensor_dict(src) or {}
 
     def destroy(self) -> None:
-        self.group.destroy()
-        _leave(self)
+        try:
+            self.group.destroy()
+        finally:
+            _leave(self)
 
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}

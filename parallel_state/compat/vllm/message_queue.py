@@ -196,6 +196,8 @@ class MessageQueue:
         """Makes the writing end; `export_handle` is for the readers. So many unread messages fit as `max_chunks`, of
         at most 256 KiB; a longer message waits for its readers to begin. Raises UnsupportedError without shared memory.
         """
+        if not 0 <= n_local_reader <= n_reader:
+            raise UsageError(f"n_local_reader must be in 0 … {n_reader}, all readers, but is {n_local_reader}")
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(ranks) != n_local_reader:
             raise UsageError(f"local_reader_ranks must name {n_local_reader} ranks, but is {ranks}")

@@ -17,7 +17,7 @@ GROUP = "vllm.platform_plugins"
 _NAME = "parallel_state"
 _PLATFORM = "parallel_state.compat.vllm.platform.ParallelStateCpuPlatform"
 _QUEUE_MODULE = "vllm.distributed.device_communicators.shm_broadcast"
-_asking = threading.Lock()
+_asking = threading.local()
 
 
 class StandBackError(Exception):
@@ -26,12 +26,13 @@ class StandBackError(Exception):
 
 def find_platform() -> str | None:
     """Returns the name of the platform class. Raises StandBackError where vLLM wouldn't run on the CPU's own class."""
-    if not _asking.acquire(blocking=False):  # by another plug-in that looks whether it is alone, as this one does
+    if vars(_asking):  # by another plug-in that looks whether it is alone, as this one does
         return None
+    _asking.now = True
     try:
         _check_alone()
     finally:
-        _asking.release()
+        del _asking.now
     try:
         native.load()
     except native.NativeUnavailableError as error:
