@@ -22,8 +22,8 @@ logger = logging.getLogger("parallel_state")
 _MODULE = "minisgl.distributed.impl"
 
 
-class OverOurs:
-    """mini-sglang's `DistributedImpl`: a group over torch's default one, made by all ranks at the first call."""
+class CoordinatorImpl:
+    """Carries mini-sglang's collectives over torch's default group; all ranks make the group at the first call."""
 
     def __init__(self, otherwise: Any) -> None:
         """`otherwise`: the implementation that was there, for tensors of a device."""
@@ -31,7 +31,7 @@ class OverOurs:
         self._over: Any = None
         self._group: GroupCoordinator | None = None
 
-    def _found(self) -> GroupCoordinator:
+    def _coordinator(self) -> GroupCoordinator:
         if self._group is None or self._over is not dist.group.WORLD:
             self._over = dist.group.WORLD
             self._group = GroupCoordinator.from_process_group(self._over, name="minisgl")
@@ -39,11 +39,11 @@ class OverOurs:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Adds up over the ranks in place; returns `x`."""
-        return self._found().all_reduce_(x) if x.is_cpu else self._otherwise.all_reduce(x)
+        return self._coordinator().all_reduce_(x) if x.is_cpu else self._otherwise.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Returns the ranks' tensors one behind the other along dim 0."""
-        return self._found().all_gather(x, 0) if x.is_cpu else self._otherwise.all_gather(x)
+        return self._coordinator().all_gather(x, 0) if x.is_cpu else self._otherwise.all_gather(x)
 
     def close(self) -> None:
         """Ends the group, which leaves torch's to mini-sglang. Every rank calls it; twice is fine."""
@@ -56,7 +56,7 @@ def implementation() -> Any:
     module = importlib.import_module(_MODULE)
     before = module.DistributedCommunicator.plugins
     theirs = before[-1] if before else module.TorchDistributedImpl()  # destroy_distributed() leaves none
-    return type("ParallelStateImpl", (OverOurs, module.DistributedImpl), {})(theirs)
+    return type("ParallelStateImpl", (CoordinatorImpl, module.DistributedImpl), {})(theirs)
 
 
 def install() -> None:
@@ -68,7 +68,7 @@ def install() -> None:
     if torch.cuda.is_available():
         raise UnsupportedError("mini-sglang runs on CUDA here, where NCCL carries its tensors: nothing to install")
     module = importlib.import_module(_MODULE)
-    if any(isinstance(each, OverOurs) for each in module.DistributedCommunicator.plugins[-1:]):
+    if any(isinstance(each, CoordinatorImpl) for each in module.DistributedCommunicator.plugins[-1:]):
         return
     ours = implementation()
     theirs = getattr(module.destroy_distributed, "__wrapped__", module.destroy_distributed)

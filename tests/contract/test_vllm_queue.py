@@ -142,7 +142,7 @@ def test_a_writers_end_is_told_to_readers_on_other_hosts_after_what_it_sent() ->
     writer.enqueue("last")
     writer.shutdown()
     assert reader.dequeue(timeout=20) == "last"
-    with pytest.raises(PeerDiedError, match="the writer, on another host"):
+    with pytest.raises(PeerDiedError, match=r"readers of other hosts, from 127.0.0.1:\d+: the writer, on another host"):
         reader.dequeue(timeout=20)
 
 

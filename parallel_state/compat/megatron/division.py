@@ -49,7 +49,7 @@ from parallel_state.process_groups.options import GroupOptions
 
 logger = logging.getLogger("parallel_state")
 
-_TOLD: set[str] = set()
+_LOGGED: set[str] = set()
 """Options that the log has named as unused."""
 _JOINED: list[weakref.ref[Any]] = []
 """torch's default group, over which the world was made here on demand."""
@@ -119,7 +119,7 @@ def initialize_model_parallel(
     nccl = _nccl_options(nccl_communicator_config_path, high_priority_stream_groups)
     if on_gpu and pipeline_model_parallel_comm_backend is not None:
         nccl["pp"] = GroupOptions(pipeline_model_parallel_comm_backend)
-    _say_unused(
+    _log_unused(
         use_sharp=use_sharp,
         sharp_enabled_group=sharp_enabled_group,
         nccl_communicator_config_path=not on_gpu and nccl_communicator_config_path,
@@ -228,10 +228,10 @@ def _check_sharp(use_sharp: bool, sharp_enabled_group: str | None, instances: in
         raise RefusedError("sharp_enabled_group='dp_replica' needs several optimizer instances")
 
 
-def _say_unused(**options: Any) -> None:
+def _log_unused(**options: Any) -> None:
     """Names options in the log that were given and have no meaning here, each once in a process."""
-    for name in (name for name, value in options.items() if value and name not in _TOLD):
-        _TOLD.add(name)
+    for name in (name for name, value in options.items() if value and name not in _LOGGED):
+        _LOGGED.add(name)
         logger.info("initialize_model_parallel(%s=…) has no effect here", name)
 
 

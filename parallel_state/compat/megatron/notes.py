@@ -1,4 +1,4 @@
-"""What differs from `megatron.core.parallel_state`, name by name: docs and tests read it."""
+"""Lists what differs from `megatron.core.parallel_state`, name by name, for docs and tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SGLang reads and overrides in `get_parallel()`: sizes, this rank's positions, and the groups once they are made.
+"""SGLang's `get_parallel()`, which its code reads and overrides: sizes, this rank's positions, and groups when made.
 
 Within SGLang its own context is the one: ours writes the groups there, and reads the sizes from it.
 """

@@ -1,4 +1,4 @@
-"""What `PARALLEL_STATE_PLUGIN=sglang` changes in SGLang's CPU engine: the backend of its groups is ours.
+"""Makes ours the backend of groups in SGLang's CPU engine, where PARALLEL_STATE_PLUGIN names it.
 
 It makes the groups itself, and calls torch.distributed on them as ever.
 """

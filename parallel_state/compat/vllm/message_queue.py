@@ -54,7 +54,7 @@ _GRACE_S = 0.5
 _NAP_S = 0.001
 _STEP_S = 0.2
 """Between looks of a wait for a reader of another host at whether this end was shut down."""
-_TOLD_BYTES = 2048
+_HANDLE_BYTES = 2048
 _WAITS = "no message for %d s on %s, whose other end lives: it computes, or hangs"
 
 
@@ -474,7 +474,9 @@ class MessageQueue:
         return queue
 
     def __str__(self) -> str:
-        return f"the message queue to ranks {self.handle.local_reader_ranks}"
+        remote = self.handle.remote_subscribe_addr
+        others = "" if remote is None else f" and readers of other hosts, from {remote}"
+        return f"the message queue to ranks {self.handle.local_reader_ranks}{others}"
 
     def __del__(self) -> None:
         if getattr(self, "_pid", None) == os.getpid():
@@ -490,17 +492,17 @@ _READY = b"READY"
 
 def _exchange(pg: Any, handle: Handle | None) -> list[Handle | None]:
     """Returns the handles of a process group's ranks, all of which call it."""
-    told = b"" if handle is None else json.dumps({**vars(handle), "secret": handle.secret.hex()}).encode()
-    mine = torch.frombuffer(bytearray(told.ljust(_TOLD_BYTES)), dtype=torch.uint8)
-    every = torch.empty(dist.get_world_size(pg) * _TOLD_BYTES, dtype=torch.uint8)
+    text = b"" if handle is None else json.dumps({**vars(handle), "secret": handle.secret.hex()}).encode()
+    mine = torch.frombuffer(bytearray(text.ljust(_HANDLE_BYTES)), dtype=torch.uint8)
+    every = torch.empty(dist.get_world_size(pg) * _HANDLE_BYTES, dtype=torch.uint8)
     dist.all_gather_into_tensor(every, mine, group=pg)
-    return [_handle_of(bytes(row.tolist()).strip()) for row in every.view(-1, _TOLD_BYTES)]
+    return [_handle_of(bytes(row.tolist()).strip()) for row in every.view(-1, _HANDLE_BYTES)]
 
 
-def _handle_of(told: bytes) -> Handle | None:
-    if not told:
+def _handle_of(text: bytes) -> Handle | None:
+    if not text:
         return None
-    facts = json.loads(told)
+    facts = json.loads(text)
     place = facts.pop("buffer_handle")
     facts["secret"] = bytes.fromhex(facts["secret"])
     return Handle(**facts, buffer_handle=None if place is None else tuple(place))

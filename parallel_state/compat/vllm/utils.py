@@ -1,4 +1,4 @@
-"""What vLLM's tree imports of `distributed.utils` and `shm_broadcast` beside groups and the queue."""
+"""Names that vLLM's tree imports of `distributed.utils` and `shm_broadcast` beside groups and the queue."""
 
 from __future__ import annotations
 
