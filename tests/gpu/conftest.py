@@ -62,12 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """Returns True if another case of the test shows as much in a dry run, which has no GPU to differ on."""
+    """Returns True if another case, or the contract tests on the CPU, show as much as a dry run, which has no GPU."""
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         4 in (chosen.get("world"), chosen.get("size"))
         or chosen.get("carrier") == "device_group"
-        or chosen.get("flags") in (("--compile",), ("--cuda-graph",))
+        or chosen.get("flags") in ((), ("--compile",), ("--cuda-graph",))
+        or chosen.get("how") == "torchrun"
     )
 
 

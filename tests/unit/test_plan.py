@@ -455,9 +455,11 @@ def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: py
 
 
 FORKS = """
-import json, os, runpy, sys
-import parallel_state
+import gc, json, os, runpy, sys
+from parallel_state.tools import topology
+from parallel_state.tools.plan import command, picture
 
+gc.freeze()
 reader, writer = os.pipe()
 os.close(reader)  # it has stopped reading
 children = []
