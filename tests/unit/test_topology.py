@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from itertools import permutations
 from pathlib import Path
@@ -235,15 +234,17 @@ def test_a_recorder_keeps_refusals() -> None:
     assert recorder.record == {"gpu_count": {"": 1}, "uuid": {"0": REFUSAL}}
 
 
-def run_command(library: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In a process whose NVML is the library in this folder, if there is one."""
-    return subprocess.run(
-        [sys.executable, "-m", "parallel_state", "topology", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
+def run_command(library: Path, *commands: list[str], **environment: str) -> str:
+    """Returns what the commands print, in one process, which its loader has told where NVML is."""
+    code = (
+        f"import ctypes, sys; ctypes.CDLL({str(library / NVML)!r})\n"
+        "from parallel_state.__main__ import main\n"
+        f"sys.exit(max(main(command) for command in {commands!r}))"
     )
+    program = Program(code, {**os.environ, **environment})
+    out, err = program.communicate(120)
+    assert (program.returncode, err) == (0, "")
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -255,9 +256,7 @@ def nvml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_through_pynvml(nvml_folder: Path) -> None:
     """Its structures and functions, on a library that answers as NVML's headers say."""
-    done = run_command(nvml_folder, "--json", CUDA_VISIBLE_DEVICES="1,0")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(run_command(nvml_folder, ["topology", "--json"], CUDA_VISIBLE_DEVICES="1,0"))
     one, two = told["gpus"]
     assert (told["driver_version"], told["cuda_version"]) == ("580.65.06", "13.0")
     assert (one["uuid"], one["pci_id"], one["name"]) == (
@@ -277,16 +276,7 @@ def test_through_pynvml(nvml_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_driver_the_command_says_none(nvml_folder: Path) -> None:
-    """In one process, which its loader has told where NVML is."""
-    code = (
-        f"import ctypes, sys; ctypes.CDLL({str(nvml_folder / NVML)!r})\n"
-        "from parallel_state.__main__ import main\n"
-        "codes = main(['topology']), main(['topology', '--json', '--probe'])\n"
-        "sys.exit(max(codes))"
-    )
-    program = Program(code, {**os.environ, "STAND_IN": "no-driver"})
-    out, err = program.communicate(120)
-    assert (program.returncode, err) == (0, "")
+    out = run_command(nvml_folder, ["topology"], ["topology", "--json", "--probe"], STAND_IN="no-driver")
     text, _, as_json = out.partition("\n")
     assert text == "GPUs: none. NVML doesn't start: Driver Not Loaded"
     assert json.loads(as_json)["problem"] == "NVML doesn't start: Driver Not Loaded"
