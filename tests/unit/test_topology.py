@@ -20,7 +20,6 @@ from parallel_state.__main__ import main
 from tests.machines import FOLDER, NAMES, machine, record, stand_in
 from tests.programs import Program
 
-ROOT = Path(__file__).resolve().parents[2]
 NVML = "libnvidia-ml.so.1"
 REFUSAL = {"no answer": "Not Supported"}
 
