@@ -496,6 +496,11 @@ class TensorCalls(GroupMember):
                     f"{operation.peer}"
                 )
             operation = operation.op.__name__, operation.tensor, self.context.ranks.index(operation.peer)
+        if not isinstance(operation, (tuple, list)) or len(operation) != 3:
+            raise InvalidArgumentError(
+                f"an operation of {method} on {self.context} must be ('isend', tensor, dst), ('irecv', tensor, src) or "
+                f"a P2POp, but is {operation!r}"
+            )
         name, x, peer = operation
         if name not in ("isend", "irecv"):
             raise InvalidArgumentError(

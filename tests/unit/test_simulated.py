@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import parallel_state as ps
+from device_communicators.errors import InvalidArgumentError
 from parallel_state.collectives import ops
 
 RANK, SIZE = 2, 4
@@ -244,6 +245,12 @@ def test_what_only_a_peer_could_say_is_refused(group: ps.GroupCoordinator, call:
         assert f"from rank {peer} needs that rank, but group {group.unique_name!r}, rank 2 of 4" in message
         assert message.endswith("is simulated: only rank 2 exists")
     assert torch.equal(group.all_reduce(X), X * SIZE), "a refusal must not spoil the group"
+
+
+@pytest.mark.parametrize("operation", [("isend", 1), 3, ("send", torch.ones(1), 1), ("isend", torch.ones(1), SIZE)])
+def test_a_transfer_of_another_form_is_refused(group: ps.GroupCoordinator, operation: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"of batch_isend_irecv .* must be"):
+        group.batch_isend_irecv([operation])
 
 
 def test_there_is_no_process_group(group: ps.GroupCoordinator) -> None:
