@@ -1,6 +1,6 @@
 """A driver that starts ranks as actors, as engines' Ray executors do; runs in Ray's own Python, on the first host.
 
-    python -m tests.clusters.ray_driver FOLDER [--kill RANK]
+    python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --check]
 
 An actor for each bundle of a placement group, each with one GPU visible. The driver asks where they are, numbers them
 host by host, its own first, and tells all of them the address of rank 0, at a port that its host has free.
@@ -12,6 +12,8 @@ import argparse
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,21 @@ class Worker:
         job.run(Path(folder), victim, start=start)
         return os.getpid()
 
+    def check(self, folder: str, start: tuple[Any, ...]) -> int:
+        """Runs `check` in place of the program, in the environment that Ray gave this actor."""
+        size, rank, method, local_rank = start
+        place = ["--rank", rank, "--size", size, "--local-rank", local_rank, "--address", method.removeprefix("tcp://")]
+        command = ["-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60", *place]
+        page = ["--json", str(Path(folder, "check.json"))]
+        return subprocess.run([sys.executable, *map(str, command), *page], timeout=DEADLINE_S).returncode
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--kill", type=int, default=-1)
+    parser.add_argument("--absent", type=int, default=-1, help="the actor that is told nothing")
+    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     ray.init(address=os.environ["RAY_AT"], log_to_driver=True)
     group = placement_group([{"CPU": 1, "GPU": 1}] * SIZE, strategy="PACK")
@@ -63,14 +75,19 @@ def main() -> None:
     for rank, (worker, (host, _)) in enumerate(zip(workers, places, strict=True)):
         start = (SIZE, rank, f"tcp://{address}:{port}", seen[host])
         seen[host] += 1
-        calls.append(worker.run.remote(options.folder, options.kill, start))
+        if options.check:
+            calls.append(worker.check.remote(options.folder, start))
+        elif rank != options.absent:
+            calls.append(worker.run.remote(options.folder, options.kill, start))
     ends = []
     for call in calls:
         try:
-            ray.get(call, timeout=DEADLINE_S)
-            ends.append("ok")
+            ended = ray.get(call, timeout=DEADLINE_S)
+            ends.append(f"exit code {ended}" if options.check else "ok")
         except ray.exceptions.RayActorError:
             ends.append("died")
+        except ray.exceptions.RayTaskError as error:
+            ends.append(str(error))
     Path(options.folder, "driver.json").write_text(json.dumps({"ends": ends, "gpus": [gpus for _, gpus in places]}))
 
 

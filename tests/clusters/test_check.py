@@ -267,7 +267,7 @@ FAULTS: dict[str, Fault] = {
                                     around=quota),
     "a slow core": Fault("rank-slow", "rank 3", shims={3: slow_core}),
     "two ranks on one core": Fault("cores-shared", "core 0", shims=_all(first_core, (2, 3))),
-    "another torch": Fault("version-torch", "2.9.1 on rank [3]", shims={3: other_torch}),
+    "another torch": Fault("version-torch", "2.9.1 on rank 3", shims={3: other_torch}),
     "another parallel_state": Fault("version-package", "0.1.0 on rank", shims={2: other_package}),
     "another compiled part": Fault("version-compiled", "0123456789abcdef", shims={2: other_compiled_part}),
     "no compiled part on one rank": Fault(
@@ -283,10 +283,10 @@ FAULTS: dict[str, Fault] = {
         "rank-extra", "the world has 4 ranks", placement=(0, 0, 1, 1, 1), everywhere={"WORLD_SIZE": "4"}),
     "a rank twice": Fault("rank-twice", "rank 2 came 2 times", arguments=SHORT, environments={3: {"RANK": "2"}}),
     "another world size on one host": Fault(
-        "world-size-differs", "8 on ranks [2, 3]", environments=_both({"WORLD_SIZE": "8"})),
+        "world-size-differs", "8 on ranks 2, 3", environments=_both({"WORLD_SIZE": "8"})),
     "few open files": Fault("files-low", "180 files", shims=_all(few_files)),
     "little locked memory": Fault("memlock-low", "16 KiB", shims=_all(little_locked_memory)),
-    "limits that differ": Fault("limits-differ", "16384 on ranks [2, 3]", shims=_all(little_locked_memory, (2, 3))),
+    "limits that differ": Fault("limits-differ", "16384 on ranks 2, 3", shims=_all(little_locked_memory, (2, 3))),
     "little address space": Fault("address-space-limited", "16 GiB", shims=_all(little_address_space)),
     "small files": Fault("file-size-limited", "100 MiB", shims=_all(small_files)),
     "another launcher's variables": Fault(

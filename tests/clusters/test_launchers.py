@@ -112,7 +112,7 @@ def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launch
         assert message in line, f"rank {rank}\n{output}"
 
 
-@pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
 def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> None:
     """Nothing is wrong with these jobs but what the machine is short of: no finding is an error."""
     if problem := launcher.problem():

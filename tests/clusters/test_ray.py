@@ -74,3 +74,20 @@ def test_an_actor_that_is_killed_is_named_by_all_others(cluster: Cluster) -> Non
     for rank in range(3):
         error = facts[rank]["error"]
         assert (error["kind"], error["suspect_ranks"]) == ("PeerDiedError", [3]) and error["seconds"] < SOON_S
+
+
+def test_an_actor_that_never_joins_is_named_by_all_others(cluster: Cluster) -> None:
+    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = "15"
+    driver = _drive(cluster, "--absent", "3")
+    assert len(driver["ends"]) == 3
+    for rank, end in enumerate(driver["ends"]):
+        assert f"RendezvousError: rank {rank} of 4" in str(end) and "ranks [3] did not come within 15 s" in str(end)
+
+
+def test_check_in_place_of_the_program(cluster: Cluster) -> None:
+    """GPUs are only said to be there, so nothing else may be found to be wrong."""
+    driver = _drive(cluster, "--check")
+    found = json.loads((cluster.folder / "check.json").read_text())
+    errors = {each["code"] for each in found["findings"] if each["severity"] == "error"}
+    assert errors == set() and found["world_size"] == 4 and found["complete"], found["findings"]
+    assert driver["ends"] == [f"exit code {found['exit_code']}"] * 4

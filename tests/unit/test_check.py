@@ -48,13 +48,13 @@ def job(*ranks_per_host: int) -> list[Facts]:
             network.nccl_interface, network.master_resolves_to = "eth0", ["10.0.0.1"]
             network.interfaces = [
                 Interface("lo", "loopback", True, ["127.0.0.1/8"], 65536),
-                Interface("eth0", "physical", True, [f"10.0.0.{host + 1}/24"], 1500, 25_000, True),
+                Interface("eth0", "physical", True, [f"10.0.0.{host + 1}/24"], 1500, 25_000),
             ]
             facts.versions.torch, facts.versions.package, facts.versions.compiled = "2.13.0", "0.2.0", "digest"
             facts.versions.python = "3.11.7"
             limits = facts.limits
             limits.shm_bytes = limits.shm_free_bytes = 8 * GIB
-            limits.tmp_free_bytes, limits.files_soft, limits.files_hard = GIB, 65_536, 65_536
+            limits.tmp_free_bytes, limits.files_hard = GIB, 65_536
             limits.memlock_bytes, limits.memory_available_bytes = -1, 64 * GIB
             facts.cpu.online, facts.cpu.affinity, facts.cpu.threads = 8, list(range(8)), 1
             facts.probe = [network.gloo_address, "40000", "00"]
@@ -67,7 +67,7 @@ def with_gpus(arrivals: list[Facts], count: int = 2) -> list[Facts]:
         host = facts.network.hostname
         facts.gpus.devices = [GpuFact(at, f"GPU-{host}-{at}", "H100", "", 0, [0, 1, 2, 3]) for at in range(count)]
         facts.gpus.visible = [device.uuid for device in facts.gpus.devices]
-        facts.gpus.torch_cuda, facts.gpus.torch_devices = True, count
+        facts.gpus.torch_cuda = True
         facts.gpus.paths = [GpuPath(0, 1, 18, "SYS")]
         facts.versions.nccl, facts.versions.driver = "2.29.7", "570.1"
         system.with_own_gpu(facts)
@@ -148,12 +148,12 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "a name twice": ("hostname-twice", "node0", (2, 2), _set("network.hostname", "node0")),
     "loopback master": ("master-loopback", "127.0.0.1", (2, 2), _set("place.master_addr", "127.0.0.1")),
     "masters differ": ("master-differs", "10.0.0.9:29500", (2, 2), _set("place.master_addr", "10.0.0.9", 3)),
-    "names differ": ("master-resolves-differently", "127.0.1.1 on ranks [0, 1]", (2, 2),
+    "names differ": ("master-resolves-differently", "127.0.1.1 on ranks 0, 1", (2, 2),
                      _set("network.master_resolves_to", ["127.0.1.1"], 0, 1)),
     "an ephemeral port": ("port-ephemeral", "40001", (2,), _set("place.master_port", 40_001)),
     "a link-local master": ("master-unresolved", "fe80::1", (2,), _set("place.master_addr", "fe80::1")),
-    "torch": ("version-torch", "2.12.0 on rank [1] (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
-    "nccl": ("version-nccl", "2.27.3 on rank [1]", (2, 2), lambda arrivals: [
+    "torch": ("version-torch", "2.12.0 on rank 1 (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
+    "nccl": ("version-nccl", "2.27.3 on rank 1", (2, 2), lambda arrivals: [
         with_gpus(arrivals), _set("versions.nccl", "2.27.3", 1)(arrivals)]),
     "no compiled part": ("compiled-missing", "no compiler", (2,), lambda arrivals: [
         _set("versions.compiled", "")(arrivals), _set("versions.compiled_problem", "no compiler")(arrivals)]),
@@ -181,9 +181,9 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "crippled NCCL": ("nccl-crippled", "NCCL_P2P_DISABLE=1", (2, 2), lambda arrivals: [
         with_gpus(arrivals), _variables({"NCCL_P2P_DISABLE": "1"})(arrivals)]),
     "few GPUs": ("gpu-few", "2 visible GPUs for 4 ranks", (4,), with_gpus),
-    "one GPU for two": ("gpu-shared", "ranks [0, 1]", (2,), lambda arrivals: [
+    "one GPU for two": ("gpu-shared", "ranks 0, 1", (2,), lambda arrivals: [
         with_gpus(arrivals), _set("gpus.own", "GPU-node0-0")(arrivals)]),
-    "GPUs somewhere": ("gpu-somewhere", "ranks [2, 3] (node1)", (2, 2), lambda arrivals: with_gpus(arrivals[:2])),
+    "GPUs somewhere": ("gpu-somewhere", "ranks 2, 3 (node1)", (2, 2), lambda arrivals: with_gpus(arrivals[:2])),
     "models": ("gpu-models", "L40S", (2, 2), lambda arrivals: [
         with_gpus(arrivals), [setattr(device, "name", "L40S") for device in arrivals[3].gpus.devices]]),
     "a driver that is silent": ("gpu-driver", "4 GPUs", (2,), lambda arrivals: [
@@ -218,9 +218,9 @@ def test_a_rule_names_what_is_wrong(name: str) -> None:
 def test_a_missing_rank_is_named_with_its_host() -> None:
     two_hosts = job(2, 2)
     (text,) = findings(two_hosts[:3])["rank-missing"]
-    assert "rank [3] of 4 never came" in text and "host node1, as ranks [2, 3]" in text
+    assert "rank 3 of 4 never came" in text and "host node1, as ranks 2, 3" in text
     (text,) = findings(two_hosts[:2])["rank-missing"]
-    assert "node 1 of 2 (ranks [2, 3]), from which nobody came" in text
+    assert "node 1 of 2 (ranks 2, 3), from which nobody came" in text
     for distribution, host in (("block", "gpu09"), ("cyclic", "gpu08")):
         _variables(_slurm("gpu[07-09]", "2(x2),1", distribution))(two_hosts)
         for facts in two_hosts:
@@ -230,7 +230,7 @@ def test_a_missing_rank_is_named_with_its_host() -> None:
             assert f"host {host} (by SLURM" in text
         else:
             (text,) = findings([two_hosts[0], *two_hosts[2:]])["rank-missing"]
-            assert "ranks [1, 4] of 5" in text  # dealt out in turns: 1 and 4 are on the second host
+            assert "ranks 1, 4 of 5" in text  # dealt out in turns: 1 and 4 are on the second host
             assert f"host {host} (by SLURM" in text
 
 
@@ -238,7 +238,7 @@ def test_ranks_that_do_not_belong() -> None:
     arrivals = job(2, 2)
     arrivals[3].place.rank = 2
     found = findings(arrivals)
-    assert "rank 2 came 2 times" in found["rank-twice"][0] and "rank [3]" in found["rank-missing"][0]
+    assert "rank 2 came 2 times" in found["rank-twice"][0] and "rank 3" in found["rank-missing"][0]
     arrivals = job(2, 3)
     for facts in arrivals:
         facts.place.world_size = 4
@@ -246,7 +246,7 @@ def test_ranks_that_do_not_belong() -> None:
     arrivals = job(2, 2)
     for facts in arrivals[2:]:
         facts.place.world_size = 8
-    assert "4 on ranks [0, 1] (node0); 8 on ranks [2, 3] (node1)" in findings(arrivals)["world-size-differs"][0]
+    assert "4 on ranks 0, 1 (node0); 8 on ranks 2, 3 (node1)" in findings(arrivals)["world-size-differs"][0]
 
 
 def test_torchrun_below_srun_is_no_contradiction() -> None:

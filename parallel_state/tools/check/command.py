@@ -3,6 +3,7 @@
     python -m parallel_state check                                    alone: starts local ranks itself
     srun … python -m parallel_state check --tp 8 --pp 2               under a launcher, in place of the program
     torchrun … -m parallel_state check --tp 2                         mpirun …, the same
+    python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, one for each rank
 
 Looks at launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks, measures the ways
 between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found, why
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = {axis.name: getattr(chosen, axis.name) for axis in AXES if axis.size_parameter}
     sizes = {name: size for name, size in given.items() if size is not None}
     options = Options(sizes, chosen.order, chosen.quick, chosen.timeout)
+    _export_place(parser, chosen)
     if _is_started_by_launcher():
         if chosen.ranks is not None:
             parser.error("--ranks is for local ranks; under a launcher it says how many there are")
@@ -84,11 +86,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of everything; default: 30")
     parser.add_argument("--order", help="of the axes, as `plan` and initialize_model_parallel take it")
     add_sizes(parser)
+    place = parser.add_argument_group("by hand", "the place of a rank that no launcher starts, instead of variables")
+    place.add_argument("--rank", type=int, metavar="R")
+    place.add_argument("--size", type=int, metavar="N", help="ranks of the world")
+    place.add_argument("--local-rank", type=int, metavar="L", help="on this host, from 0")
+    place.add_argument("--address", metavar="HOST:PORT", help="of rank 0")
     output = parser.add_argument_group("output")
     output.add_argument("--json", nargs="?", const=STDOUT, metavar="FILE",
                         help="everything for programs; without FILE to stdout, instead of text")  # fmt: skip
     output.add_argument("--html", metavar="FILE", help="a page with a matrix of hosts")
     return parser
+
+
+def _export_place(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> None:
+    """Sets the variables of a rank whose place is given by arguments."""
+    given = (chosen.rank, chosen.size, chosen.local_rank, chosen.address)
+    if given == (None,) * 4:
+        return
+    host, _, port = (chosen.address or "").rpartition(":")
+    if None in given or not host:
+        parser.error("--rank, --size, --local-rank and --address HOST:PORT belong together")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    os.environ.update(zip(names, map(str, (*given[:3], host.strip("[]"), port)), strict=True))
 
 
 def _is_started_by_launcher() -> bool:

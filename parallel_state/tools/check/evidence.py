@@ -6,16 +6,18 @@ import ipaddress
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
-from device_communicators.errors import SettingError, format_ranks
+from device_communicators.errors import SettingError
 from parallel_state.startup.environment import expand_hostlist
 from parallel_state.tools.check.facts import Facts, Interface, Link, Measured, Traffic
+from parallel_state.tools.check.findings import Finding, finding, named
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 _MAD_TO_SIGMA = 1.4826
 
@@ -42,12 +44,9 @@ class Evidence:
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
         """Arrivals by host, under names that are unique."""
-        keys: dict[str, list[Facts]] = {}
-        for facts in self.arrivals:
-            keys.setdefault(facts.host_key, []).append(facts)
         taken: dict[str, int] = {}
         found = {}
-        for each in keys.values():
+        for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
             name = each[0].network.hostname
             taken[name] = taken.get(name, 0) + 1
             found[name if taken[name] == 1 else f"{name} ({taken[name]})"] = each
@@ -60,8 +59,19 @@ class Evidence:
     def host(self, facts: Facts) -> str:
         return self._names.get(facts.host_key, facts.network.hostname)
 
+    def of(self, number: int) -> Facts:
+        return self.arrivals[number - 1]
+
     def host_of(self, number: int) -> str:
-        return self.host(self.arrivals[number - 1])
+        return self.host(self.of(number))
+
+    def on(self, hosts: Iterable[str]) -> list[Facts]:
+        return [facts for name in hosts for facts in self.hosts[name]]
+
+    def about(self, code: str, text: str, group: Iterable[Facts], *, severity: str = "") -> Finding:
+        """Returns a finding about the ranks of `group`, and their hosts."""
+        group = list(group)
+        return finding(code, text, ranks_of(group), map(self.host, group), severity=severity)
 
     @cached_property
     def missing(self) -> list[int]:
@@ -85,12 +95,12 @@ class Evidence:
             place = facts.place
             first, size = place.rank - place.local_rank, place.local_world_size
             if size and first <= rank < first + size:
-                return f"host {self.host(facts)}, as ranks {format_ranks(range(first, first + size))}"
+                return f"host {self.host(facts)}, as {named(range(first, first + size))}"
         sizes = {each.place.local_world_size for each in self.arrivals}
         size = sizes.pop() if len(sizes) == 1 else None
         if size and all((each.place.rank - each.place.local_rank) % size == 0 for each in self.arrivals):
             ranks = [each for each in range(rank // size * size, rank // size * size + size) if each < self.world_size]
-            return f"node {rank // size} of {-(-self.world_size // size)} (ranks {format_ranks(ranks)}), " + (
+            return f"node {rank // size} of {-(-self.world_size // size)} ({named(ranks)}), " + (
                 "from which nobody came" if not set(ranks) & set(self.ranks) else "where others run"
             )
         return "a host that the launcher's variables don't tell"
@@ -102,10 +112,7 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
         return ""
-    try:
-        names = list(expand_hostlist(hosts))
-    except SettingError:
-        return ""
+    names = hostlist(hosts)
     tasks = [
         int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(repeat or 1))
     ]
@@ -116,6 +123,18 @@ def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
     else:
         dealt = [name for name, count in zip(names, tasks, strict=True) for _ in range(count)]
     return dealt[rank]
+
+
+def hostlist(text: str) -> list[str]:
+    """Returns the hosts of a SLURM node list; none where it can't be read."""
+    try:
+        return list(expand_hostlist(text))
+    except SettingError:
+        return []
+
+
+def ranks_of(group: Iterable[Facts]) -> list[int]:
+    return sorted({each.place.rank for each in group})
 
 
 def interface_of(facts: Facts, name: str) -> Interface | None:
@@ -158,9 +177,13 @@ def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> I
             yield key, values[key], math.exp(middle if high else -middle)
 
 
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
     """Returns the keys of each value, the most frequent value first."""
-    found: dict[str, list[K]] = {}
-    for key, value in items.items():
-        found.setdefault(value, []).append(key)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+    return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))

@@ -20,7 +20,6 @@ class Interface(msgspec.Struct):
     mtu: int = 0
     speed_mbit: int = 0
     """0 where the driver doesn't tell."""
-    default_route: bool = False
 
 
 class Place(msgspec.Struct):
@@ -55,6 +54,8 @@ class Network(msgspec.Struct):
     nccl_interface: str = "?"
     master_resolves_to: list[str] = []
     interfaces: list[Interface] = []
+    ephemeral_ports: tuple[int, int] = (32_768, 60_999)
+    """The first and the last port that the kernel gives to outgoing connections."""
     infiniband: dict[str, str] = {}
     """Port → its state and rate, as `mlx5_0/1` → `ACTIVE, 400 Gb/sec (4X NDR)`."""
 
@@ -84,7 +85,6 @@ class Limits(msgspec.Struct):
     tmp_folder: str = "/tmp"
     tmp_free_bytes: int = -1
     tmp_problem: str = ""
-    files_soft: int = -1
     files_hard: int = -1
     files_open: int = 0
     memlock_bytes: int = -1
@@ -113,7 +113,6 @@ class Cpu(msgspec.Struct):
     threads: int = 0
     """Of torch, for one operation."""
     governor: str = ""
-    load: float = 0.0
 
 
 class GpuFact(msgspec.Struct):
@@ -149,7 +148,6 @@ class Gpus(msgspec.Struct):
     problem: str = ""
     torch_cuda: bool = False
     """True if torch was built with CUDA."""
-    torch_devices: int = 0
     remarks: list[str] = []
     iommu: bool = False
     acs_redirect: list[str] = []
@@ -169,7 +167,6 @@ class Facts(msgspec.Struct):
     gpus: Gpus = msgspec.field(default_factory=Gpus)
     boot_id: str = ""
     pid: int = 0
-    time_s: float = 0.0
     settings_unknown: list[str] = []
     settings_wrong: list[str] = []
     probe: list[str] = []

@@ -23,6 +23,10 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank {each[0]}" if len(each) == 1 else f"ranks {format_ranks(each).strip('[]')}"
 
 
+def rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
+
+
 class Kind(NamedTuple):
     """One row of the table."""
 

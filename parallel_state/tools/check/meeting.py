@@ -53,7 +53,6 @@ class Plan(msgspec.Struct):
     links: list[list[tuple[int, int]]]
     """Rounds of pairs of arrivals; those of one round measure at once."""
     leader_time_s: float
-    complete: bool
 
 
 class Meeting:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 from device_communicators.errors import format_ranks
 from device_communicators.machine.topology import spans
 from parallel_state.tools.check.facts import Facts, Link
-from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding
+from parallel_state.tools.check.findings import ERROR, INFO, WARNING, Finding, rate
 from parallel_state.tools.check.rules_speed import groups_of_kind, runs_of
 from parallel_state.tools.check.session import Report
 
@@ -71,7 +71,7 @@ def tables(report: Report) -> Iterator[Table]:
     links = [link for link in report.links if not link.problem]
     if links:
         rows = [
-            (_host(report, link.source), _host(report, link.target), f"{link.rtt_us:.0f} µs", _rate(link.bytes_per_s))
+            (_host(report, link.source), _host(report, link.target), f"{link.rtt_us:.0f} µs", rate(link.bytes_per_s))
             for link in sorted(links, key=lambda link: link.bytes_per_s)
         ]  # fmt: skip
         title = "Links between hosts" + (f", the slowest {_MOST_ROWS} of {len(rows)}" if len(rows) > _MOST_ROWS else "")
@@ -121,20 +121,16 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
             checks[group.kind] = [right + group.checks - len(group.wrong), all_of_them + group.checks]
     for kind, groups in groups_of_kind(report.evidence).items():
         slowest = max(groups.values(), key=lambda group: group.latency_us)
-        rate = min(group.bytes_per_s for group in groups.values())
+        lowest = min(group.bytes_per_s for group in groups.values())
         right, all_of_them = checks[kind]
         yield (
             f"{kind} ({len(groups)} × {len(slowest.ranks)})",
             format_ranks(slowest.ranks),
             slowest.route,
             f"{slowest.latency_us:.0f} ± {slowest.latency_mad_us:.0f} µs",
-            _rate(rate),
+            rate(lowest),
             f"{right} of {all_of_them} right",
         )
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
 
 
 # The terminal.
@@ -271,7 +267,7 @@ def _cell(same: bool, link: Link | None, best: float) -> str:
     level = min(4, int(5 * (1 - link.bytes_per_s / best))) if best else 0
     loss = f", {link.retransmitted} of {link.segments} packets sent again" if link.retransmitted else ""
     hover = escape(f"clock {link.clock_offset_s * 1e3:+.1f} ms{loss}")
-    return f'<td class="level{level}" title="{hover}">{_rate(link.bytes_per_s)}<br>{link.rtt_us:.0f} µs</td>'
+    return f'<td class="level{level}" title="{hover}">{rate(link.bytes_per_s)}<br>{link.rtt_us:.0f} µs</td>'
 
 
 def _html_table(table: Table) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from device_communicators.errors import LayoutError, format_ranks
+from device_communicators.errors import LayoutError
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.tools.check import rules_machine, rules_network, rules_speed
-from parallel_state.tools.check.evidence import Evidence, by_value
+from parallel_state.tools.check.evidence import Evidence, grouped, hostlist, ranks_of
 from parallel_state.tools.check.facts import Facts
-from parallel_state.tools.check.findings import INFO, Finding, finding
+from parallel_state.tools.check.findings import INFO, Finding, finding, named
 
 Rule = Callable[[Evidence], Iterator[Finding]]
 
@@ -34,10 +34,10 @@ _INITS = ("systemd", "init")
 
 
 def environment(evidence: Evidence) -> Iterator[Finding]:
-    for text, ranks in _texts({each.place.rank: each.place.problem for each in evidence.arrivals}):
-        extra = [rank for rank in ranks if rank >= evidence.world_size]
-        if len(extra) < len(ranks):  # the others have a code of their own
-            yield finding("environment", text, ranks)
+    wrong = [facts for facts in evidence.arrivals if facts.place.problem]
+    for text, group in grouped(wrong, lambda facts: facts.place.problem).items():
+        if any(facts.place.rank < evidence.world_size for facts in group):  # the others have a code of their own
+            yield evidence.about("environment", text, group)
 
 
 def launchers_contradict(evidence: Evidence) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _of_many(evidence: Evidence, code: str, read: Callable[[Facts], str]) -> Ite
     if group:
         more = f" (and alike on {len(group) - 1} more)" if len(group) > 1 else ""
         text = f"rank {group[0].place.rank}: {read(group[0])}{more}"
-        yield finding(code, text, [each.place.rank for each in group], map(evidence.host, group))
+        yield evidence.about(code, text, group)
 
 
 def host_not_in_job(evidence: Evidence) -> Iterator[Finding]:
@@ -84,8 +84,8 @@ def host_not_in_job(evidence: Evidence) -> Iterator[Finding]:
         place = ranks[0].place
         nodes = place.variables.get("SLURM_STEP_NODELIST") or place.variables.get("SLURM_JOB_NODELIST", "")
         here = {ranks[0].network.hostname.split(".")[0], place.variables.get("SLURMD_NODENAME", "")}
-        if place.source == "slurm" and nodes and not here & set(rules_network.hostlist(nodes)):
-            yield finding("host-not-in-job", f"{name} isn't in {nodes}", [each.place.rank for each in ranks], [name])
+        if place.source == "slurm" and nodes and not here & set(hostlist(nodes)):
+            yield evidence.about("host-not-in-job", f"{name} isn't in {nodes}", ranks)
 
 
 def single_rank(evidence: Evidence) -> Iterator[Finding]:
@@ -99,19 +99,16 @@ def single_rank(evidence: Evidence) -> Iterator[Finding]:
 
 
 def world_size_differs(evidence: Evidence) -> Iterator[Finding]:
-    sizes: dict[str, list[Facts]] = {}
-    for facts in evidence.arrivals:
-        if not facts.place.problem or facts.place.rank >= evidence.world_size:  # else its size isn't known
-            sizes.setdefault(str(facts.place.world_size), []).append(facts)
+    # Of a rank whose environment can't be read the size isn't known, but where it is beyond the world.
+    known = [each for each in evidence.arrivals if not each.place.problem or each.place.rank >= evidence.world_size]
+    sizes = grouped(known, lambda facts: facts.place.world_size)
     if len(sizes) > 1:
         words = "; ".join(
-            f"{size} on ranks {format_ranks(sorted({each.place.rank for each in group}))} "
-            f"({', '.join(dict.fromkeys(map(evidence.host, group)))})"
+            f"{size} on {named(ranks_of(group))} ({', '.join(dict.fromkeys(map(evidence.host, group)))})"
             for size, group in sizes.items()
         )
-        fewest = min(sizes.values(), key=len)
-        yield finding("world-size-differs", f"the world size is {words}", [each.place.rank for each in fewest],
-                      map(evidence.host, fewest))  # fmt: skip
+        _, fewest = min(sizes.items(), key=lambda item: len(item[1]))
+        yield evidence.about("world-size-differs", f"the world size is {words}", fewest)
 
 
 def ranks_of_the_world(evidence: Evidence) -> Iterator[Finding]:
@@ -123,35 +120,28 @@ def ranks_of_the_world(evidence: Evidence) -> Iterator[Finding]:
     for rank in (each for each in evidence.missing if each < smallest):
         hosts.setdefault(evidence.expected_host(rank), []).append(rank)
     for where, ranks in hosts.items():
-        text = f"{_ranks(ranks)} of {evidence.world_size} never came; should have been started on {where}"
+        text = f"{named(ranks)} of {evidence.world_size} never came; should have been started on {where}"
         yield finding("rank-missing", text, ranks)
-    by_rank: dict[int, list[Facts]] = {}
-    for facts in evidence.arrivals:
-        by_rank.setdefault(facts.place.rank, []).append(facts)
-    for rank, each in sorted(by_rank.items()):
+    for rank, each in sorted(grouped(evidence.arrivals, lambda facts: facts.place.rank).items()):
         places = " and ".join(f"{evidence.host(facts)} (pid {facts.pid})" for facts in each)
         if len(each) > 1:
-            yield finding("rank-twice", f"rank {rank} came {len(each)} times: {places}", [rank],
-                          map(evidence.host, each))  # fmt: skip
+            yield evidence.about("rank-twice", f"rank {rank} came {len(each)} times: {places}", each)
         if rank >= evidence.world_size:
             text = f"rank {rank} came from {places}, but the world has {evidence.world_size} ranks"
-            yield finding("rank-extra", text, [rank], map(evidence.host, each))
+            yield evidence.about("rank-extra", text, each)
 
 
 def local_ranks(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        local: dict[int, set[int]] = {}
-        for facts in ranks:
-            local.setdefault(facts.place.local_rank, set()).add(facts.place.rank)
-        for number, each in local.items():
-            if len(each) > 1:
-                text = f"{_ranks(each)} on {name} all have local rank {number}"
-                yield finding("local-rank-twice", text, each, [name])
+        for number, group in grouped(ranks, lambda facts: facts.place.local_rank).items():
+            if len(ranks_of(group)) > 1:
+                text = f"{named(ranks_of(group))} on {name} all have local rank {number}"
+                yield evidence.about("local-rank-twice", text, group)
         sizes = {each.place.local_world_size for each in ranks if each.place.local_world_size is not None}
-        count = len({each.place.rank for each in ranks})
+        count = len(ranks_of(ranks))
         if not evidence.missing and sizes and sizes != {count}:
             text = f"{name} has {count} ranks, but LOCAL_WORLD_SIZE there is {', '.join(map(str, sorted(sizes)))}"
-            yield finding("local-size-wrong", text, [each.place.rank for each in ranks], [name])
+            yield evidence.about("local-size-wrong", text, ranks)
 
 
 def layout(evidence: Evidence) -> Iterator[Finding]:
@@ -162,33 +152,28 @@ def layout(evidence: Evidence) -> Iterator[Finding]:
         return
     if evidence.missing or not evidence.several_hosts or "tp" not in resolved.names or resolved.size("tp") == 1:
         return
-    host = {facts.place.rank: evidence.host(facts) for facts in evidence.arrivals}
+    facts = {each.place.rank: each for each in evidence.arrivals}
     groups = resolved.groups("tp")
-    spanning = [ranks for ranks in groups if len({host.get(rank) for rank in ranks}) > 1]
+    spanning = [ranks for ranks in groups if len({evidence.host(facts[rank]) for rank in ranks}) > 1]
     if spanning:
         most = max(len(ranks) for ranks in evidence.hosts.values())
-        text = f"{len(spanning)} of {len(groups)} tp groups span hosts: ranks {format_ranks(spanning[0])}"
+        text = f"{len(spanning)} of {len(groups)} tp groups span hosts: {named(spanning[0])}"
         # A tp group that no host could hold was meant so.
         severity = "" if resolved.size("tp") <= most else INFO
-        yield finding("axis-across-hosts", text, spanning[0], {host[rank]: 0 for rank in spanning[0] if rank in host},
-                      severity=severity)  # fmt: skip
+        yield evidence.about("axis-across-hosts", text, map(facts.__getitem__, spanning[0]), severity=severity)
 
 
 def lost(evidence: Evidence) -> Iterator[Finding]:
     for number, stage in evidence.lost.items():
-        facts = evidence.arrivals[number - 1]
+        facts = evidence.of(number)
         text = f"rank {facts.place.rank} (pid {facts.pid}) gave no answer any more; its last news: {stage}"
-        yield finding("rank-lost", text, [facts.place.rank], [evidence.host(facts)])
+        yield evidence.about("rank-lost", text, [facts])
 
 
 def late_facts(evidence: Evidence) -> Iterator[Finding]:
-    late = {
-        (facts.place.rank, evidence.host(facts)): "; ".join(f"{name}: {why}" for name, why in facts.late.items())
-        for facts in evidence.arrivals
-        if facts.late
-    }
-    for text, who in by_value(late).items():
-        yield finding("check-late", text, [rank for rank, _ in who], [name for _, name in who])
+    late = [facts for facts in evidence.arrivals if facts.late]
+    for said, group in grouped(late, lambda facts: tuple(facts.late.items())).items():
+        yield evidence.about("check-late", "; ".join(f"{name}: {why}" for name, why in said), group)
 
 
 START: tuple[Rule, ...] = (
@@ -213,13 +198,3 @@ RULES = (*START, *MEASURED, *TRAFFIC)
 
 def judge(evidence: Evidence, rules: Sequence[Rule] = RULES) -> list[Finding]:
     return [found for rule in rules for found in rule(evidence)]
-
-
-def _ranks(ranks: Sequence[int] | set[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(sorted(ranks))}"
-
-
-def _texts(texts: dict[int, str]) -> Iterator[tuple[str, list[int]]]:
-    for text, ranks in by_value(texts).items():
-        if text:
-            yield text, ranks

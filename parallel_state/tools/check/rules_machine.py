@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 
-from device_communicators.errors import format_ranks
 from device_communicators.machine.topology import spans
-from parallel_state.tools.check.evidence import Evidence, by_value
+from parallel_state.tools.check.evidence import Evidence, by_value, grouped, ranks_of
 from parallel_state.tools.check.facts import Facts
-from parallel_state.tools.check.findings import INFO, WARNING, Finding, finding
+from parallel_state.tools.check.findings import INFO, WARNING, Finding, named
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM_BYTES = 512 * _MIB
@@ -18,7 +18,7 @@ _SHM_FREE_BYTES = 128 * _MIB
 _TMP_BYTES = 64 * _MIB
 _MEMLOCK_BYTES = _GIB
 _MEMLOCK_LEAST_BYTES = 64 << 10
-"""The kernel's own default."""
+"""The kernel's default before 5.16."""
 _FILES = 1024
 _PROCESSES_PER_RANK = 64
 _ADDRESS_SPACE_BYTES = 64 * _GIB
@@ -35,28 +35,20 @@ _CRIPPLING = {
 }  # fmt: skip
 
 
-def _ranks(group: Sequence[Facts]) -> list[int]:
-    return sorted({each.place.rank for each in group})
-
-
 def _differing(evidence: Evidence, code: str, what: str, read: Callable[[Facts], str]) -> Iterator[Finding]:
     """Yields one finding where the values that are known differ, about those who have the rarer ones."""
-    known = [(facts, value) for facts in evidence.arrivals if (value := read(facts))]
-    groups: dict[str, list[Facts]] = {}
-    for facts, value in known:
-        groups.setdefault(value, []).append(facts)
+    groups = grouped(filter(read, evidence.arrivals), read)
     if len(groups) > 1:
         ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
         words = "; ".join(f"{value} on {_words(evidence, group)}" for value, group in ordered)
         odd = [facts for _, group in ordered[1:] for facts in group]
-        yield finding(code, f"{what} is {words}", _ranks(odd), map(evidence.host, odd))
+        yield evidence.about(code, f"{what} is {words}", odd)
 
 
 def _words(evidence: Evidence, group: Sequence[Facts]) -> str:
-    ranks = _ranks(group)
     hosts = list(dict.fromkeys(map(evidence.host, group)))
     shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} ({shown})"
+    return f"{named(ranks_of(group))} ({shown})"
 
 
 # Versions and settings.
@@ -73,8 +65,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
     there = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     without = [facts for facts in there if not facts.versions.compiled]
     if without and len(without) == len(there):
-        yield finding("compiled-missing", without[0].versions.compiled_problem, _ranks(without),
-                      map(evidence.host, without))  # fmt: skip
+        yield evidence.about("compiled-missing", without[0].versions.compiled_problem, without)
         return
     yield from _differing(
         evidence, "version-compiled", "the compiled part",
@@ -88,12 +79,9 @@ def settings(evidence: Evidence) -> Iterator[Finding]:
         ("setting-wrong", lambda facts: facts.settings_wrong),
         ("setting-unknown", lambda facts: facts.settings_unknown),
     ):
-        texts: dict[str, list[Facts]] = {}
-        for facts in evidence.arrivals:
-            for text in read(facts):
-                texts.setdefault(text, []).append(facts)
-        for text, group in texts.items():
-            yield finding(code, text, _ranks(group), map(evidence.host, group))
+        said = [(text, facts) for facts in evidence.arrivals for text in read(facts)]
+        for text, pairs in grouped(said, itemgetter(0)).items():
+            yield evidence.about(code, text, [facts for _, facts in pairs])
 
 
 def settings_alike(evidence: Evidence) -> Iterator[Finding]:
@@ -108,7 +96,7 @@ def settings_alike(evidence: Evidence) -> Iterator[Finding]:
     for name, value in _CRIPPLING.items():
         group = [facts for facts in evidence.arrivals if facts.place.variables.get(name) == value]
         if group and any(facts.gpus.visible for facts in evidence.arrivals):
-            yield finding("nccl-crippled", f"{name}={value}", _ranks(group), map(evidence.host, group))
+            yield evidence.about("nccl-crippled", f"{name}={value}", group)
 
 
 # Limits.
@@ -116,39 +104,34 @@ def settings_alike(evidence: Evidence) -> Iterator[Finding]:
 
 def shared_memory(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        groups = by_value({
-            at: f"{each.limits.shm_problem}|{each.limits.shm_device}" for at, each in enumerate(ranks)
-        })  # fmt: skip
-        if len({ranks[at[0]].limits.shm_device for at in groups.values()}) > 1:
-            parts = "; ".join(f"ranks {format_ranks(_ranks([ranks[at] for at in each]))}" for each in groups.values())
-            yield finding("shm-split", f"{name} has {len(groups)}: of {parts}", _ranks(ranks), [name])
-        for places in groups.values():
-            group = [ranks[at] for at in places]
+        devices = grouped(ranks, lambda facts: facts.limits.shm_device)
+        if len(devices) > 1:
+            parts = "; ".join(named(ranks_of(group)) for group in devices.values())
+            yield evidence.about("shm-split", f"{name} has {len(devices)}: of {parts}", ranks)
+        for group in grouped(ranks, lambda facts: (facts.limits.shm_problem, facts.limits.shm_device)).values():
             limits = group[0].limits
             if limits.shm_problem and not (limits.shm_bytes >= 0 and "No space" in limits.shm_problem):
-                yield finding("shm-missing", f"/dev/shm of {name}: {limits.shm_problem}", _ranks(group), [name])
+                yield evidence.about("shm-missing", f"/dev/shm of {name}: {limits.shm_problem}", group)
             elif 0 <= limits.shm_bytes < _SHM_BYTES:
                 text = f"/dev/shm of {name} has {_bytes(limits.shm_bytes)}, and {_bytes(limits.shm_free_bytes)} free"
-                yield finding("shm-small", text, _ranks(group), [name])
+                yield evidence.about("shm-small", text, group)
             elif 0 <= limits.shm_free_bytes < _SHM_FREE_BYTES:
                 text = f"/dev/shm of {name} has {_bytes(limits.shm_free_bytes)} of {_bytes(limits.shm_bytes)} free"
-                yield finding("shm-full", text, _ranks(group), [name])
+                yield evidence.about("shm-full", text, group)
 
 
 def temporary_files(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        bad = [
-            each for each in ranks if each.limits.tmp_problem or 0 <= each.limits.tmp_free_bytes < _TMP_BYTES
-        ]  # fmt: skip
+        bad = [each for each in ranks if each.limits.tmp_problem or 0 <= each.limits.tmp_free_bytes < _TMP_BYTES]
         if bad:
             limits = bad[0].limits
             why = limits.tmp_problem or f"{_bytes(limits.tmp_free_bytes)} free"
-            yield finding("tmp-full", f"{limits.tmp_folder} on {name}: {why}", _ranks(bad), [name])
+            yield evidence.about("tmp-full", f"{limits.tmp_folder} on {name}: {why}", bad)
 
 
 def open_files(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        for limit, group in _by_limit(ranks, lambda facts: facts.limits.files_hard).items():
+        for limit, group in grouped(ranks, lambda facts: facts.limits.files_hard).items():
             needed = group[0].limits.files_open + 64 + 8 * (evidence.world_size + 16)
             if 0 <= limit < max(needed, _FILES):
                 text = (
@@ -157,23 +140,16 @@ def open_files(evidence: Evidence) -> Iterator[Finding]:
                 )
                 # Below what is needed it fails; below the usual least limit it may, with the program's own files.
                 severity = "" if limit < needed else WARNING
-                yield finding("files-low", text, _ranks(group), [name], severity=severity)
-
-
-def _by_limit(ranks: Sequence[Facts], read: Callable[[Facts], int]) -> dict[int, list[Facts]]:
-    found: dict[int, list[Facts]] = {}
-    for facts in ranks:
-        found.setdefault(read(facts), []).append(facts)
-    return found
+                yield evidence.about("files-low", text, group, severity=severity)
 
 
 def locked_memory(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        for limit, group in _by_limit(ranks, lambda facts: facts.limits.memlock_bytes).items():
+        for limit, group in grouped(ranks, lambda facts: facts.limits.memlock_bytes).items():
             rdma = bool(group[0].network.infiniband)
             if 0 <= limit < (_MEMLOCK_BYTES if rdma else _MEMLOCK_LEAST_BYTES):
                 text = f"ranks on {name} may lock {_bytes(limit)}" + ("" if rdma else "; no RDMA device is there")
-                yield finding("memlock-low", text, _ranks(group), [name], severity="" if rdma else INFO)
+                yield evidence.about("memlock-low", text, group, severity="" if rdma else INFO)
 
 
 def limits_alike(evidence: Evidence) -> Iterator[Finding]:
@@ -200,10 +176,11 @@ def processes(evidence: Evidence) -> Iterator[Finding]:
         limits = ranks[0].limits
         needed = _PROCESSES_PER_RANK * len(ranks)
         by_user = limits.processes - limits.processes_taken if limits.processes >= 0 and limits.uid != 0 else None
-        for what, left in (("the user", by_user), ("the cgroup", limits.cgroup_pids_left)):
-            if left is not None and 0 <= max(left, 0) < needed and left != -1:
+        by_cgroup = limits.cgroup_pids_left if limits.cgroup_pids_left >= 0 else None
+        for what, left in (("the user", by_user), ("the cgroup", by_cgroup)):
+            if left is not None and left < needed:
                 text = f"{what} on {name} may start {max(left, 0)} more, and {len(ranks)} ranks need about {needed}"
-                yield finding("processes-low", text, _ranks(ranks), [name])
+                yield evidence.about("processes-low", text, ranks)
 
 
 def memory(evidence: Evidence) -> Iterator[Finding]:
@@ -211,11 +188,11 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
         limited = [each for each in ranks if 0 <= each.limits.address_space_bytes < _ADDRESS_SPACE_BYTES]
         if limited:
             text = f"ranks on {name} may map {_bytes(limited[0].limits.address_space_bytes)}"
-            yield finding("address-space-limited", text, _ranks(limited), [name])
+            yield evidence.about("address-space-limited", text, limited)
         small = [each for each in ranks if 0 <= each.limits.file_size_bytes < _FILE_BYTES]
         if small:
             text = f"ranks on {name} may write files of {_bytes(small[0].limits.file_size_bytes)}"
-            yield finding("file-size-limited", text, _ranks(small), [name])
+            yield evidence.about("file-size-limited", text, small)
         limits = ranks[0].limits
         for what, left in (
             ("the machine has", limits.memory_available_bytes),
@@ -223,12 +200,12 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
         ):
             if 0 <= left < _MEMORY_BYTES * len(ranks) // 2:
                 text = f"{what} {_bytes(left)} for {len(ranks)} ranks on {name}"
-                yield finding("memory-low", text, _ranks(ranks), [name])
+                yield evidence.about("memory-low", text, ranks)
                 break
         users = by_value({each.place.rank: str(each.limits.uid) for each in ranks})
         if len(users) > 1:
-            words = "; ".join(f"uid {uid}: ranks {format_ranks(sorted(each))}" for uid, each in users.items())
-            yield finding("users-differ", f"on {name} {words}", _ranks(ranks), [name])
+            words = "; ".join(f"uid {uid}: {named(each)}" for uid, each in users.items())
+            yield evidence.about("users-differ", f"on {name} {words}", ranks)
 
 
 # Cores.
@@ -241,21 +218,16 @@ def cores(evidence: Evidence) -> Iterator[Finding]:
         if crowded:
             cores_, group = crowded
             text = f"{len(group)} ranks on {name} may only use {_core_words(cores_)}"
-            if any(each in bound for each in group):
-                yield finding("cores-shared", text, _ranks(group), [name])
-            else:
-                yield finding("cores-few", text, _ranks(group), [name])
+            yield evidence.about("cores-shared" if any(each in bound for each in group) else "cores-few", text, group)
         elif bound:
-            yield from _siblings(name, bound)
-        yield from _threads(name, ranks)
+            yield from _siblings(evidence, name, bound)
+        yield from _threads(evidence, name, ranks)
         cpu = ranks[0].cpu
-        if len([each for each in cpu.numa_nodes.values() if each]) > 1 and len(ranks) > 1 and ranks[0].gpus.devices:
-            free = [each for each in ranks if _nodes(each) > 1]
-            if len(free) == len(ranks):
-                text = f"ranks on {name} may run on any of {len(cpu.numa_nodes)} NUMA nodes"
-                yield finding("numa-unbound", text, _ranks(free), [name])
+        if len(ranks) > 1 and ranks[0].gpus.devices and all(_nodes(each) > 1 for each in ranks):
+            text = f"ranks on {name} may run on any of {_nodes(ranks[0])} NUMA nodes"
+            yield evidence.about("numa-unbound", text, ranks)
         if cpu.governor in ("powersave", "ondemand", "conservative") and "Intel" not in cpu.model:
-            yield finding("governor", f"the governor on {name} is {cpu.governor}", _ranks(ranks), [name])
+            yield evidence.about("governor", f"the governor on {name} is {cpu.governor}", ranks)
 
 
 def _crowded(ranks: Sequence[Facts]) -> tuple[list[int], list[Facts]] | None:
@@ -271,26 +243,22 @@ def _core_words(cores_: Sequence[int]) -> str:
     return f"core {cores_[0]}" if len(cores_) == 1 else f"cores {spans(cores_)}"
 
 
-def _siblings(name: str, bound: Sequence[Facts]) -> Iterator[Finding]:
+def _siblings(evidence: Evidence, name: str, bound: Sequence[Facts]) -> Iterator[Finding]:
     """Ranks bound to single threads whose physical core is one."""
     single = {each.cpu.affinity[0]: each for each in bound if len(each.cpu.affinity) == 1}
-    named: set[int] = set()
-    for core, facts in single.items():
-        others = [single[each] for each in facts.cpu.siblings.get(str(core), []) if each in single and each != core]
-        if others and core not in named:
-            group = [facts, *others]
-            taken = sorted(each.cpu.affinity[0] for each in group)
-            named |= set(taken)
-            text = f"ranks {format_ranks(_ranks(group))} on {name} are on cores {spans(taken)}, of one physical core"
-            yield finding("smt-shared", text, _ranks(group), [name])
+    for taken in grouped(sorted(single), lambda core: tuple(single[core].cpu.siblings.get(str(core), [core]))).values():
+        if len(taken) > 1:
+            group = [single[core] for core in taken]
+            text = f"{named(ranks_of(group))} on {name} are on cores {spans(taken)}, of one physical core"
+            yield evidence.about("smt-shared", text, group)
 
 
-def _threads(name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _threads(evidence: Evidence, name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     total = sum(each.cpu.threads for each in ranks)
     usable = len(set().union(*(each.cpu.affinity for each in ranks)))
     if len(ranks) > 1 and usable and total > 2 * usable and total > len(ranks):
         text = f"torch has {total} threads in {len(ranks)} ranks on {name}, for {usable} cores"
-        yield finding("threads-many", text, _ranks(ranks), [name])
+        yield evidence.about("threads-many", text, ranks)
 
 
 def _nodes(facts: Facts) -> int:
@@ -299,15 +267,12 @@ def _nodes(facts: Facts) -> int:
 
 def cpu_quota(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
-        groups: dict[str, list[Facts]] = {}
-        for each in ranks:
-            if each.cpu.quota_cores >= 0:
-                groups.setdefault(each.cpu.cgroup, []).append(each)
-        for group in groups.values():
+        limited = [each for each in ranks if each.cpu.quota_cores >= 0]
+        for group in grouped(limited, lambda facts: facts.cpu.cgroup).values():
             quota = group[0].cpu.quota_cores
             if quota < len(group):
                 text = f"{len(group)} ranks on {name} have {quota:g} cores together, by {group[0].cpu.cgroup}"
-                yield finding("cpu-quota", text, _ranks(group), [name])
+                yield evidence.about("cpu-quota", text, group)
 
 
 # GPUs.
@@ -315,10 +280,9 @@ def cpu_quota(evidence: Evidence) -> Iterator[Finding]:
 
 def peer_failures(evidence: Evidence) -> Iterator[Finding]:
     for number, measured in evidence.measured.items():
-        facts = evidence.arrivals[number - 1]
-        host = evidence.host(facts)
+        host = evidence.host_of(number)
         for text in measured.peer_failures:
-            yield finding("peer-wrong", f"on {host} {text}", _ranks(evidence.hosts[host]), [host])
+            yield evidence.about("peer-wrong", f"on {host} {text}", evidence.hosts[host])
 
 
 def gpus(evidence: Evidence) -> Iterator[Finding]:
@@ -328,26 +292,22 @@ def gpus(evidence: Evidence) -> Iterator[Finding]:
         devices = max(len(found.devices), found.device_files)
         if devices and (found.problem or not found.torch_cuda):
             why = found.problem or f"torch {ranks[0].versions.torch} was built without CUDA"
-            yield finding("gpu-driver", f"{name} has {devices} GPUs, but {why}", _ranks(ranks), [name])
+            yield evidence.about("gpu-driver", f"{name} has {devices} GPUs, but {why}", ranks)
         without = [each for each in ranks if each.gpus.visible and not each.gpus.own]
         if without:
             text = f"{name} has {len(without[0].gpus.visible)} visible GPUs for {len(ranks)} ranks"
-            yield finding("gpu-few", text, _ranks(without), [name])
-        owners: dict[str, list[Facts]] = {}
-        for each in ranks:
-            if each.gpus.own:
-                owners.setdefault(each.gpus.own, []).append(each)
-        for uuid, group in owners.items():
+            yield evidence.about("gpu-few", text, without)
+        for uuid, group in grouped((each for each in ranks if each.gpus.own), lambda facts: facts.gpus.own).items():
             if len(group) > 1:
-                text = f"ranks {format_ranks(_ranks(group))} on {name} all take {uuid}"
+                text = f"{named(ranks_of(group))} on {name} all take {uuid}"
                 allowed = group[0].place.variables.get("PARALLEL_STATE_SHARE_GPUS", "").lower() in ("on", "1", "true")
-                yield finding("gpu-shared", text, _ranks(group), [name], severity=INFO if allowed else "")
-        yield from _paths(name, ranks)
-        yield from _far(name, ranks)
+                yield evidence.about("gpu-shared", text, group, severity=INFO if allowed else "")
+        yield from _paths(evidence, name, ranks)
+        yield from _far(evidence, name, ranks)
     if with_gpus and len(with_gpus) < len(evidence.arrivals):
         without = [each for each in evidence.arrivals if not each.gpus.visible]
         text = f"{_words(evidence, without)} see no GPU, the others do"
-        yield finding("gpu-somewhere", text, _ranks(without), map(evidence.host, without))
+        yield evidence.about("gpu-somewhere", text, without)
     yield from _differing(evidence, "gpu-models", "the GPU", _model)
 
 
@@ -355,13 +315,13 @@ def _model(facts: Facts) -> str:
     return next((each.name for each in facts.gpus.devices if each.uuid == facts.gpus.own), "")
 
 
-def _paths(name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _paths(evidence: Evidence, name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     found = ranks[0].gpus
     numbers = [path.nvlinks for path in found.paths if path.nvlinks >= 0]
     fewer = [path for path in found.paths if 0 <= path.nvlinks < max(numbers, default=0)]
     if fewer:
         words = ", ".join(f"GPU{path.one}–GPU{path.two}: {path.nvlinks}" for path in fewer[:4])
-        yield finding("nvlink-uneven", f"on {name} others have {max(numbers)} NVLinks: {words}", _ranks(ranks), [name])
+        yield evidence.about("nvlink-uneven", f"on {name} others have {max(numbers)} NVLinks: {words}", ranks)
     refused = [path for path in found.paths if path.peer_problem]
     if refused:
         first = refused[0]
@@ -369,15 +329,15 @@ def _paths(name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
             f"on {name} {len(refused)} of {len(found.paths)} pairs, such as GPU{first.one}–GPU{first.two}: "
             f"{first.peer_problem}"
         )
-        yield finding("peer-access", text, _ranks(ranks), [name])
+        yield evidence.about("peer-access", text, ranks)
     if found.acs_redirect and not max(numbers, default=0):
         bridges = ", ".join(found.acs_redirect[:4]) + (" …" if len(found.acs_redirect) > 4 else "")
         mode = "with an IOMMU" if found.iommu else "without an IOMMU"
         text = f"{len(found.acs_redirect)} bridges of {name} ({mode}): {bridges}"
-        yield finding("acs-redirect", text, _ranks(ranks), [name])
+        yield evidence.about("acs-redirect", text, ranks)
 
 
-def _far(name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+def _far(evidence: Evidence, name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     for facts in ranks:
         own = next((each for each in facts.gpus.devices if each.uuid == facts.gpus.own), None)
         if own is not None and own.cores and facts.cpu.affinity and not set(own.cores) & set(facts.cpu.affinity):
@@ -385,7 +345,7 @@ def _far(name: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
                 f"rank {facts.place.rank} on {name} is bound to {_core_words(facts.cpu.affinity)}; next to its "
                 f"GPU{own.index} are {_core_words(own.cores)}"
             )
-            yield finding("gpu-far", text, [facts.place.rank], [name])
+            yield evidence.about("gpu-far", text, [facts])
 
 
 def _bytes(count: int) -> str:

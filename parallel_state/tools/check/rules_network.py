@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from device_communicators.errors import SettingError, format_ranks
-from parallel_state.startup.environment import expand_hostlist
 from parallel_state.tools.check.evidence import (
     Evidence,
     by_value,
+    grouped,
     interface_of,
     is_loopback,
     networks_of,
     outliers,
 )
 from parallel_state.tools.check.facts import Facts, Link
-from parallel_state.tools.check.findings import INFO, Finding, finding
+from parallel_state.tools.check.findings import INFO, Finding, finding, named, rate
 
-_EPHEMERAL = range(32_768, 61_000)
 _CLOCK_S = 1.0
 _LATE_PLAN_S = 5.0
 _SLOW = 4.0
@@ -32,27 +30,12 @@ _LOSS = 0.012
 _FEW_SEGMENTS = 200
 
 
-def hostlist(text: str) -> list[str]:
-    try:
-        return list(expand_hostlist(text))
-    except SettingError:
-        return []
-
-
-def _ranks(group: list[Facts]) -> list[int]:
-    return sorted({each.place.rank for each in group})
-
-
-def _ranks_on(evidence: Evidence, names: Iterable[str]) -> list[int]:
-    return [rank for name in names for rank in _ranks(evidence.hosts[name])]
-
-
 def meeting_place(evidence: Evidence) -> Iterator[Finding]:
     places = {each.place.rank: each.place for each in evidence.arrivals if each.place.world_size > 1}
     addresses = by_value({rank: f"{each.master_addr}:{each.master_port}" for rank, each in places.items()})
     addresses = {where: ranks for where, ranks in addresses.items() if not where.startswith(":")}
     if len(addresses) > 1:
-        words = "; ".join(f"{where} on ranks {format_ranks(sorted(ranks))}" for where, ranks in addresses.items())
+        words = "; ".join(f"{where} on {named(ranks)}" for where, ranks in addresses.items())
         odd = list(addresses.values())[1]
         yield finding("master-differs", f"the ranks should meet at {words}", odd)
     master = next(iter(places.values()), None)
@@ -67,9 +50,11 @@ def meeting_place(evidence: Evidence) -> Iterator[Finding]:
         else:
             answers = by_value({rank: " ".join(found) for rank, found in resolved.items() if found})
             if len(answers) > 1:
-                words = "; ".join(f"{found} on ranks {format_ranks(sorted(ranks))}" for found, ranks in answers.items())
+                words = "; ".join(f"{found} on {named(ranks)}" for found, ranks in answers.items())
                 yield finding("master-resolves-differently", f"{master.master_addr} is {words}")
-    if master.master_port in _EPHEMERAL and not master.agent_store:
+    server = min(evidence.arrivals, key=lambda facts: facts.place.rank)
+    first, last = server.network.ephemeral_ports
+    if first <= master.master_port <= last and not master.agent_store:
         yield finding("port-ephemeral", f"MASTER_PORT is {master.master_port}")
 
 
@@ -79,7 +64,7 @@ def unresolved(evidence: Evidence) -> Iterator[Finding]:
     for name, ranks in evidence.hosts.items():
         why = ranks[0].late.get("master", "")
         if why:
-            yield finding("master-unresolved", f"{ranks[0].place.master_addr} on {name}: {why}", _ranks(ranks), [name])
+            yield evidence.about("master-unresolved", f"{ranks[0].place.master_addr} on {name}: {why}", ranks)
 
 
 def addresses(evidence: Evidence) -> Iterator[Finding]:
@@ -91,20 +76,20 @@ def addresses(evidence: Evidence) -> Iterator[Finding]:
         network = ranks[0].network
         if not network.gloo_address:
             if network.gloo_interface != "?" and not _given(ranks[0]):
-                yield finding("address-unknown", f"gloo finds no address on {name}", _ranks(ranks), [name])
+                yield evidence.about("address-unknown", f"gloo finds no address on {name}", ranks)
         elif is_loopback(network.gloo_address):
             own = ", ".join(network.name_resolves_to) or "nothing"
             text = (
                 f"gloo on {name} announces {network.gloo_address}: its own name {network.hostname} resolves to {own}; "
                 f"interfaces there: {_interfaces(ranks[0])}"
             )
-            yield finding("address-loopback", text, _ranks(ranks), [name])
+            yield evidence.about("address-loopback", text, ranks)
         else:
             at.setdefault(network.gloo_address, []).append(name)
     for address, names in at.items():
         if len(names) > 1:
             chosen = ", ".join(f"{evidence.hosts[name][0].network.gloo_interface} on {name}" for name in names)
-            yield finding("address-shared", f"{address} is announced by {chosen}", _ranks_on(evidence, names), names)
+            yield evidence.about("address-shared", f"{address} is announced by {chosen}", evidence.on(names))
 
 
 def _spans(evidence: Evidence) -> bool:
@@ -133,11 +118,11 @@ def interfaces(evidence: Evidence) -> Iterator[Finding]:
         if given and (chosen is None or not chosen.addresses or not (chosen.up or chosen.kind == "loopback")):
             state = "isn't there" if chosen is None else "has no address" if chosen.up else "is down"
             text = f"GLOO_SOCKET_IFNAME={given} on {name}, but that interface {state}; there are {_interfaces(facts)}"
-            yield finding("interface-missing", text, _ranks(ranks), [name])
+            yield evidence.about("interface-missing", text, ranks)
         nccl = facts.place.variables.get("NCCL_SOCKET_IFNAME", "").strip()
         if nccl and not facts.network.nccl_interface:
             text = f"NCCL_SOCKET_IFNAME={nccl} on {name} fits no interface that is up; there are {_interfaces(facts)}"
-            yield finding("interface-missing", text, _ranks(ranks), [name])
+            yield evidence.about("interface-missing", text, ranks)
         if not _spans(evidence):
             continue
         for who, taken in (("gloo", facts.network.gloo_interface), ("NCCL", facts.network.nccl_interface)):
@@ -146,12 +131,12 @@ def interfaces(evidence: Evidence) -> Iterator[Finding]:
                 continue
             if each is not None and each.kind in ("bridge", "container") and not _reached(evidence, facts):
                 text = f"{who} on {name} takes {taken}, a {each.kind}; there are {_interfaces(facts)}"
-                yield finding("interface-bridge", text, _ranks(ranks), [name])
+                yield evidence.about("interface-bridge", text, ranks)
 
 
 def _reached(evidence: Evidence, facts: Facts) -> bool:
     """Returns True if another host got through to this one."""
-    return any(not link.problem and evidence.arrivals[link.target - 1] is facts for link in evidence.links)
+    return any(not link.problem and evidence.of(link.target) is facts for link in evidence.links)
 
 
 def networks(evidence: Evidence) -> Iterator[Finding]:
@@ -179,13 +164,12 @@ def networks(evidence: Evidence) -> Iterator[Finding]:
         # Routed networks are as good, where each rack has its own and nothing in common.
         severity = "" if common else INFO
         text = f"gloo's interfaces are in {words}{hint}"
-        yield finding("networks-differ", text, _ranks_on(evidence, odd), odd, severity=severity)
+        yield evidence.about("networks-differ", text, evidence.on(odd), severity=severity)
     mtus = by_value({name: str(each.mtu) for name, each in chosen.items() if each.mtu and each.kind != "loopback"})
     if len(mtus) > 1:
         words = "; ".join(f"{mtu} on {', '.join(names)}" for mtu, names in mtus.items())
-        odd = list(mtus.values())[-1]
-        yield finding("mtu-differs", f"the MTU of gloo's interface is {words}",
-                      [rank for name in odd for rank in _ranks(evidence.hosts[name])], odd)  # fmt: skip
+        rarest = list(mtus.values())[-1]
+        yield evidence.about("mtu-differs", f"the MTU of gloo's interface is {words}", evidence.on(rarest))
     for name, each in chosen.items():
         faster = [
             other
@@ -198,16 +182,13 @@ def networks(evidence: Evidence) -> Iterator[Finding]:
                 f"gloo on {name} takes {each.name} ({each.speed_mbit / 1000:g} Gb/s), and {best.name} has "
                 f"{best.speed_mbit / 1000:g} Gb/s"
             )
-            yield finding("interface-slower", text, _ranks(evidence.hosts[name]), [name])
+            yield evidence.about("interface-slower", text, evidence.hosts[name])
 
 
 def hostnames(evidence: Evidence) -> Iterator[Finding]:
-    names: dict[str, list[str]] = {}
-    for unique, ranks in evidence.hosts.items():
-        names.setdefault(ranks[0].network.hostname, []).append(unique)
-    for name, hosts in names.items():
+    for name, hosts in grouped(evidence.hosts, lambda unique: evidence.hosts[unique][0].network.hostname).items():
         if len(hosts) > 1:
-            yield finding("hostname-twice", f"{len(hosts)} hosts are called {name}", _ranks_on(evidence, hosts), hosts)
+            yield evidence.about("hostname-twice", f"{len(hosts)} hosts are called {name}", evidence.on(hosts))
 
 
 def infiniband(evidence: Evidence) -> Iterator[Finding]:
@@ -218,7 +199,7 @@ def infiniband(evidence: Evidence) -> Iterator[Finding]:
         down = [port for port, state in ports.items() if not state.startswith("ACTIVE")]
         if down and len(down) < len(ports):
             words = ", ".join(f"{port} is {ports[port]}" for port in down)
-            yield finding("infiniband-down", f"on {name} {words}", _ranks(ranks), [name])
+            yield evidence.about("infiniband-down", f"on {name} {words}", ranks)
     found = by_value(counts)
     if len(found) > 1:
         words = "; ".join(f"{count} on {', '.join(names)}" for count, names in found.items())
@@ -243,42 +224,41 @@ def link_problems(evidence: Evidence) -> Iterator[Finding]:
             way = f"from {source} to {target}"
         if (target, source) in blocked and source > target and code == "link-blocked":
             continue  # one finding for both directions
-        ranks = [evidence.arrivals[number - 1].place.rank for number in (link.source, link.target)]
-        yield finding(code, f"{way}: {link.problem}; {_ways(evidence, link)}", ranks, [source, target])
+        yield _about(evidence, code, link.source, link.target, f"{way}: {link.problem}; {_ways(evidence, link)}")
 
 
 def _ways(evidence: Evidence, link: Link) -> str:
-    ends = [evidence.arrivals[number - 1].network for number in (link.source, link.target)]
+    ends = [evidence.of(number).network for number in (link.source, link.target)]
     return " and ".join(f"{end.gloo_interface} {end.gloo_address} on {end.hostname}" for end in ends)
 
 
 def link_speed(evidence: Evidence) -> Iterator[Finding]:
     good = [link for link in evidence.links if not link.problem and link.bytes_per_s]
     speeds = {(link.source, link.target): link.bytes_per_s for link in good}
-    named = set()
+    reported = set()
     for (source, target), speed, middle in outliers(speeds, _SLOW, high=False):
-        text = f"{_way(evidence, source, target)} carries {_rate(speed)}, the median of all links is {_rate(middle)}"
-        named.add((source, target))
+        text = f"{_way(evidence, source, target)} carries {rate(speed)}, the median of all links is {rate(middle)}"
+        reported.add((source, target))
         yield _about(evidence, "link-slow", source, target, text)
     for link in good:
-        if (link.source, link.target) in named:
+        if (link.source, link.target) in reported:
             continue
-        facts = evidence.arrivals[link.source - 1]
+        facts = evidence.of(link.source)
         chosen = interface_of(facts, facts.network.gloo_interface)
         nominal = (chosen.speed_mbit if chosen else 0) * 1e6 / 8
         if nominal and link.bytes_per_s < _NOMINAL * nominal:
             text = (
-                f"{_way(evidence, link.source, link.target)} carries {_rate(link.bytes_per_s)}, and its interface "
-                f"{facts.network.gloo_interface} should carry {_rate(nominal)}"
+                f"{_way(evidence, link.source, link.target)} carries {rate(link.bytes_per_s)}, and its interface "
+                f"{facts.network.gloo_interface} should carry {rate(nominal)}"
             )
-            named.add((link.source, link.target))
+            reported.add((link.source, link.target))
             yield _about(evidence, "link-slow", link.source, link.target, text)
-    slow = {pair: speed for pair, speed in speeds.items() if speed < _GIGABIT and pair not in named}
-    if slow and len(slow) == len(speeds) - len(named):
+    slow = {pair: speed for pair, speed in speeds.items() if speed < _GIGABIT and pair not in reported}
+    if slow and len(slow) == len(speeds) - len(reported):
         source, target = min(slow, key=lambda pair: slow[pair])
         text = (
-            f"the best of {len(slow)} links carries {_rate(max(slow.values()))}; the slowest is "
-            f"{_way(evidence, source, target)} with {_rate(slow[source, target])}"
+            f"the best of {len(slow)} links carries {rate(max(slow.values()))}; the slowest is "
+            f"{_way(evidence, source, target)} with {rate(slow[source, target])}"
         )
         yield _about(evidence, "network-slow", source, target, text)
 
@@ -306,21 +286,16 @@ def link_loss(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _about(evidence: Evidence, code: str, source: int, target: int, text: str) -> Finding:
-    ranks = [evidence.arrivals[number - 1].place.rank for number in (source, target)]
-    return finding(code, text, ranks, [evidence.host_of(source), evidence.host_of(target)])
+    return evidence.about(code, text, [evidence.of(source), evidence.of(target)])
 
 
 def _way(evidence: Evidence, source: int, target: int) -> str:
     return f"the link from {evidence.host_of(source)} to {evidence.host_of(target)}"
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
-
-
 def clocks(evidence: Evidence) -> Iterator[Finding]:
     """By the round trips between hosts; else by the moment at which the leader's plan came, which may be late."""
-    named: set[str] = set()
+    reported: set[str] = set()
     offsets: dict[str, list[tuple[float, str]]] = {}
     for link in evidence.links:
         if not link.problem and abs(link.clock_offset_s) > _CLOCK_S + link.clock_error_s:
@@ -330,18 +305,18 @@ def clocks(evidence: Evidence) -> Iterator[Finding]:
     while offsets:  # the host that differs from most others is the one that is wrong
         host = max(offsets, key=lambda name: len(offsets[name]))
         offset, other = offsets.pop(host)[0]
-        named.add(host)
+        reported.add(host)
         offsets = {name: left for name, each in offsets.items() if (left := [one for one in each if one[1] != host])}
         way = "ahead of" if offset > 0 else "behind"
         text = f"the clock of {host} is {_duration(offset)} {way} that of {other}"
-        yield finding("clock-offset", text, _ranks(evidence.hosts[host]), [host])
+        yield evidence.about("clock-offset", text, evidence.hosts[host])
     for number, measured in evidence.measured.items():
-        facts = evidence.arrivals[number - 1]
+        facts = evidence.of(number)
         offset_s = measured.clock_offset_s
-        if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not named:
+        if offset_s is not None and not -_CLOCK_S < offset_s < _LATE_PLAN_S and not reported:
             way = "ahead of" if offset_s > 0 else "behind"
             text = f"the clock of rank {facts.place.rank} is {_duration(offset_s)} {way} that of the rank that leads"
-            yield finding("clock-offset", text, [facts.place.rank], [evidence.host(facts)])
+            yield evidence.about("clock-offset", text, [facts])
 
 
 def _duration(seconds: float) -> str:

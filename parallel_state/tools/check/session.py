@@ -99,13 +99,14 @@ class Session:
 
     def run(self) -> Outcome:
         self.facts = system.collect(max(self._until(0.4), time.monotonic() + 1.0))
-        listener = links.Listener(self.facts.network.gloo_address) if self.facts.network.gloo_address else None
-        self.facts.probe = listener.entry if listener is not None else []
-        try:
+        address = self.facts.network.gloo_address
+        if not address:
             return self._run()
-        finally:
-            if listener is not None:
-                listener.close()
+        with contextlib.closing(links.Listener(address)) as listener:
+            self.facts.probe = listener.entry
+            if listener.problem:
+                self.facts.late["links"] = f"nobody can listen at {address}: {listener.problem}"
+            return self._run()
 
     def _run(self) -> Outcome:
         place = self.facts.place
@@ -141,7 +142,7 @@ class Session:
         world_size = _most_common(arrivals)
         complete = sorted(each.place.rank for each in arrivals) == list(range(world_size))
         rounds = links.schedule(links.host_leaders(arrivals)) * _PASSES
-        plan = Plan(arrivals, rounds, time.time(), complete)
+        plan = Plan(arrivals, rounds, time.time())
         meeting.put("plan", plan)
         own = meeting.arrival
         measured = {own: self._measure(plan)}

@@ -14,12 +14,12 @@ import re
 import resource
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from device_communicators import host, settings
 from device_communicators.cpu import native, native_build
 from device_communicators.errors import ParallelStateError, SettingError
 from parallel_state.startup import environment, interfaces
+from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE
 from parallel_state.tools.check.facts import (
     Cpu,
@@ -41,8 +42,6 @@ from parallel_state.tools.check.facts import (
     Place,
     Versions,
 )
-
-T = TypeVar("T")
 
 _SIOCGIFADDR, _SIOCGIFNETMASK, _SIOCGIFFLAGS, _SIOCGIFMTU, _SIOCGIFHWADDR = 0x8915, 0x891B, 0x8913, 0x8921, 0x8927
 _IFF_UP = 1
@@ -65,14 +64,14 @@ VARIABLES = re.compile(
 
 def collect(deadline: float) -> Facts:
     """Returns what this rank knows of itself; what isn't known by `deadline` (monotonic) is left out, and said."""
-    found = Facts(boot_id=host.boot_id(), pid=os.getpid(), time_s=time.time())
+    found = Facts(place(), boot_id=host.boot_id(), pid=os.getpid())
     parts: dict[str, Callable[[], Any]] = {
-        "place": place, "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
+        "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
         "compiled": compiled_part, "address": interfaces.whereabouts, "name": _own_name,
     }  # fmt: skip
-    running = {name: _Started(name, read) for name, read in parts.items()}
-    for name, started in running.items():
-        value, problem = started.result(max(0.05, deadline - time.monotonic()))
+    running = {name: in_thread(read, f"parallel_state-check-{name}") for name, read in parts.items()}
+    for name, future in running.items():
+        value, problem = _result(future, max(0.05, deadline - time.monotonic()))
         if problem:
             found.late[name] = problem
         elif name == "compiled":
@@ -83,12 +82,10 @@ def collect(deadline: float) -> Facts:
             found.network.name_resolves_to = value
         else:
             setattr(found, name, value)
-    if "place" in found.late:
-        found.place = place()
     with_own_gpu(found)
     if found.place.master_addr:
-        names = _Started("name", lambda: _resolve(found.place.master_addr))
-        resolved, problem = names.result(max(0.5, min(3.0, deadline - time.monotonic())))
+        names = in_thread(lambda: _resolve(found.place.master_addr), "parallel_state-check-master")
+        resolved, problem = _result(names, max(0.5, min(3.0, deadline - time.monotonic())))
         found.network.master_resolves_to = resolved or []
         if problem:
             found.late["master"] = problem
@@ -101,27 +98,12 @@ def collect(deadline: float) -> Facts:
     return found
 
 
-class _Started:
-    """A reader in a thread of its own, which is left alone where it doesn't come back."""
-
-    def __init__(self, name: str, read: Callable[[], Any]) -> None:
-        self._read, self._done = read, threading.Event()
-        self._value: Any = None
-        self._problem = ""
-        threading.Thread(target=self._run, daemon=True, name=f"parallel_state-check-{name}").start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self._read()
-        except Exception as error:  # a fact less, whatever it was
-            self._problem = f"{type(error).__name__}: {error}"
-        self._done.set()
-
-    def result(self, limit_s: float) -> tuple[Any, str]:
-        """Returns the value, or the reason that there is none."""
-        if not self._done.wait(limit_s):
-            return None, f"no answer within {limit_s:.1f} s"
-        return self._value, self._problem
+def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
+    """Returns the value, or the reason that there is none: a fact less, whatever it was."""
+    if not wait([future], limit_s).done:
+        return None, f"no answer within {limit_s:.1f} s"
+    error = future.exception()
+    return (future.result(), "") if error is None else (None, f"{type(error).__name__}: {error}")
 
 
 def _text(path: str | Path) -> str:
@@ -214,6 +196,9 @@ def network() -> Network:
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
     found.nccl_interface = nccl_interface(found.interfaces, os.environ)
+    first, last, *_ = *map(_number, _text("/proc/sys/net/ipv4/ip_local_port_range").split()), 0, 0
+    if first:
+        found.ephemeral_ports = first, last
     return found
 
 
@@ -224,7 +209,6 @@ def _own_name() -> list[str]:
 
 
 def read_interfaces() -> list[Interface]:
-    default = _default_interface()
     six = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
@@ -240,7 +224,6 @@ def read_interfaces() -> list[Interface]:
                 addresses=[*_ipv4_address(name), *six.get(name, [])],
                 mtu=int.from_bytes(mtu[:4], "little") if mtu else 0,
                 speed_mbit=max(0, speed),
-                default_route=name == default,
             )
         )
     return found
@@ -288,14 +271,6 @@ def _ipv6_addresses() -> dict[str, list[str]]:
             address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
             found.setdefault(words[5], []).append(f"{address}/{int(words[2], 16)}")
     return found
-
-
-def _default_interface() -> str:
-    for line in _text("/proc/net/route").splitlines()[1:]:
-        words = line.split()
-        if len(words) > 7 and words[1] == "00000000" and words[7] == "00000000":
-            return words[0]
-    return ""
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
@@ -374,7 +349,7 @@ def limits() -> Limits:
     found = Limits(uid=os.geteuid())
     _read_shared_memory(found)
     _read_temporary_folder(found)
-    found.files_soft, found.files_hard = (_bound(each) for each in resource.getrlimit(resource.RLIMIT_NOFILE))
+    found.files_hard = _bound(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     with contextlib.suppress(OSError):
         found.files_open = len(os.listdir("/proc/self/fd"))
     found.memlock_bytes = _bound(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
@@ -489,7 +464,6 @@ def cpu() -> Cpu:
         found.numa_nodes[node.name.removeprefix("node")] = _cores(_text(node / "cpulist"))
     found.quota_cores, found.cgroup = cpu_quota()
     found.governor = _text(f"/sys/devices/system/cpu/cpu{affinity[0]}/cpufreq/scaling_governor") if affinity else ""
-    found.load = os.getloadavg()[0]
     return found
 
 
@@ -548,7 +522,6 @@ def gpus() -> Gpus:
         ],
         problem=topology.problem or "",
         torch_cuda=torch.version.cuda is not None,
-        torch_devices=torch.cuda.device_count() if torch.version.cuda else 0,
         remarks=[*topology.remarks, *visible.remarks],
         iommu=bool(_listed("/sys/class/iommu")),
         device_files=len([name for name in _listed("/dev") if re.fullmatch(r"nvidia\d+", name)]),

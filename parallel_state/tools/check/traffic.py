@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def _all_have_time(deadline: float) -> bool:
 def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic:
     found = GroupTraffic(kind, list(group.ranks), "")
     sizes = QUICK_SIZES if quick else SIZES
-    carriers: dict[str, list[int]] = {}
+    carriers: list[str] = []
     for numel in sizes:
         for what, works in _checks(group, numel):
             found.checks += 1
@@ -94,8 +94,8 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
                 found.wrong.append(f"{what} of {numel} elements")
         if group.route.communicators:
             request = Request("all_reduce", torch.float32, group.device.type, numel, "sum")
-            carriers.setdefault(group.route.pick(request).name, []).append(numel * 4)
-    found.route = ", ".join(carriers)
+            carriers.append(group.route.pick(request).name)
+    found.route = ", ".join(dict.fromkeys(carriers))
     small, large = torch.ones(16, device=group.device), torch.ones(_QUICK_LARGE if quick else _LARGE)
     large = large.to(group.device)
     samples = _timed(group, small, 30 if quick else 100)
@@ -167,8 +167,3 @@ def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
 
 def _same(found: Tensor, expected: Tensor) -> bool:
     return bool(torch.equal(found.reshape(-1), expected.reshape(-1)))
-
-
-def kinds_of(found: Sequence[Traffic]) -> list[str]:
-    """Returns the kinds of groups that any rank measured, the world first."""
-    return list(dict.fromkeys(group.kind for each in found for group in each.groups))
