@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from parallel_state.tools.check import page, rules, system
+from parallel_state.tools.check import command, page, rules, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
     CpuRun,
@@ -438,6 +438,12 @@ def test_the_report_in_all_its_forms() -> None:
     again = msgspec.json.decode(msgspec.json.encode(report), type=Report)
     assert again == report and json.loads(msgspec.json.encode(report))["schema"] == "parallel_state check 1"
     assert page.heading(_report(job(2))).startswith("2 ranks on 1 host: nothing found")
+
+
+def test_a_place_by_arguments_is_whole_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(["--rank", "0", "--size", "2", "--local-rank", "0", "--address", "29500"])
+    assert end.value.code == 2 and "--address HOST:PORT belong together" in capsys.readouterr().err
 
 
 def test_the_exit_code_is_that_of_the_worst() -> None:

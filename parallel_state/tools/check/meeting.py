@@ -73,14 +73,10 @@ class Meeting:
         self.arrival = int(self._store.add("arrivals", 1))
         self._store.set(f"arrival/{self.arrival}", msgspec.json.encode(facts).decode())
 
-    def count(self) -> int:
-        """Returns how many came so far."""
-        return int(self._store.add("arrivals", 0))
-
     def arrivals(self, seen: list[Facts], limit_s: float = 1.0) -> list[Facts]:
         """Returns `seen` with those that came since."""
         found = list(seen)
-        for number in range(len(seen) + 1, self.count() + 1):
+        for number in range(len(seen) + 1, int(self._store.add("arrivals", 0)) + 1):
             content = self.get(f"arrival/{number}", time.monotonic() + limit_s)
             if content is None:  # it ended between the two steps
                 break
