@@ -68,7 +68,7 @@ def tables(report: Report) -> Iterator[Table]:
     """Yields what is shown below the findings."""
     yield Table("Hosts", ("host", "ranks", "gloo's interface", "NCCL's", "cores", "/dev/shm", "GPUs", "core speed"),
                 list(_hosts(report)))  # fmt: skip
-    links = [link for link in report.links if not link.problem]
+    links = [link for link in report.evidence.links if not link.problem]
     if links:
         rows = [
             (_host(report, link.source), _host(report, link.target), f"{link.rtt_us:.0f} µs", rate(link.bytes_per_s))
@@ -242,7 +242,7 @@ def _matrix(report: Report) -> str:
     if len(report.hosts) < 2:
         return ""
     cells: dict[tuple[str, str], Link] = {
-        (_host(report, link.source), _host(report, link.target)): link for link in report.links
+        (_host(report, link.source), _host(report, link.target)): link for link in report.evidence.links
     }
     best = max((link.bytes_per_s for link in cells.values()), default=0.0)
     head = "".join(f"<th scope='col'>{escape(name)}</th>" for name in report.hosts)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import msgspec
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class Options(msgspec.Struct, frozen=True):
     timeout_s: float = 30.0
 
 
-class Report(msgspec.Struct):
+class Report(msgspec.Struct, dict=True):
     """Everything that `--json` writes."""
 
     schema: str
@@ -62,13 +62,9 @@ class Report(msgspec.Struct):
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 
-    @property
+    @cached_property
     def evidence(self) -> Evidence:
         return Evidence(self.ranks, self.world_size, self.sizes, None, self.measured, self.traffic)
-
-    @property
-    def links(self) -> list[Link]:
-        return [link for each in self.measured.values() for link in each.links]
 
 
 @dataclass
