@@ -1,6 +1,6 @@
 """A driver that starts ranks as actors, as engines' Ray executors do; runs in Ray's own Python, on the first host.
 
-    python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --check]
+    python -m tests.clusters.ray_driver FOLDER [--kill RANK | --absent RANK | --program WORD…]
 
 An actor for each bundle of a placement group, each with one GPU visible. The driver asks where they are, numbers them
 host by host, its own first, and tells all of them the address of rank 0, at a port that its host has free.
@@ -41,13 +41,13 @@ class Worker:
         job.run(Path(folder), victim, start=start)
         return os.getpid()
 
-    def check(self, folder: str, start: tuple[Any, ...]) -> int:
-        """Runs `check` in place of the program, in the environment that Ray gave this actor."""
+    def run_program(self, program: list[str], start: tuple[Any, ...]) -> int:
+        """Runs what follows `python`, in the environment that Ray gave this actor, with torchrun's variables."""
         size, rank, method, local_rank = start
-        place = ["--rank", rank, "--size", size, "--local-rank", local_rank, "--address", method.removeprefix("tcp://")]
-        command = ["-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60", *place]
-        page = ["--json", str(Path(folder, "check.json"))]
-        return subprocess.run([sys.executable, *map(str, command), *page], timeout=DEADLINE_S).returncode
+        host, _, port = method.removeprefix("tcp://").rpartition(":")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        os.environ.update(zip(names, map(str, (rank, size, local_rank, host, port)), strict=True))
+        return subprocess.run([sys.executable, *program], timeout=DEADLINE_S).returncode
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--kill", type=int, default=-1)
     parser.add_argument("--absent", type=int, default=-1, help="the actor that is told nothing")
-    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--program", nargs=argparse.REMAINDER, help="what each actor starts instead of the job")
     options = parser.parse_args()
     ray.init(address=os.environ["RAY_AT"], log_to_driver=True)
     group = placement_group([{"CPU": 1, "GPU": 1}] * SIZE, strategy="PACK")
@@ -75,15 +75,15 @@ def main() -> None:
     for rank, (worker, (host, _)) in enumerate(zip(workers, places, strict=True)):
         start = (SIZE, rank, f"tcp://{address}:{port}", seen[host])
         seen[host] += 1
-        if options.check:
-            calls.append(worker.check.remote(options.folder, start))
+        if options.program:
+            calls.append(worker.run_program.remote(options.program, start))
         elif rank != options.absent:
             calls.append(worker.run.remote(options.folder, options.kill, start))
     ends = []
     for call in calls:
         try:
             ended = ray.get(call, timeout=DEADLINE_S)
-            ends.append(f"exit code {ended}" if options.check else "ok")
+            ends.append(f"exit code {ended}" if options.program else "ok")
         except ray.exceptions.RayActorError:
             ends.append("died")
         except ray.exceptions.RayTaskError as error:

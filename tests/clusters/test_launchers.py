@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 180.0
 SOON_S = 5.0
+CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
+TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40))
 
 
 def run(
@@ -118,8 +120,7 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     if problem := launcher.problem():
         pytest.skip(problem)
     page = cluster.folder / "check.json"
-    command = ["-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60"]
-    run(launcher, cluster, [*command, "--json", str(page)])
+    run(launcher, cluster, [*CHECK, "--json", str(page)])
     assert page.exists(), logs(cluster)
     found = json.loads(page.read_text())
     assert {each["code"] for each in found["findings"] if each["severity"] == "error"} == set(), found["findings"]
@@ -132,7 +133,7 @@ def test_the_demo(cluster: Cluster, launcher: Launcher) -> None:
     if problem := launcher.problem():
         pytest.skip(problem)
     text = cluster.folder / "text.md"
-    text.write_text("".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40)))
+    text.write_text(TEXT)
     ended = run(launcher, cluster, [*DEMO, "--input", str(text)])
     assert not any(each.code for each in ended), logs(cluster)
     assert "largest difference" in "".join(each.output for each in ended)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.cluster import Cluster
+from tests.clusters.cluster import DEMO, Cluster
 from tests.clusters.install import missing, path_of
 from tests.clusters.launchers import logs
-from tests.clusters.test_launchers import SOON_S, check, told
+from tests.clusters.test_launchers import CHECK, SOON_S, TEXT, check, told
 
 pytestmark = pytest.mark.slow
 
@@ -86,8 +86,16 @@ def test_an_actor_that_never_joins_is_named_by_all_others(cluster: Cluster) -> N
 
 def test_check_in_place_of_the_program(cluster: Cluster) -> None:
     """GPUs are only said to be there, so nothing else may be found to be wrong."""
-    driver = _drive(cluster, "--check")
-    found = json.loads((cluster.folder / "check.json").read_text())
+    page = cluster.folder / "check.json"
+    driver = _drive(cluster, "--program", *CHECK, "--json", str(page))
+    found = json.loads(page.read_text())
     errors = {each["code"] for each in found["findings"] if each["severity"] == "error"}
     assert errors == set() and found["world_size"] == 4 and found["complete"], found["findings"]
     assert driver["ends"] == [f"exit code {found['exit_code']}"] * 4
+
+
+def test_the_demo(cluster: Cluster) -> None:
+    text = cluster.folder / "text.md"
+    text.write_text(TEXT)
+    driver = _drive(cluster, "--program", *DEMO, "--input", str(text))
+    assert driver["ends"] == ["exit code 0"] * 4, logs(cluster)
