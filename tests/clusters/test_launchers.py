@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 180.0
 SOON_S = 5.0
+START_S = 30
+"""For the ranks that come: on a busy machine they import torch at different speeds."""
 CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
 TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40))
 
@@ -101,8 +103,8 @@ def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launch
 def test_a_rank_that_never_comes_is_named_by_all_others(cluster: Cluster, launcher: Launcher) -> None:
     if problem := launcher.problem():
         pytest.skip(problem)
-    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = "15"
-    message = "ranks [3] did not come within 15 s"
+    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = f"{START_S}"
+    message = f"ranks [3] did not come within {START_S} s"
 
     def all_said_so() -> bool:
         return all(f"RendezvousError: rank {rank} of 4" in printed(cluster) for rank in range(3))

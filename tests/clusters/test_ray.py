@@ -14,7 +14,7 @@ import pytest
 from tests.clusters.cluster import DEMO, Cluster
 from tests.clusters.install import missing, path_of
 from tests.clusters.launchers import logs
-from tests.clusters.test_launchers import CHECK, SOON_S, TEXT, check, told
+from tests.clusters.test_launchers import CHECK, SOON_S, START_S, TEXT, check, told
 
 pytestmark = pytest.mark.slow
 
@@ -77,11 +77,12 @@ def test_an_actor_that_is_killed_is_named_by_all_others(cluster: Cluster) -> Non
 
 
 def test_an_actor_that_never_joins_is_named_by_all_others(cluster: Cluster) -> None:
-    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = "15"
+    cluster.common["PARALLEL_STATE_START_TIMEOUT_S"] = f"{START_S}"
     driver = _drive(cluster, "--absent", "3")
     assert len(driver["ends"]) == 3
     for rank, end in enumerate(driver["ends"]):
-        assert f"RendezvousError: rank {rank} of 4" in str(end) and "ranks [3] did not come within 15 s" in str(end)
+        assert f"RendezvousError: rank {rank} of 4" in str(end)
+        assert f"ranks [3] did not come within {START_S} s" in str(end)
 
 
 def test_check_in_place_of_the_program(cluster: Cluster) -> None:
