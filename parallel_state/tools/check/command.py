@@ -38,7 +38,8 @@ from parallel_state.tools.plan.command import STDOUT, add_sizes, write
 PROGRAM = "python -m parallel_state check"
 _MOST_RANKS = 64
 _LEAST_S = 5.0
-_GRACE_S = 5.0
+_GRACE_S = 15.0
+"""Beside the time limit: each step has some seconds, however late those before it were; then the leader reports."""
 _START_S = 15.0
 """For local ranks to start and end, beside the time limit of the check itself."""
 
