@@ -19,6 +19,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     workers.modules_of_tests |= {item.path.stem for item in items}
+    workers.modules_of_new_ranks |= {
+        item.module.__name__
+        for item in items
+        if isinstance(item, pytest.Function) and item.path.parent.name == "failure"
+    }
 
 
 @pytest.fixture(scope="session")

@@ -51,13 +51,15 @@ where torch has no CUDA, which they may start: they import torch's symmetric mem
 and Triton for a GPU."""
 modules_of_tests: set[str] = set()
 """Their names without `.py`, set when the tests of a run are known."""
+modules_of_new_ranks: set[str] = set()
+"""Of them those whose tests start ranks each, in full: 13 ms a rank that need not import its own."""
 
 
 def fork_context() -> Any:
     """Returns a context whose processes are forked from one, of this run, that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
-    also = sum(slow, ()) if torch.version.cuda is None else ()
+    also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
     context.set_forkserver_preload([*PRELOADED, *also, "tests.preload"])
     return context
 

@@ -119,7 +119,7 @@ def _sizes_that_vary() -> tuple[int, int]:
         group = ps.get_tp_group()
         group.barrier()
         before = os.statvfs("/dev/shm").f_bfree
-        for size in range(1, 120):
+        for size in range(1, 120, 3):  # 790 MB a rank
             group.empty((size << 18,), torch.int8).fill_(1)
             group.empty((size * 70_000,), torch.int8).fill_(1)
         group.barrier()
@@ -146,7 +146,7 @@ def _freed_in_a_forked_child() -> float:
                 held.clear()
                 os._exit(0)
             os.waitpid(child, 0)
-            total = float((held[0] == 1).all())
+            total = float(held[0][::4096].min())  # each page
         group.barrier()
         return total
 
