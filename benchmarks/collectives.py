@@ -70,7 +70,12 @@ def cases(options: argparse.Namespace, ranks: int) -> list[dict[str, object]]:
             for size in (0,) if barrier else options.sizes:
                 values = {"operation": operation, "bytes": size, "dtype": options.dtype, "loop": loop}
                 found.append({"ranks": ranks, **values})
+                found += [{"ranks": ranks, **values, "offset": each} for each in options.offsets if not barrier]
     return found
+
+
+def size_of(row: Row) -> str:
+    return size_name(row.case["bytes"]) + (f" + {row.case['offset']}" if "offset" in row.case else "")
 
 
 def net(row: Row) -> Row:
@@ -87,7 +92,7 @@ def report(rows: Sequence[Row]) -> None:
         ranks, operation, loop = key
         chosen = [net(row) for row in rows if (row.case["ranks"], row.case["operation"], row.case["loop"]) == key]
         title = f"{operation}, {ranks} ranks, {chosen[0].case['dtype']}, {loop}"
-        command_line.print_rows(title, chosen, lambda row: size_name(row.case["bytes"]), PAIRS)
+        command_line.print_rows(title, chosen, size_of, PAIRS)
         if operation != "barrier":
             print_bandwidths(title, chosen)
 
@@ -102,9 +107,7 @@ def print_bandwidths(title: str, rows: Sequence[Row]) -> None:
         speeds.append(bandwidths(operation, nccl_bytes(operation, row.case["bytes"], ranks), best, ranks))
     lines = [(name, [speed[at] for speed in speeds]) for at, name in enumerate(("algbw", "busbw"))]
     if rows:
-        command_line.print_table(
-            f"{title}: the best of ours, 10⁹ B/s", [size_name(row.case["bytes"]) for row in rows], lines
-        )
+        command_line.print_table(f"{title}: the best of ours, 10⁹ B/s", [size_of(row) for row in rows], lines)
 
 
 def picture(rows: Sequence[Row]) -> str:
@@ -112,7 +115,8 @@ def picture(rows: Sequence[Row]) -> str:
     for key in dict.fromkeys((row.case["ranks"], row.case["operation"], row.case["loop"]) for row in rows):
         lines: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            if (row.case["ranks"], row.case["operation"], row.case["loop"]) == key and row.case["bytes"]:
+            is_shown = row.case["bytes"] and "offset" not in row.case
+            if (row.case["ranks"], row.case["operation"], row.case["loop"]) == key and is_shown:
                 for name, samples in net(row).us.items():
                     lines.setdefault(name, []).append((row.case["bytes"], p50(samples)))
         if lines:
@@ -130,6 +134,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; on GPUs one for each")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
+    parser.add_argument(
+        "--offsets", nargs="*", type=int, default=[], help="also with inputs so many bytes behind a page's start"
+    )
     parser.add_argument("--modes", nargs="+", choices=in_each_rank.MODES, default=in_each_rank.MODES)
     parser.add_argument("--loops", nargs="+", choices=("tight", "produced"), default=("tight", "produced"))
     parser.add_argument("--dtype", default="bfloat16")

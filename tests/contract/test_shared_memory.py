@@ -112,6 +112,30 @@ def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
         assert found == ["shared_memory"] * ranks
 
 
+def _anywhere() -> list[tuple[int, int]]:
+    with world(2):
+        group = ps.get_tp_group()
+        wrong = []
+        for behind in (*range(0, 70, 3), 1, 31, 32, 4095):
+            for count in (2047, 2048, 2049, 4113, 70_001):
+                room = torch.zeros(count + 3 * 4096, dtype=torch.uint8)
+                at = (behind - room.data_ptr()) % 4096 + 4096
+                x, expected = room[at : at + count], _numbers(count, 1, count, torch.uint8)
+                if group.rank == 1:
+                    x.copy_(expected)
+                group.broadcast_(x, 1)
+                x += 1
+                group.all_reduce_(x, "max")  # alike on both
+                x -= 1
+                if not torch.equal(x, expected) or room[:at].any() or room[at + count :].any():
+                    wrong.append((behind, count))
+        return wrong
+
+
+def test_tensors_lie_anywhere_in_a_page(pools: Pools) -> None:
+    assert pools(2).run(_anywhere, timeout_s=DEADLINE_S) == [[], []]
+
+
 def _bits() -> list[int]:
     """Sums that depend on the order of summation, of both algorithms."""
     with world(4):

@@ -10,6 +10,7 @@ Each library has processes of its own, so that one that can't run here (vLLM's o
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from parallel_state.tools.bench.worker import Timing, WrongAnswer
 Call = Callable[[Tensor], Tensor]
 COPIES = "(copies alone)"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+_PAGE = 4096
 ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences of a decode batch
 
 
@@ -64,13 +66,13 @@ class TensorTeam:
         return dtype
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values`: operation, bytes (that a rank holds), dtype, loop."""
+        """`values`: operation, bytes (that a rank holds), dtype, loop; offset: bytes behind a page's start."""
         self._operation, self._tight = values["operation"], values["loop"] == "tight"
         dtype = getattr(torch, values["dtype"])
         count = max(1, values["bytes"] // dtype.itemsize // (ROWS * self.size)) * ROWS * self.size
         gathers = self._operation == "all_gather"
         shape = (ROWS, count // ROWS) if gathers else (count,)
-        kind = self.added_as(dtype), self.device
+        kind, kind_of_x = (self.added_as(dtype), self.device), (dtype, self.device)
         with torch.inference_mode():
             self._source = given(count, self.rank, *kind).view(dtype).view(shape)
             expected = answer(self._operation, count, self.rank, self.size, *kind).view(dtype)
@@ -78,7 +80,7 @@ class TensorTeam:
             self._sink = torch.empty_like(self._expected)
             self._zero = self._operation == "all_reduce" and self._tight  # in place, anything else would grow
             self._prepared = {
-                name: _Prepared(exchange.call, exchange.empty(shape, dtype=dtype, device=self.device))
+                name: _Prepared(exchange.call, _allocated(exchange.empty, shape, *kind_of_x, values.get("offset")))
                 for name, exchange in self.exchanges(self._operation, shape, dtype).items()
                 if self.only is None or name in self.only
             }
@@ -128,6 +130,16 @@ class TensorTeam:
             sink.copy_(call(x))
         self.finish()
         return time.perf_counter() - started
+
+
+def _allocated(
+    empty: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, offset: int | None
+) -> Tensor:
+    if offset is None:
+        return empty(shape, dtype=dtype, device=device)
+    room = empty((math.prod(shape) + 2 * _PAGE // dtype.itemsize,), dtype=dtype, device=device)
+    ahead = (offset - room.data_ptr()) % _PAGE // dtype.itemsize
+    return room[ahead : ahead + math.prod(shape)].view(shape)
 
 
 OWN, GLOO, VLLM = "parallel_state", "gloo", "vLLM"
