@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "copy.h"
 
@@ -202,8 +203,9 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
 Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                          double timeout_s) {
   begin(timeout_s);
-  // Each rank tells how much it sends to each other and expects from it: the longest block says how many exchanges
-  // there are. All ranks see all of it, so all find the same where what is sent isn't what is expected.
+  // Each rank tells how much it sends to each other and expects from it: the longest block of those that didn't come
+  // with it says how many exchanges follow. All ranks see all of it, so all find the same where what is sent isn't what
+  // is expected.
   tell_parts(in_bytes);
   const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
   const std::size_t row = 2 * static_cast<std::size_t>(size_);
@@ -211,17 +213,39 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
   std::uint64_t* const own = rows_.data() + rank_ * row;
   std::copy(in_bytes, in_bytes + size_, own);
   std::copy(out_bytes, out_bytes + size_, own + size_);
+  // The blocks of a rank follow in the same slot where all of them fit.
+  const std::size_t head = (row * sizeof *own + 63) / 64 * 64;
+  const auto begin_of = [&](int from, int to) {
+    const std::uint64_t* const sent = rows_.data() + from * row;
+    return std::accumulate(sent, sent + to, head);
+  };
+  const auto fits = [&](int from) { return begin_of(from, size_) <= tuning_.small_slot_bytes; };
+  std::size_t in_start[kMaxRanks], out_start[kMaxRanks];
+  for (int rank = 0; rank < size_; ++rank) {
+    in_start[rank] = rank == 0 ? 0 : in_start[rank - 1] + in_bytes[rank - 1];
+    out_start[rank] = rank == 0 ? 0 : out_start[rank - 1] + out_bytes[rank - 1];
+  }
   RETURN_IF_FAILED(move(
-      row * sizeof *own, call, [&](char* slot, std::size_t, std::size_t) { copy(slot, own, row * sizeof *own); },
+      row * sizeof *own, call,
+      [&](char* slot, std::size_t, std::size_t) {
+        copy(slot, own, row * sizeof *own);
+        for (int rank = 0; rank < size_ && fits(rank_); ++rank) {
+          if (rank == rank_) continue;
+          copy(slot + begin_of(rank_, rank), static_cast<const char*>(in) + in_start[rank], in_bytes[rank]);
+        }
+      },
       kEveryone,
       [&](int rank, const char* slot, std::size_t, std::size_t) {
-        copy(rows_.data() + rank * row, slot, row * sizeof *own);
+        std::uint64_t* const theirs = rows_.data() + rank * row;
+        copy(theirs, slot, row * sizeof *own);
+        if (theirs[rank_] != out_bytes[rank] || !fits(rank)) return;
+        copy(static_cast<char*>(out) + out_start[rank], slot + begin_of(rank, rank_), out_bytes[rank]);
       }));
   std::uint64_t longest = 0;
   for (int from = 0; from < size_; ++from) {
     for (int to = 0; to < size_; ++to) {
       const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];
-      longest = std::max(longest, sent);
+      if (!fits(from)) longest = std::max(longest, sent);
       if (sent == expected) continue;
       remember(from == rank_ ? to : from, tick_);
       misfit_ = {from, to, sent, expected};
@@ -230,11 +254,6 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
   }
   const std::size_t slot_bytes = slot_bytes_for(longest * size_);
   const std::size_t piece = std::min<std::size_t>(longest, slot_bytes / size_);
-  std::size_t in_start[kMaxRanks], out_start[kMaxRanks];
-  for (int rank = 0; rank < size_; ++rank) {
-    in_start[rank] = rank == 0 ? 0 : in_start[rank - 1] + in_bytes[rank - 1];
-    out_start[rank] = rank == 0 ? 0 : out_start[rank - 1] + out_bytes[rank - 1];
-  }
   const auto part = [&](std::size_t bytes, std::size_t start) {
     return start >= bytes ? 0 : std::min(piece, bytes - start);
   };
@@ -242,7 +261,7 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
     RETURN_IF_FAILED(move(
         piece * size_, call,
         [&](char* slot, std::size_t, std::size_t) {
-          for (int rank = 0; rank < size_; ++rank) {
+          for (int rank = 0; rank < size_ && !fits(rank_); ++rank) {
             const std::size_t length = part(in_bytes[rank], start);
             if (rank != rank_ && length != 0) {
               copy(slot + rank * piece, static_cast<const char*>(in) + in_start[rank] + start, length);
@@ -251,7 +270,7 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
         },
         kEveryone,
         [&](int rank, const char* slot, std::size_t, std::size_t) {
-          const std::size_t length = part(out_bytes[rank], start);
+          const std::size_t length = fits(rank) ? 0 : part(out_bytes[rank], start);
           if (length != 0) copy(static_cast<char*>(out) + out_start[rank] + start, slot + rank_ * piece, length);
         }));
   }
