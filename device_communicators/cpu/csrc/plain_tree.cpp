@@ -26,6 +26,7 @@ struct Python {
   const void* const* texts;            // leaves that a dict of any size may have as keys
   std::ptrdiff_t text_count;
   std::ptrdiff_t most_other_keys;  // a larger dict has texts for keys
+  std::ptrdiff_t type_at;          // where an object has its type; 0 where that isn't known
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
@@ -37,6 +38,7 @@ bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) 
 
 // The address of a type that somebody else keeps alive: the object has it.
 const void* type_of(const Python& python, void* object) {
+  if (python.type_at != 0) return *reinterpret_cast<void**>(static_cast<char*>(object) + python.type_at);
   void* const type = python.type_of(object);
   python.let_go(type);
   return type;
