@@ -27,7 +27,8 @@ from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
-_SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON = range(7)  # see Report in csrc/queue_api.cpp
+# See Report in csrc/queue_api.cpp.
+_SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN = range(8)
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
@@ -75,7 +76,12 @@ def pieces_of(tensors: Sequence[Tensor], more_head: bytes = b"") -> tuple[bytes 
         size = tensor.nbytes
         if size:
             flat += (tensor.data_ptr(), size)
-    return (struct.pack(f"{len(flat)}Q", *flat) if flat else None), len(flat) // 2
+    count = len(flat) // 2
+    return (_PACKERS[count](*flat) if count < _FEW else struct.pack(f"{2 * count}Q", *flat)) or None, count
+
+
+_FEW = 32
+_PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
 class _End:
@@ -90,7 +96,7 @@ class _End:
         self._library = library
         self._place = place
         self._timeout_s = members.timeout_s
-        self._report = (c_int64 * 7)()
+        self._report = (c_int64 * 8)()
         self._failure: CommunicationError | None = None
         self._delete = getattr(library, f"ps_queue_{self.side}_delete")
         self._leave = getattr(library, f"ps_queue_{self.side}_leave")
@@ -323,6 +329,19 @@ class Head(NamedTuple):
     fingerprint: int
 
 
+class Expected(NamedTuple):
+    """A message that a receiver expects: one that comes so is read at once, without a look at its head."""
+
+    head: bytes
+    """Its head, all of it."""
+    pieces: bytes | None
+    """The addresses and sizes of what follows: see `pieces_of`."""
+    piece_count: int
+
+
+_NOTHING = Expected(b"", None, 0)
+
+
 class Receiver(_End):
     """One of the reading ends. Take `lock` for the whole of a message."""
 
@@ -330,19 +349,37 @@ class Receiver(_End):
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting) -> None:
         super().__init__(library, members, place, waiting, place.ranks.index(members.rank, 1))
+        self._take = library.ps_queue_take
         self._enlarge(_HEAD_BUFFER_BYTES)
 
-    def next(self, operation: str = "recv", capacity: int = _HEAD_BUFFER_BYTES) -> Head:
-        """Waits for the next message, whose head it copies out unless that has more than `capacity` bytes."""
+    def next(self, operation: str = "recv") -> Head:
+        """Waits for the next message, whose head it copies out unless that is longer than the receiver's buffer."""
+        self.take(operation)
+        return self.head()
+
+    def take(self, operation: str = "recv", expected: Expected = _NOTHING) -> bool:
+        """Waits for the next message. Returns True for the expected one, which has been read; else see `head`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()
-        status = self._library.ps_queue_next(self._end, self._address, capacity, self._timeout_s)
+        head, pieces, count = expected
+        status = self._take(
+            self._end, self._address, _HEAD_BUFFER_BYTES, head, len(head), pieces, count, self._timeout_s
+        )
         if status != _DONE:
             raise self.failed(status, operation, started)
+        return self._report[_TAKEN] != 0
+
+    def head(self) -> Head:
+        """Returns the head of the message that `take` has found."""
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
-        data = self._view[:head_bytes] if head_bytes <= capacity else self._view[:0]
+        data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)
+
+    @property
+    def fingerprint(self) -> int:
+        """Returns that of the message that `take` has found."""
+        return self._report[_FINGERPRINT]
 
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
         """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""

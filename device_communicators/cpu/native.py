@@ -109,7 +109,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_reader_delete": (None, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
-    "ps_queue_next": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
+    "ps_queue_take": (
+        c_int,
+        (c_void_p, c_void_p, c_uint64, c_char_p, c_uint64, c_char_p, c_int, c_double),
+    ),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
     "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
@@ -39,7 +38,7 @@ PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "sen
 """Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Operation:
     """One operation of a group."""
 
@@ -78,18 +77,9 @@ class Recorder:
     def __init__(self) -> None:
         self._operations: deque[Operation] = deque(maxlen=RECORDS)
 
-    def begin(self, sequence: int, name: str, tensor: Tensor | None, site: str, call_text: str = "") -> Operation:
-        operation = Operation(
-            sequence,
-            name,
-            "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
-            () if tensor is None else tuple(tensor.shape),
-            time.monotonic(),
-            site=site,
-            call_text=call_text,
-        )
+    def add(self, operation: Operation) -> None:
+        """Keeps an operation, in place of the oldest."""
         self._operations.append(operation)
-        return operation
 
     def last(self, others: Iterable[Operation] = ()) -> list[Operation]:
         """Returns the last operations, with those recorded elsewhere, in the order of their numbers."""

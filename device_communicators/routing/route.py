@@ -370,13 +370,32 @@ class Route:
         if self._on_cuda:
             check_recordable(self.context, operation)
 
-    def note(self, operation: str, tensor: Tensor | None, call: UserCall | None = None) -> Operation:
-        """Numbers and records an operation that begins."""
+    def note(
+        self,
+        operation: str,
+        tensor: Tensor | None,
+        call: UserCall | None = None,
+        *,
+        peer: int = -1,
+        started_s: float | None = None,
+    ) -> Operation:
+        """Numbers and records an operation that begins, or has begun at `started_s`; `peer`: of a transfer."""
         if operation not in PAIRS:
             served = 0 if self._server is None else self._server.next_operation(self.context.key)
             self.sequence = served or self.sequence + 1
-        site, text = call_site() if self.in_debug_mode else "", transfer_method() if call is None else str(call)
-        return self._recorder.begin(self.sequence, operation, tensor, site, text)
+        record = Operation(
+            self.sequence,
+            operation,
+            "" if tensor is None else str(tensor.dtype).removeprefix("torch."),
+            () if tensor is None else tuple(tensor.shape),
+            time.monotonic() if started_s is None else started_s,
+            None,
+            call_site() if self.in_debug_mode else "",
+            transfer_method() if call is None else str(call),
+            peer,
+        )
+        self._recorder.add(record)
+        return record
 
     def operations(self) -> list[Operation]:
         """Returns the last operations, in order; one without an end is under way, or has failed."""

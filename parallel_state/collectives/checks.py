@@ -155,14 +155,16 @@ def check_peer(context: GroupContext, operation: str, name: str, rank: int) -> N
 def destination(context: GroupContext, operation: str, dst: int | None) -> int:
     """Returns `dst`, another rank in the group; the next one by default."""
     dst = (context.rank + 1) % context.size if dst is None else dst
-    check_peer(context, operation, "dst", dst)
+    if type(dst) is not int or dst == context.rank or not 0 <= dst < len(context.ranks):
+        check_peer(context, operation, "dst", dst)
     return dst
 
 
 def source(context: GroupContext, operation: str, src: int | None) -> int:
     """Returns `src`, another rank in the group; the previous one by default."""
     src = (context.rank - 1) % context.size if src is None else src
-    check_peer(context, operation, "src", src)
+    if type(src) is not int or src == context.rank or not 0 <= src < len(context.ranks):
+        check_peer(context, operation, "src", src)
     return src
 
 

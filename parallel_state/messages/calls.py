@@ -15,6 +15,7 @@ from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import GroupMember
 from parallel_state.messages import tensor_dicts as by_spec
+from parallel_state.messages.buffers import Buffers, check_buffers, note_writes
 from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from parallel_state.messages.wire import AllGatherGroup
@@ -170,23 +171,32 @@ class MessageCalls(GroupMember):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         spec: TensorDictSpec | None = None,
+        out: Buffers | None = None,
     ) -> dict[Any, Any] | None:
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
-        Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one.
+        With `out`, a dict of tensors, those are filled, and are in the returned dict: one for each tensor that is sent,
+        of its shape, dtype and device type, contiguous or not. After an error their content is undefined.
+        Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one;
+        InvalidArgumentError where `out` doesn't fit: with `spec` before anything is received, else the dict is lost.
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
+        if out is not None:
+            check_buffers(self.context, out)
         if spec is not None:
             src = checks.source(self.context, "recv_tensor_dict", src)
-            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec)
-        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group)
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, out)
+        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group, out)
 
     @host_call(_SPEC, "recv_tensor_dict")
     @transfer("recv_tensor_dict")
-    def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None) -> dict[Any, Any]:
-        return self._messenger.recv(src, all_gather_group)
+    def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None) -> dict[Any, Any]:
+        received: dict[Any, Any] = self._messenger.recv(src, all_gather_group, out)
+        if out is not None:
+            note_writes(out)
+        return received
 
     @host_call(_WAITING_DICT)
     @transfer("isend_tensor_dict")

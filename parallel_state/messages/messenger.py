@@ -28,7 +28,8 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
 from device_communicators.routing.user_call import UserCall, transfer
 from parallel_state.collectives import checks
-from parallel_state.messages import wire
+from parallel_state.messages import buffers, wire
+from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Head, Header, Outgoing, split_by_device
 
@@ -189,12 +190,18 @@ class _ObjectReader:
     """Receives one message into tensors of its own, and builds the object."""
 
     def __init__(
-        self, messenger: Messenger, incoming: IncomingMessage, src: int, all_gather_group: AllGatherGroup | None = None
+        self,
+        messenger: Messenger,
+        incoming: IncomingMessage,
+        src: int,
+        all_gather_group: AllGatherGroup | None = None,
+        out: Buffers | None = None,
     ) -> None:
         self._messenger = messenger
         self._incoming = incoming
         self._src = src
         self._all_gather_group = all_gather_group
+        self._out = out
         self._message: codec.Message | None = None
         self._sliced: list[bool] = []
         self._tensors: list[Tensor] = []
@@ -204,10 +211,31 @@ class _ObjectReader:
 
     def receive(self) -> list[Handle]:
         """Waits for the message; returns the transfers of device tensors, which may be under way still."""
+        likely = self._incoming.likely
+        if likely is not None and not self._expects(likely):
+            likely = None
         with self._incoming as head:
+            if head is None:
+                self._template = likely
+                return []
+            self._tensors = []
             if not self._is_cached(head):
                 self._decode(head)
             return self._incoming.read_into(self._tensors)
+
+    def _expects(self, likely: wire.Template) -> bool:
+        """Makes the tensors of the message that probably comes, while there is time: before it has come."""
+        if self._messenger.allow_pickle:
+            return False
+        try:
+            tensors = likely.allocate() if self._out is None else likely.within(self._out)
+        except Exception:  # another may come, which needs less
+            return False
+        if tensors is None:
+            return False
+        self._tensors = tensors
+        self._incoming.expect(likely.head, tensors)
+        return True
 
     def _is_cached(self, head: Head) -> bool:
         """Returns True for a whole head that needs no decoding: without tensors, or known from before."""
@@ -227,7 +255,9 @@ class _ObjectReader:
         if template is None:
             self._cache_key = known
             return False
-        self._tensors = [messenger.allocate(metadata, src) for metadata in template.tensors]
+        self._incoming.remember(template)
+        within = None if self._out is None else template.within(self._out)
+        self._tensors = within or [messenger.allocate(metadata, src) for metadata in template.tensors]
         return True
 
     def _decode(self, head: Head) -> None:
@@ -250,7 +280,16 @@ class _ObjectReader:
         ]
 
     def build(self) -> Any:
-        """Returns the object, of tensors that have arrived."""
+        """Returns the object, of tensors that have arrived; with the caller's buffers where there are some."""
+        value, out, template = self._build(), self._out, self._template
+        if out is None:
+            return value
+        is_of_buffers = template is not None and len(out) == len(template.places)
+        if is_of_buffers and all(value.get(key) is buffer for key, buffer in out.items()):
+            return value
+        return buffers.fill(self._messenger.route.context, self._src, value, out)
+
+    def _build(self) -> Any:
         if self._plain is not None:
             return self._plain[0]
         if self._template is not None:
@@ -348,16 +387,23 @@ class Messenger:
             self._pending.setdefault(src, []).append(handle)
         return handle
 
-    def recv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
-        """Returns the next message of `src` that nobody has asked for."""
+    def recv(self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None) -> Any:
+        """Returns the next message of `src` that nobody has asked for; a dict's tensors become those of `out`."""
         if self._pending.get(src):
-            return self.irecv(src, all_gather_group).wait()
-        return self._take(self.transport.incoming(src), src, all_gather_group)
+            received = self.irecv(src, all_gather_group).wait()
+            return received if out is None else buffers.fill(self.route.context, src, received, out)
+        return self._take(self.transport.incoming(src), src, all_gather_group, out)
 
-    def _take(self, incoming: IncomingMessage, src: int, all_gather_group: AllGatherGroup | None = None) -> Any:
+    def _take(
+        self,
+        incoming: IncomingMessage,
+        src: int,
+        all_gather_group: AllGatherGroup | None = None,
+        out: Buffers | None = None,
+    ) -> Any:
         """Receives a message of which nobody else knows: it needs no handle."""
         try:
-            message = _ObjectReader(self, incoming, src, all_gather_group)
+            message = _ObjectReader(self, incoming, src, all_gather_group, out)
             for part in message.receive():
                 part.wait()
             return message.build()
@@ -547,11 +593,14 @@ class Messenger:
         try:
             expected = wire.head_of_list(form, tensors)
             received = self._packed(tensors, fill=False)
+            incoming.expect(expected, received)
+            parts: list[Handle] = []
             with incoming as head:
-                if head.header is not None or head.body != expected:
-                    header, body = self.split_head(incoming, head, src)
-                    wire.check_list(expected, header, body, self.route.context, src)
-                parts = incoming.read_into(received)
+                if head is not None:
+                    if head.header is not None or head.body != expected:
+                        header, body = self.split_head(incoming, head, src)
+                        wire.check_list(expected, header, body, self.route.context, src)
+                    parts = incoming.read_into(received)
             for part in parts:
                 part.wait()
             if received is not tensors:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
+from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for, digest_of
 
 if TYPE_CHECKING:
@@ -150,8 +151,9 @@ def recv(
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
+    out: Buffers | None = None,
 ) -> dict[str, Any]:
-    result = _allocated(group, spec)
+    result = _allocated(group, spec) if out is None else _given_buffers(group, spec, out)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
         for entry in spec.carried:
@@ -163,7 +165,10 @@ def recv(
         _run("recv_list", _RECV_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
     if all_gather_group is not None:
         for entry in sliced:
-            result[entry.key] = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
+            whole = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
+            result[entry.key] = whole if out is None else out[entry.key].copy_(whole)
+    if out is not None and not torch.compiler.is_compiling():
+        note_writes(out)
     return result
 
 
@@ -224,6 +229,27 @@ def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
             result[entry.key] = torch.empty(
                 entry.shape, dtype=entry.dtype, device=device_for(entry.device_type, group.device)
             )
+    return result
+
+
+def _given_buffers(group: GroupMember, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
+    """Returns the dict, of the caller's buffers, which must be those of the spec."""
+    result: dict[str, Any] = {}
+    problem = None
+    for entry in spec.entries:
+        if isinstance(entry, ConstantEntry):
+            result[entry.key] = entry.value
+        elif entry.key not in out:
+            problem = problem or f"it lacks {entry.key!r}"
+        else:
+            buffer = result[entry.key] = out[entry.key]
+            device = device_for(entry.device_type, group.device).type
+            problem = problem or misfit(entry.key, buffer, entry.shape, entry.dtype, device)
+    more = [key for key in out if not isinstance(result.get(key), Tensor)]
+    if more:
+        problem = problem or f"the spec has no tensor for {more}"
+    if problem is not None:
+        raise refused(group.context, problem, "Nothing was received; pass buffers as the spec has them")
     return result
 
 

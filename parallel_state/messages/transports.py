@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.cpu.channels import MESSAGES, Channels
-from device_communicators.cpu.message_queue import Message, pieces_of
+from device_communicators.cpu.message_queue import Expected, Message, pieces_of
 from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
@@ -24,7 +24,7 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import UserCall
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
-from parallel_state.messages.wire import FRAME_BYTES, HEADER_BYTES, Head, Outgoing, split_by_device
+from parallel_state.messages.wire import FRAME_BYTES, HEADER_BYTES, Head, Outgoing, Template, split_by_device
 
 # Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
 # may be posted before the body of this one arrives, and would take it in.
@@ -42,8 +42,20 @@ class IncomingMessage:
         self._call = call
         self._counted = counted or (_RECEIVED if call is None else _BROADCAST)
 
-    def __enter__(self) -> Head:
-        """Waits for the head, which is valid until the message is read."""
+    likely: Template | None = None
+    """What the message probably is, judged by those before it."""
+
+    def remember(self, template: Template) -> None:
+        """Notes what this message was, for those that follow it."""
+
+    def expect(self, head: bytes, tensors: Sequence[Tensor]) -> None:
+        """Tells where the tensors go of a message with this head: see `__enter__`. Not every transport makes use of it.
+
+        Contiguous tensors on the CPU, of as many bytes as the head tells of.
+        """
+
+    def __enter__(self) -> Head | None:
+        """Waits for the head, which is valid until the message is read; None for the expected message, which is."""
         raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
@@ -183,31 +195,39 @@ class QueueTransport:
     def __init__(self, route: Route, channels: Channels) -> None:
         self.route = route
         self.channels = channels
+        self.templates: dict[tuple[int, bool], tuple[Template, bool]] = {}
+        """By source and whether it sends to all: that of its last dict, and whether the one before was the same."""
         codec_values.use_library()  # which is there where the queues are
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
         name = outgoing.counted or _SENT
-        record = self._begin(name, outgoing)
-        record.peer = dst
-        on_cpu, on_device = split_by_device(outgoing.tensors)
+        on_cpu, on_device = outgoing.split_by_device()
+        route.check_usable()
+        route.check_recordable(name)
         try:
             work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, on_cpu, 0, outgoing.more_head))
         except Exception as error:
+            self._note(name, outgoing, dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
+        record = self._note(name, outgoing, dst, started)  # it waited for nobody: the receiver has it a moment earlier
+        parts: list[Handle] = []
         if work.is_completed():
             record.ended_s = time.monotonic()
-            if not on_device:
-                return []
-        parts = [] if work.is_completed() else [Handle(route, record, work, outgoing.frame)]
+        else:
+            parts.append(Handle(route, record, work, outgoing.frame))
+        if not on_device:
+            return parts
         tag = route.context.tag(_BODY)
         return parts + [route.start("isend", tensor, dst, tag, part_of=name) for tensor in on_device]
 
     def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
         route, started = self.route, time.monotonic()
         name = outgoing.counted or _BROADCAST
-        record = self._begin(name, outgoing, call)
-        on_cpu, on_device = split_by_device(outgoing.tensors)
+        route.check_usable()
+        route.check_recordable(name)
+        record = self._note(name, outgoing, -1, started, call)
+        on_cpu, on_device = outgoing.split_by_device()
         self.channels.broadcasts += 1
         try:
             with waiting_for(route, record):
@@ -237,12 +257,13 @@ class QueueTransport:
             except CollectiveMismatchError as named:
                 raise named from error
 
-    def _begin(self, name: str, outgoing: Outgoing, call: UserCall | None = None) -> Operation:
-        self.route.check_usable()
-        self.route.check_recordable(name)
-        record = self.route.note(name, None, call)
-        size_bytes = sum([tensor.nbytes for tensor in outgoing.tensors if tensor.is_cpu]) if outgoing.tensors else 0
-        self.route.count(name, 1, max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + size_bytes)
+    def _note(
+        self, name: str, outgoing: Outgoing, dst: int, started_s: float, call: UserCall | None = None
+    ) -> Operation:
+        """Records and counts a message that is sent."""
+        record = self.route.note(name, None, call, peer=dst, started_s=started_s)
+        size_bytes = max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + outgoing.cpu_bytes
+        self.route.count(name, 1, size_bytes)
         return record
 
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
@@ -266,15 +287,29 @@ class _QueuedMessage(IncomingMessage):
         if call is not None:
             channels.broadcasts += 1
         self._transport = transport
+        if transport.templates:
+            last, in_a_row = transport.templates.get((src, call is not None), (None, False))
+            self.likely = last if in_a_row else None
+        self._expected: Expected | None = None
+        self._expected_bytes = 0
         self._receiver = channels.receiver(src, MESSAGES, broadcast=call is not None)
         self._number = channels.broadcasts
         self._operation = "recv" if call is None else call.method
 
-    def __enter__(self) -> Head:
+    def remember(self, template: Template) -> None:
+        templates, key = self._transport.templates, (self._src, self._call is not None)
+        last = templates.get(key)
+        templates[key] = template, last is not None and last[0] is template
+
+    def expect(self, head: bytes, tensors: Sequence[Tensor]) -> None:
+        self._expected = Expected(head, *pieces_of(tensors))
+        self._expected_bytes = sum([tensor.nbytes for tensor in tensors])
+
+    def __enter__(self) -> Head | None:
         route = self._route
         route.check_usable()
-        record = self._record = route.note(self._counted, None, self._call)
-        record.peer = self._src if self._call is None else -1
+        peer = self._src if self._call is None else -1
+        record = self._record = route.note(self._counted, None, self._call, peer=peer)
         thread = self._thread = threading.get_ident()  # as `waiting_for`, which takes 1 µs more
         self._outer_wait, WAITS[thread] = WAITS.get(thread), (route, record)
         try:
@@ -292,19 +327,25 @@ class _QueuedMessage(IncomingMessage):
         self._receiver.lock.release()
         end_wait(self._thread, self._outer_wait)
 
-    def _next(self) -> Head:
+    def _next(self) -> Head | None:
         """Returns the head; a long one is read once it is known to be of a size that is accepted."""
-        receiver, operation, call = self._receiver, self._operation, self._call
+        receiver, operation, call, expected = self._receiver, self._operation, self._call, self._expected
         if call is None:
-            head = receiver.next(operation)
+            is_read = receiver.take(operation) if expected is None else receiver.take(operation, expected)
         else:
             self._transport.announce(call)
             try:
-                head = receiver.next(operation)
+                is_read = receiver.take(operation) if expected is None else receiver.take(operation, expected)
             except CollectiveMismatchError as error:  # as another rank tells, which knows its own call
                 self._transport.compare(call, error)
                 raise
-            self._check_number(head.fingerprint)
+            if receiver.fingerprint != self._number:
+                raise self._other_number(receiver.fingerprint)
+        if is_read and expected is not None:
+            self._record.ended_s = time.monotonic()
+            self._route.count(self._counted, 1, max(FRAME_BYTES, len(expected.head)) + self._expected_bytes)
+            return None
+        head = receiver.head()
         self._head_bytes = head.head_bytes
         if head.data:
             self._tensor_bytes = head.left_bytes
@@ -326,11 +367,10 @@ class _QueuedMessage(IncomingMessage):
         self._route.count(self._counted, 1, max(FRAME_BYTES, self._head_bytes) + size_bytes)
         return [self._start(tensor) for tensor in on_device] if on_device else []
 
-    def _check_number(self, number: int) -> None:
-        """Finds ranks that are not in the same call by the message's number: a writer doesn't wait for its readers."""
-        if number != self._number:
-            raise self._receiver.mismatch(
-                f"this rank is in the group's message number {self._number} to all ranks, and rank {self._src} sent "
-                f"its number {number}; another `src`, or another order of calls, was given on some rank",
-                self._operation,
-            )
+    def _other_number(self, number: int) -> CollectiveMismatchError:
+        """Tells of ranks that are not in the same call: a writer, who doesn't wait for its readers, can't notice."""
+        return self._receiver.mismatch(
+            f"this rank is in the group's message number {self._number} to all ranks, and rank {self._src} sent "
+            f"its number {number}; another `src`, or another order of calls, was given on some rank",
+            self._operation,
+        )

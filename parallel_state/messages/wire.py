@@ -41,6 +41,7 @@ from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, TensorMetadata
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
 HEADER_BYTES = _HEADER.size
+_PLAIN_HEADER = struct.Struct(f"{_HEADER.format}{len(codec.PLAIN)}s")
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
@@ -99,6 +100,19 @@ class Outgoing:
     """The end of a long head."""
     counted: str = ""
     """The name under which it is counted, unless as a message."""
+    known_bytes: int = -1
+    """Of all tensors, where they are known to be on the CPU."""
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Returns the bytes of the tensors on the CPU."""
+        if self.known_bytes >= 0 or not self.tensors:
+            return max(0, self.known_bytes)
+        return sum([tensor.nbytes for tensor in self.tensors if tensor.is_cpu])
+
+    def split_by_device(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Returns the tensors on the CPU, and the others."""
+        return (self.tensors, ()) if self.known_bytes >= 0 else split_by_device(self.tensors)
 
     @property
     def frame(self) -> Tensor:
@@ -129,17 +143,16 @@ def encode(
     form: tuple[Any, ...] | None = None
     if all_gather_group is None and type(obj) is dict and must_be is not list:
         form, tensors = form_of(obj)
-        head = None if form is None else _heads.get(form)
-        if head is not None and len(head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
-            return Outgoing(head, tensors)
+        known = None if form is None else _heads.get(form)
+        if known is not None and len(known[0]) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
+            return Outgoing(known[0], tensors, known_bytes=known[1])
     if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
-        plain = codec.encode_plain(obj)
-        if plain is not None:
-            first, body = plain
-            header = Header(_VALUE, 0, 0, len(first) + len(body), 0)
+        body = codec.encode_plain(obj)
+        if body is not None:
+            start = _PLAIN_HEADER.pack(_MAGIC, _VALUE, 0, 0, 0, len(codec.PLAIN) + len(body), 0, codec.PLAIN)
             if len(body) > _LONG_BYTES:
-                return Outgoing(head_of(header, first), [], more_head=body)
-            return Outgoing(head_of(header, first, body), [])
+                return Outgoing(start, [], known_bytes=0, more_head=body)
+            return Outgoing(start + body, [], known_bytes=0)
     whole: set[int] = set()
     try:
         slices = _slices_of(all_gather_group)
@@ -164,7 +177,7 @@ def encode(
     if form is not None and len(head) <= MOST_CACHED_BYTES:
         if len(_heads) >= _MOST_CACHED:
             _heads.clear()
-        _heads[form] = head
+        _heads[form] = head, tensor_bytes
     return Outgoing(head, tensors)
 
 
@@ -437,7 +450,8 @@ MOST_CACHED_BYTES = 4096
 _CONSTANTS = frozenset({str, int, float, bool, type(None)})
 """Types of values that are part of a form. Equal ones of one type are the same, but for floats."""
 _DOUBLE = struct.Struct("<d")
-_heads: dict[Any, bytes] = {}
+_heads: dict[Any, tuple[bytes, int]] = {}
+"""With the bytes of the tensors, which are on the CPU."""
 
 
 def form_of(values: dict[Any, Any]) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
@@ -469,11 +483,32 @@ def form_of(values: dict[Any, Any]) -> tuple[tuple[Any, ...] | None, list[Tensor
 class Template(NamedTuple):
     """A flat dict, as a head describes it."""
 
+    head: bytes
     tensors: tuple[TensorMetadata, ...]
     values: dict[str, Any]
     """In the order of the keys, with None in place of the tensors."""
     places: tuple[tuple[str, int], ...]
     """The keys of the tensors, and which of them."""
+
+    def allocate(self) -> list[Tensor]:
+        """Makes the tensors, to be filled; raises as torch does where there is no room."""
+        return [torch.empty(each.shape, dtype=each.dtype, device=CPU) for each in self.tensors]
+
+    def within(self, out: Mapping[str, Tensor]) -> list[Tensor] | None:
+        """Returns the buffers as the tensors, and new ones where those are not contiguous; None where they misfit."""
+        if not len(out) == len(self.places) == len(self.tensors):
+            return None
+        found: dict[int, Tensor] = {}
+        for key, index in self.places:
+            buffer, wanted = out.get(key), self.tensors[index]
+            if type(buffer) is not Tensor or not buffer.is_cpu:
+                return None
+            if buffer.dtype != wanted.dtype or buffer.shape != wanted.shape:
+                return None
+            found[index] = (
+                buffer if buffer.is_contiguous() else torch.empty_like(buffer, memory_format=torch.contiguous_format)
+            )
+        return [found[index] for index in range(len(found))]
 
     def fill(self, tensors: list[Tensor]) -> dict[str, Any]:
         made = self.values.copy()
@@ -505,4 +540,4 @@ def remember_template(head: bytes, metadata: list[TensorMetadata], tensors: list
         values[key] = item
     if len(_templates) >= _MOST_CACHED:
         _templates.clear()
-    _templates[head] = Template(tuple(metadata), values, tuple(places))
+    _templates[head] = Template(head, tuple(metadata), values, tuple(places))

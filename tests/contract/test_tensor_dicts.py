@@ -714,6 +714,69 @@ def misfits() -> list[dict[str, Any]]:
     return [*changed, missing, renamed, {**flat_dict(0), "more": 1}, {}]
 
 
+def receive_into_buffers(over: str) -> None:
+    """Dicts of one form again and again, so that the first is decoded and later ones are expected; other ones between.
+
+    A buffer may be strided; whatever doesn't fit is refused, and the group goes on.
+    """
+
+    def buffers() -> dict[str, Tensor]:
+        return {"hidden": torch.zeros(3, 4, dtype=torch.bfloat16), "residual": torch.zeros(4, 2).t()}
+
+    def values(seed: int) -> dict[str, Any]:
+        hidden, residual = torch.full((3, 4), seed, dtype=torch.bfloat16), torch.arange(8.0).view(2, 4) + seed
+        return {"hidden": hidden, "step": 7, "residual": residual}
+
+    small, misfits = buffers(), [buffers() for _ in range(5)]
+    misfits[0]["hidden"] = torch.zeros(4, 3, dtype=torch.bfloat16)
+    misfits[1]["hidden"] = torch.zeros(3, 4, dtype=torch.float16)
+    misfits[2]["more"] = torch.zeros(1)
+    del misfits[3]["residual"]
+    misfits[4]["other"] = misfits[4].pop("hidden")
+    bad: list[Any] = [[small], {1: torch.zeros(1)}, {"hidden": 1}, {"hidden": torch.zeros(1, requires_grad=True)}]
+    spec = ps.TensorDictSpec.of(values(0))
+    with own_group(over) as group:
+        if group.rank_in_group == 0:
+            for seed in range(5):
+                group.send_tensor_dict(values(seed), 1)
+            for seed in range(2):
+                group.send_tensor_dict(values(seed), 1, spec=spec)
+            for seed in range(10):
+                group.send_tensor_dict(values(seed), 1)
+            group.send_object({"hidden": 1}, 1)
+            group.send_tensor_dict({"hidden": torch.ones(2)}, 1)
+        else:
+            for seed in range(7):
+                out = buffers()
+                versions = {key: x._version for key, x in out.items()}
+                got = group.recv_tensor_dict(0, spec=spec if seed > 4 else None, out=out)
+                assert list(got) == ["hidden", "step", "residual"]
+                assert all(got[key] is x for key, x in out.items())
+                assert same({key: x.contiguous() if key != "step" else x for key, x in got.items()}, values(seed % 5))
+                assert all(x._version > versions[key] for key, x in out.items())
+            for wrong in bad:
+                with pytest.raises(ps.InvalidArgumentError, match="recv_tensor_dict"):
+                    group.recv_tensor_dict(0, out=wrong)
+            for wrong in misfits:
+                with pytest.raises(ps.InvalidArgumentError, match=r"Nothing was received"):
+                    group.recv_tensor_dict(0, spec=spec, out=wrong)
+            for wrong in misfits:
+                with pytest.raises(ps.InvalidArgumentError, match=r"The dict has come, and is lost"):
+                    group.recv_tensor_dict(0, out=wrong)
+                assert not any(x.any() for x in wrong.values())
+            for seed in range(5, 10):
+                assert same(group.recv_tensor_dict(0), values(seed))
+            with pytest.raises(ps.InvalidArgumentError, match=r"rank 0 sent no tensor for \['hidden'\]"):
+                group.recv_tensor_dict(0, out={"hidden": torch.zeros(1)})
+            assert same(group.recv_tensor_dict(0), {"hidden": torch.ones(2)})
+        check_usable(group)
+
+
+@pytest.mark.parametrize("over", ["queue", "route"])
+def test_receiving_into_buffers(pools: Pools, over: str) -> None:
+    pools(2).run(receive_into_buffers, over, tp=1, timeout_s=DEADLINE_S)
+
+
 def refuse_misfits() -> None:
     """The caller's own error: nothing is sent, and the others are not in the call."""
     group = ps.get_world_group()
@@ -768,12 +831,13 @@ def compiled_exchange() -> None:
     rank, peer = group.rank_in_group, 1 - group.rank_in_group
     example = {"hidden": torch.ones(4, 6), "n": 3, "empty": torch.empty(0, 2), "mask": torch.ones(4, dtype=torch.bool)}
     spec = ps.TensorDictSpec.of(example)
+    buffers = {key: torch.zeros_like(x) for key, x in example.items() if isinstance(x, Tensor)}
 
     def first(x: Tensor) -> tuple[Tensor, Tensor]:
         group.send_tensor_dict(
             {"hidden": x.sin(), "n": 3, "empty": x.new_empty(0, 2), "mask": x[:, 0] > 0}, peer, spec=spec
         )
-        got = group.recv_tensor_dict(peer, spec=spec)
+        got = group.recv_tensor_dict(peer, spec=spec, out=buffers)
         told = group.broadcast_tensor_dict(
             {"hidden": got["hidden"] * 2, "n": 3, "empty": got["empty"], "mask": got["mask"]}, 0, spec=spec
         )

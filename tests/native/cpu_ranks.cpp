@@ -38,7 +38,7 @@ void ps_queue_reader_delete(void*);
 void ps_queue_writer_leave(void*);
 int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
 int ps_queue_resume(void*, double);
-int ps_queue_next(void*, char*, std::uint64_t, double);
+int ps_queue_take(void*, char*, std::uint64_t, const char*, std::uint64_t, const Piece*, int, double);
 int ps_queue_read(void*, const Piece*, int, double);
 int ps_plain_keys(const std::uint8_t*, std::uint64_t, std::uint64_t, std::uint64_t, int);
 void ps_serve(const char* key, std::uint64_t group);
@@ -334,7 +334,11 @@ void messages(const World& world, const File& segment, const File& queues) {
     char head[8];
     std::vector<char> body(bytes);
     const Piece piece{body.data(), body.size()};
-    if (ps_queue_next(reader, head, sizeof head, kTimeoutS) != 0) return false;
+    const bool expected = bytes % 2 != 0;  // then the body comes with it
+    const int status = expected ? ps_queue_take(reader, head, sizeof head, "head", 4, &piece, 1, kTimeoutS)
+                                : ps_queue_take(reader, head, sizeof head, nullptr, 0, nullptr, 0, kTimeoutS);
+    if (status != 0 || (report[7] != 0) != expected) return false;
+    if (expected) return body.front() == static_cast<char>(bytes % 101) && body.back() == body.front();
     if (report[2] != 4 || report[3] != static_cast<std::int64_t>(bytes) || std::memcmp(head, "head", 4) != 0)
       return false;
     return ps_queue_read(reader, &piece, 1, kTimeoutS) == 0 &&
@@ -358,7 +362,7 @@ void messages(const World& world, const File& segment, const File& queues) {
       else CHECK(receive(pair, bytes));
     }
     if (world.rank == rank) ps_queue_writer_leave(pair);
-    else CHECK(ps_queue_next(pair, nullptr, 0, kTimeoutS) == 2);  // it has left
+    else CHECK(ps_queue_take(pair, nullptr, 0, nullptr, 0, nullptr, 0, kTimeoutS) == 2);  // it has left
     (world.rank == rank ? ps_queue_writer_delete : ps_queue_reader_delete)(pair);
   }
   CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);

@@ -153,6 +153,11 @@ void QueueReader::release() {
   counter(me_).publish(read_, read_);  // model: release, look, wake
 }
 
+bool QueueReader::is_next(const char* head, std::uint64_t bytes) const {
+  return in_chunk_ && offset_ == 0 && header_.head_bytes == bytes && bytes <= end_ &&
+         std::memcmp(here(), head, bytes) == 0;
+}
+
 QueueStatus QueueReader::read(const Piece* pieces, int count, double timeout_s) {
   begin(timeout_s);
   std::uint64_t wanted = 0;

@@ -144,6 +144,9 @@ class QueueReader : public RingEnd {
   // Copies the message's next bytes, and waits for those that are still to come. A null address passes over them.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
 
+  // Whether the message that `next` has found begins with this head, all of which lies in its first chunk.
+  bool is_next(const char* head, std::uint64_t bytes) const;
+
   const ChunkHeader& header() const { return header_; }
   // The bytes of the chunk that is being read; they stay until `read` has gone past them.
   const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }

@@ -25,12 +25,13 @@ using parallel_state::WaitPolicy;
 
 struct Report {
   std::int64_t suspect;      // rank, after a failure
-  std::int64_t total_bytes;  // of the message that `ps_queue_next` found
+  std::int64_t total_bytes;  // of the message that `ps_queue_take` found
   std::int64_t head_bytes;
   std::int64_t fingerprint;
   std::int64_t left_bytes;  // how many of its bytes weren't read yet
   std::int64_t reporter;    // who gave up, after kGivenUp, and with which status of group.h
   std::int64_t reason;
+  std::int64_t taken;  // whether the message was the one that `ps_queue_take` was told to expect, and is read
 };
 
 // Which of a group's ranks are lost: as the group knows it, or, without one, by their processes alone.
@@ -124,22 +125,35 @@ int ps_queue_resume(void* writer, double timeout_s) {
   return told(opened, opened->end.resume(timeout_s));
 }
 
-// Waits for the next message and reports its form. A head of at most `capacity` bytes is copied into `head`.
-int ps_queue_next(void* reader, char* head, std::uint64_t capacity, double timeout_s) {
+// Waits for the next message. One with the head and as many bytes after it as expected is read into `pieces`, in this
+// call. Of any other the form is reported, and a head of at most `capacity` bytes copied into `head`.
+int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* expected, std::uint64_t expected_bytes,
+                  const Piece* pieces, int count, double timeout_s) {
   auto* opened = static_cast<Opened<QueueReader>*>(reader);
   QueueReader& end = opened->end;
+  Report& report = *opened->report;
+  report.taken = 0;
   QueueStatus status = end.next(timeout_s);
-  if (status == QueueStatus::kDone) {
-    Report& report = *opened->report;
-    report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
-    report.head_bytes = static_cast<std::int64_t>(end.header().head_bytes);
-    report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
-    if (end.header().head_bytes <= capacity) {
-      const Piece piece{head, end.header().head_bytes};
-      status = end.read(&piece, 1, timeout_s);
+  if (status != QueueStatus::kDone) return told(opened, status);
+  const std::uint64_t head_bytes = end.header().head_bytes;
+  report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
+  report.head_bytes = static_cast<std::int64_t>(head_bytes);
+  report.fingerprint = static_cast<std::int64_t>(end.header().fingerprint);
+  if (expected_bytes != 0 && end.is_next(expected, expected_bytes)) {
+    std::uint64_t body_bytes = 0;
+    for (int index = 0; index < count; ++index) body_bytes += pieces[index].bytes;
+    if (end.bytes_left() == expected_bytes + body_bytes) {
+      report.taken = 1;
+      const Piece passed{nullptr, expected_bytes};
+      status = end.read(&passed, 1, timeout_s);
+      if (status == QueueStatus::kDone) status = end.read(pieces, count, timeout_s);
     }
-    report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
   }
+  if (report.taken == 0 && head_bytes <= capacity) {
+    const Piece piece{head, head_bytes};
+    status = end.read(&piece, 1, timeout_s);
+  }
+  report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
   return told(opened, status);
 }
 

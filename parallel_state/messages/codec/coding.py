@@ -33,7 +33,8 @@ FORMAT_VERSION = 1
 
 _HEADER = struct.Struct("<BI")
 _PICKLE_MARK = 0x80  # the first byte of pickle protocols 2 to 5
-_NO_TENSORS = _HEADER.pack(FORMAT_VERSION, 0)
+PLAIN = _HEADER.pack(FORMAT_VERSION, 0)
+"""How the metadata of an object without tensors begins."""
 
 
 class Encoded(NamedTuple):
@@ -78,17 +79,17 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
     encoder = codec_values.Encoder(allow_pickle, careful)
     body = encoder.body(obj)
     if not encoder.tensors:
-        return Encoded(_NO_TENSORS + body, [])
+        return Encoded(PLAIN + body, [])
     table = to_msgpack(codec_types.tensor_rows(encoder.tensors))
     return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
 
 
-def encode_plain(obj: object) -> tuple[bytes, bytes] | None:
-    """Returns the metadata of a plain object without tensors, in two parts; None where `encode` is needed."""
+def encode_plain(obj: object) -> bytes | None:
+    """Returns a plain object without tensors as metadata without PLAIN before it; None where `encode` is needed."""
     body = codec_values.plain_body(obj)
     if body is None or len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
         return None
-    return _NO_TENSORS, body
+    return body
 
 
 class Message:
@@ -127,7 +128,7 @@ def read_plain(data: memoryview, *, allow_pickle: bool = False) -> tuple[Any] | 
 
     Raises MessageDecodeError as `read`.
     """
-    if data[: _HEADER.size] != _NO_TENSORS or len(data) > settings.MAX_METADATA_BYTES.get():
+    if data[: _HEADER.size] != PLAIN or len(data) > settings.MAX_METADATA_BYTES.get():
         return None
     return (_decode(data[_HEADER.size :], (), allow_pickle),)
 
