@@ -23,6 +23,7 @@ nobody keeps, and entries of processes that have ended, which those that come af
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -73,6 +74,7 @@ _PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
+_GAVE_UP = "gave up"
 _COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
 _ROSTER_S = 0.2  # between two rosters of those who came so far
 
@@ -216,7 +218,10 @@ class _Meeting:
                 if world.check([key]):
                     break
                 if ended := self._ended(world):
-                    return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(self._missing(world)) - len(ended)
+                    missing = self._missing(world)
+                    # A rank that ended as it waited for others in vain isn't the cause.
+                    kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
+                    return f"{kind} {' '.join(map(str, ranks))}", size - 1 - len(missing) - len(ended)
                 if len(self.places) > published and time.monotonic() > published_at + _ROSTER_S:
                     self._publish_roster(world)
                     published, published_at = len(self.places), time.monotonic()
@@ -304,7 +309,11 @@ class _Meeting:
                 if world is None:  # else what was found there says more
                     self.obstacle = str(error).splitlines()[0]
         missing = self._missing(world) if store is not None and world is not None and entered else []
-        raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}") if missing else self.not_met()
+        if world is None or not missing:
+            raise self.not_met()
+        with contextlib.suppress(dist.DistError):
+            world.set(_GAVE_UP, "1")
+        raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}")
 
     def _enter(self, world: dist.Store, entry: str) -> bool:
         """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""

@@ -1,0 +1,34 @@
+"""Meetings of ranks that are threads of one process, over a store in its memory."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from device_communicators.errors import RendezvousError
+from parallel_state.startup.environment import ProcessEnvironment
+from parallel_state.startup.interfaces import Address
+from parallel_state.startup.rendezvous import _Meeting
+
+
+def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
+    """Rank 2 never comes; rank 1, which started first, gives up and ends before rank 0's time is over."""
+    store = dist.HashStore()
+
+    def meeting(rank: int, timeout_s: float) -> _Meeting:
+        place = ProcessEnvironment(rank, rank, 3, 3, "localhost", 1, "explicit")
+        deadline = time.monotonic() + timeout_s
+        return _Meeting(place, Address(), "here", timeout_s, deadline, lambda: store, "start")
+
+    with ThreadPoolExecutor(1) as threads:
+        opened = threads.submit(meeting(0, 30.0).open_world)
+        with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as own:
+            meeting(1, 0.5).enter_world()
+        world = dist.PrefixStore("start", store).get("world").decode()
+        dist.PrefixStore(f"start/{world}", store).set("ended", "1")  # as a neighbour of rank 1 would tell
+        with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
+            opened.result(10.0)
+    assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
