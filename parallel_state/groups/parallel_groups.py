@@ -424,7 +424,8 @@ class _Division:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
         elif everyone:  # strategies that need all ranks need this one
             root = self._domain(self.layout.groups(name)[0], groups).root  # that of all groups of a kind
-            for options in dict.fromkeys((self.options[name], self.options[name].for_cpu)):
+            own = self.options[name]
+            for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # in the order of `create_group`
                 acquired = pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
                 groups.held.append(functools.partial(pool.release, acquired))
         # Behind the process groups on every rank: both are made by all ranks together.

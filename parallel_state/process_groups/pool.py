@@ -43,6 +43,7 @@ from parallel_state.startup.watch import AbandonedError, cloned, run_watched
 from parallel_state.torch_internals import (
     bound_device,
     default_store,
+    gloo_connects_lazily,
     is_fake,
     is_registered,
     new_group_of_members,
@@ -292,6 +293,7 @@ class ProcessGroupPool:
         timeout_s = min(options.timeout_s, start_timeout_s)
         connecting = options.connecting(start_timeout_s)
         connects = "gloo" in str(options.backend)
+        lazily = connects and gloo_connects_lazily()  # no rank is waited for; addresses are read later
         if options.backend == "fake":
             name = f"{self._prefix}/{digest((key, secrets.token_hex(8)))}"
         else:
@@ -312,7 +314,7 @@ class ProcessGroupPool:
                 set_timeout(group, options.timeout_s)
             if is_abandoned():
                 _destroy(group)
-            if store is not None:
+            if store is not None and not lazily:
                 self._stores.append(store)
             return group
 
@@ -350,7 +352,7 @@ class ProcessGroupPool:
                 elapsed_s=elapsed_s,
                 timeout_s=start_timeout_s,
             ) from error
-        if options.meets:  # else the others may not have come so far
+        if options.meets and not lazily:  # else the others may not have come so far
             self.agreement.forget(name, ranks)
         return made
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment, whose, world
@@ -179,8 +181,8 @@ def test_a_tensor_between_two_does_not_make_the_gloo_group_of_more(pools: Pools)
         assert facts["got"] == ([5.0, 5.0] if rank in (2, 3) else None)
 
 
-def _eagerly_by_all() -> dict[str, Any]:
-    with environment(PARALLEL_STATE_GROUP_CREATION="global"), world():
+def _eagerly_by_all(cpu_backend: str) -> dict[str, Any]:
+    with environment(PARALLEL_STATE_GROUP_CREATION="global", PARALLEL_STATE_CPU_BACKEND=cpu_backend), world():
         ps.initialize_model_parallel(2, 4, eager=True)
         groups = ps.get_parallel_groups()
         facts = {name: whose(group) for name, group in groups.groups.items()}
@@ -190,13 +192,31 @@ def _eagerly_by_all() -> dict[str, Any]:
         return {"ranks": facts, "embedding": embedding is not None, "late": attempt(ps.get_embedding_group)}
 
 
-def test_all_kinds_made_by_all_ranks(pools: Pools) -> None:
+@pytest.mark.parametrize("cpu_backend", ["gloo", "parallel_state"])
+def test_all_kinds_made_by_all_ranks(pools: Pools, cpu_backend: str) -> None:
     """What a backend like MPI needs: those that are in no such group take part, too."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 4}, ranks_per_node=8)
-    for rank, facts in enumerate(pools(8).run(_eagerly_by_all, timeout_s=DEADLINE_S)):
+    for rank, facts in enumerate(pools(8).run(_eagerly_by_all, cpu_backend, timeout_s=DEADLINE_S)):
         expected = {name: layout.group_of(rank, name) for name in layout.names}
         assert facts["ranks"] == {name: ranks for name, ranks in expected.items() if ranks}
         assert facts["embedding"] == (rank in (0, 1, 6, 7))
         if facts["embedding"]:
             assert facts["late"].kind == "UnsupportedError"
             assert "eager=True" in facts["late"].text
+
+
+def _over_lazy_gloo() -> dict[str, list[int]]:
+    with environment(TORCH_GLOO_LAZY_INIT="1"), world(2, 2, context_parallel_size=2, eager=True):
+        groups = ps.get_parallel_groups().groups
+        for group in groups.values():
+            if group.world_size > 1:
+                dist.barrier(group=group.cpu_group)
+        return {name: whose(group) for name, group in groups.items()}
+
+
+def test_groups_over_a_gloo_that_connects_at_the_first_message(pools: Pools) -> None:
+    """Their first rank doesn't wait for the others, who may still have to read what the meeting left in the store."""
+    layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2}, ranks_per_node=8)
+    for rank, facts in enumerate(pools(8).run(_over_lazy_gloo, timeout_s=DEADLINE_S)):
+        expected = {name: layout.group_of(rank, name) for name in layout.names}
+        assert facts == {name: ranks for name, ranks in expected.items() if ranks}
