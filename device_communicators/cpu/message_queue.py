@@ -15,19 +15,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from ctypes import c_int, c_int64
+from ctypes import c_int
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
-# See Report in csrc/queue_api.cpp.
+# Of a `QueueReport`.
 _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN = range(8)
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
@@ -96,7 +97,7 @@ class _End:
         self._library = library
         self._place = place
         self._timeout_s = members.timeout_s
-        self._report = (c_int64 * 8)()
+        self._report = QueueReport()
         self._failure: CommunicationError | None = None
         self._delete = getattr(library, f"ps_queue_{self.side}_delete")
         self._leave = getattr(library, f"ps_queue_{self.side}_leave")

@@ -119,6 +119,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 
 
+QueueReport = c_int64 * 8
+"""What the library tells of a queue's calls: `Report` in queue_api.cpp."""
+
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 

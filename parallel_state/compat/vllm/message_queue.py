@@ -97,7 +97,7 @@ class _Ring:
         self._facts[2 * me + 1] = local_namespace("pid")
         self._facts[2 * me] = os.getpid()
         segment.close()
-        self._report = (c_int64 * 7)()
+        self._report = native.QueueReport()
         self._liveness = 0
         self._end = 0
         self._sides = threading.Lock()
@@ -135,7 +135,8 @@ class _Ring:
         return int(self._library.ps_queue_resume(self._end, timeout_s))
 
     def next(self, buffer: Any, timeout_s: float) -> int:
-        return int(self._library.ps_queue_next(self.open(), ctypes.addressof(buffer), len(buffer), timeout_s))
+        address = ctypes.addressof(buffer)
+        return int(self._library.ps_queue_take(self.open(), address, len(buffer), None, 0, None, 0, timeout_s))
 
     def read(self, into: bytearray, timeout_s: float) -> int:
         address = ctypes.addressof((ctypes.c_char * len(into)).from_buffer(into))
