@@ -38,7 +38,7 @@ from parallel_state.tools.bench.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peer
 from parallel_state.tools.bench.report import circumstances, recorded
 from parallel_state.tools.bench.rounds import Plan, Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
-from parallel_state.tools.bench.through_torch import BACKENDS, CALLS, LAYERS, STEPS
+from parallel_state.tools.bench.through_torch import BACKENDS, CALLS, ENVIRONMENTS, LAYERS, STEPS
 
 PROGRAM = "python -m parallel_state bench"
 PARTS = ("collectives", "messages", "torch", "start-up")
@@ -231,7 +231,8 @@ class Bench:
             for size in sizes
         ]
         cases += [{**common, "kind": kind, "what": "21 M parameters"} for kind in STEPS if not self.options.quick]
-        self._measure([self._team(name, "through_torch") for name in BACKENDS], cases)
+        teams = [self._team(name, "through_torch", environment=ENVIRONMENTS.get(name)) for name in BACKENDS]
+        self._measure(teams, cases)
 
     def start_up(self) -> None:
         """Starts everybody again, as often as samples are missing; each start is checked by its first collective."""

@@ -325,7 +325,8 @@ def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 THROUGH = (
     'The same calls over the backend "parallel_state" and over gloo. Torch\'s own layers are measured on its backend '
-    '"fake", which moves nothing; the op in place is a coordinator\'s, without those layers.'
+    '"fake", which moves nothing; the op in place is a coordinator\'s, without those layers, and then with a call that '
+    "passes them before it. What gloo carries for the backend is measured without shared memory."
 )
 
 

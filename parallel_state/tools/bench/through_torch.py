@@ -2,7 +2,10 @@
 
 The same call goes through the same layers of torch over each backend. What those cost by themselves is what they take
 on torch's backend `fake`, which moves nothing: no answer of it is checked. The processes of the backend
-"parallel_state" have a coordinator, too, whose op has no layer of torch.distributed above it.
+"parallel_state" have a coordinator, too, whose op has no layer of torch.distributed above it. That op and torch's
+layers, one after the other, are what the backend can't go below where ranks share cores: between two calls of a rank
+another one has filled the core's caches, and the layers take several times what they take in a loop of their own.
+A further team has shared memory switched off, so that gloo carries everything for the backend.
 
 `dist` calls work in place; `functional` are torch's functional collectives, waited for at once; `compiled` the same in
 a function under inductor. A step is one of training, of 21 million parameters: forward, backward and optimizer. On
@@ -22,13 +25,18 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import wait_tensor
 
 import parallel_state as ps
+from device_communicators.settings import SHARED_MEMORY
 from parallel_state.tools.bench.collectives import GLOO, OWN, answer, count_of, given, ours_by_op, torch_by_call
 from parallel_state.tools.bench.ranks import compilable_of_torch
 from parallel_state.tools.bench.worker import Timing, WrongAnswer, timed
 
 LAYERS = "torch's layers alone"
 OP = "op, in place"
-BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake"}
+OP_AND_LAYERS = "op, and torch's layers"
+CARRIED = "parallel_state, carried by gloo"
+BACKENDS = {OWN: "parallel_state", GLOO: "gloo", LAYERS: "fake", CARRIED: "parallel_state"}
+ENVIRONMENTS = {CARRIED: {SHARED_MEMORY.name: "0"}}
+"""Variables of the teams that have some of their own."""
 CALLS = ("dist", "functional", "compiled")
 STEPS = ("DDP step", "FSDP2 step")
 _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
@@ -58,6 +66,7 @@ class ThroughTorch:
         if name == OWN:
             ps.initialize_model_parallel(self.size)
             self._op = ours_by_op(ps.get_tp_group(), "all_reduce_")
+            self._layers = dist.new_group(backend=BACKENDS[LAYERS])
         dist.all_reduce(torch.ones(1))
         self._steps: dict[str, Callable[[], float]] = {}
         self._calls: dict[str, Callable[[], Tensor | float]] = {}
@@ -68,6 +77,8 @@ class ThroughTorch:
     def prepare(self, values: dict[str, Any]) -> list[str]:
         """`values`: kind; of calls operation, bytes as nccl-tests count them, and dtype, too."""
         kind = values["kind"]
+        if self.name == CARRIED and kind != "dist":
+            return []
         if kind in STEPS:
             self._x = None
             if kind not in self._steps:
@@ -91,6 +102,7 @@ class ThroughTorch:
         }
         if self._op is not None and kind == "dist" and operation == "all_reduce":
             calls[OP] = self._op
+            calls[OP_AND_LAYERS] = partial(_layers_then, self._op, self._layers)
         self._calls = {name: partial(call, self._x) for name, call in calls.items()}
         return list(self._calls)
 
@@ -143,6 +155,12 @@ def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
         return float(loss.detach())
 
     return step
+
+
+def _layers_then(op: Callable[[Tensor], Tensor], fake: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """Passes torch's layers, with a group that leaves `x` as it is, and then does the op."""
+    dist.all_reduce(x, group=fake)
+    return op(x)
 
 
 def _kept(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
