@@ -120,7 +120,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 QueueReport = c_int64 * 8
-"""What the library tells of a queue's calls: `Report` in queue_api.cpp."""
+"""What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 

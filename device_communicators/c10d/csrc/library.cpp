@@ -40,7 +40,7 @@ Library::Library(const std::string& path) {
   FIND(queue_reader_delete);
   FIND(queue_send);
   FIND(queue_resume);
-  FIND(queue_next);
+  FIND(queue_take);
   FIND(queue_read);
 #undef FIND
 }

@@ -10,17 +10,6 @@
 
 namespace parallel_state {
 
-// What an end of a queue fills in at each call, as queue_api.cpp lays it out.
-struct QueueReport {
-  std::int64_t suspect = -1;
-  std::int64_t total_bytes = 0;
-  std::int64_t head_bytes = 0;
-  std::int64_t fingerprint = 0;
-  std::int64_t left_bytes = 0;
-  std::int64_t reporter = -1;
-  std::int64_t reason = 0;
-};
-
 struct Library {
   explicit Library(const std::string& path);
 
@@ -57,7 +46,8 @@ struct Library {
   int (*queue_send)(void*, const char* head, std::uint64_t head_bytes, const Piece*, int count, int more_heads,
                     std::uint64_t fingerprint, double timeout_s);
   int (*queue_resume)(void*, double timeout_s);
-  int (*queue_next)(void*, char* head, std::uint64_t capacity, double timeout_s);
+  int (*queue_take)(void*, char* head, std::uint64_t capacity, const char* expected, std::uint64_t expected_bytes,
+                    const Piece*, int count, double timeout_s);
   int (*queue_read)(void*, const Piece*, int count, double timeout_s);
 };
 

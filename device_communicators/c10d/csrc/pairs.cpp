@@ -209,7 +209,8 @@ bool Pairs::begin_message(Incoming& in, int peer, double timeout_s, Ended* ended
     if (failure_ != nullptr || (in.posted.empty() && any_source_.empty())) return false;
   }
   if (in.end == nullptr) in.end = open(peer, rank_, &in.report);
-  const int status = library_->queue_next(in.end, reinterpret_cast<char*>(&in.head), sizeof in.head, timeout_s);
+  const int status = library_->queue_take(in.end, reinterpret_cast<char*>(&in.head), sizeof in.head, nullptr, 0,
+                                          nullptr, 0, timeout_s);
   if (status_of(status) == QueueStatus::kTimedOut) return false;
   const bool sound = status_of(status) == QueueStatus::kDone && in.report.head_bytes == sizeof in.head &&
                      in.report.left_bytes == in.head.bytes;

@@ -61,6 +61,18 @@ struct Piece {
   std::uint64_t bytes;
 };
 
+// What an end of a queue that was opened by the C interface fills in at each call: the words of native.QueueReport.
+struct QueueReport {
+  std::int64_t suspect = -1;     // rank, after a failure
+  std::int64_t total_bytes = 0;  // of the message that `ps_queue_take` found
+  std::int64_t head_bytes = 0;
+  std::int64_t fingerprint = 0;
+  std::int64_t left_bytes = 0;  // how many of its bytes weren't read yet
+  std::int64_t reporter = -1;   // who gave up, after kGivenUp, and with which status of group.h
+  std::int64_t reason = 0;
+  std::int64_t taken = 0;  // whether the message was the one that `ps_queue_take` was told to expect, and is read
+};
+
 // One side of a ring: its counters, and whether the others are still there.
 class RingEnd : public Liveness {
  public:

@@ -1,7 +1,7 @@
 // The C interface of the message queue, for ctypes. Status codes are those of queue.h.
 //
-// An end of a queue is opened with a block of words that it fills in at each call: see `Report`. So a caller passes few
-// arguments and reads the words that it needs, which costs less than out-parameters do.
+// An end of a queue is opened with a block of words that it fills in at each call: see `QueueReport`. So a caller
+// passes few arguments and reads the words that it needs, which costs less than out-parameters do.
 
 #include <cstring>
 #include <new>
@@ -18,21 +18,11 @@ using parallel_state::Handle;
 using parallel_state::Piece;
 using parallel_state::ProcessLiveness;
 using parallel_state::QueueReader;
+using parallel_state::QueueReport;
 using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
 using parallel_state::WaitPolicy;
-
-struct Report {
-  std::int64_t suspect;      // rank, after a failure
-  std::int64_t total_bytes;  // of the message that `ps_queue_take` found
-  std::int64_t head_bytes;
-  std::int64_t fingerprint;
-  std::int64_t left_bytes;  // how many of its bytes weren't read yet
-  std::int64_t reporter;    // who gave up, after kGivenUp, and with which status of group.h
-  std::int64_t reason;
-  std::int64_t taken;  // whether the message was the one that `ps_queue_take` was told to expect, and is read
-};
 
 // Which of a group's ranks are lost: as the group knows it, or, without one, by their processes alone.
 struct Watch {
@@ -44,12 +34,12 @@ struct Watch {
 template <typename End>
 struct Opened {
   End end;
-  Report* report;
+  QueueReport* report;
 };
 
 template <typename End>
 void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers, const int* ranks,
-           int me, const void* liveness, std::int64_t spin_ns, int yields, Report* report) {
+           int me, const void* liveness, std::int64_t spin_ns, int yields, QueueReport* report) {
   WaitPolicy policy;
   policy.spin_ns = spin_ns;
   policy.yields = yields;
@@ -86,13 +76,14 @@ void* ps_liveness_of(std::uint64_t group) {
 void ps_liveness_delete(void* liveness) { delete static_cast<Watch*>(liveness); }
 
 void* ps_queue_writer_new(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers,
-                          const int* ranks, const void* liveness, std::int64_t spin_ns, int yields, Report* report) {
+                          const int* ranks, const void* liveness, std::int64_t spin_ns, int yields,
+                          QueueReport* report) {
   return open<QueueWriter>(control, data, chunk_bytes, chunks, readers, ranks, 0, liveness, spin_ns, yields, report);
 }
 
 void* ps_queue_reader_new(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers,
                           const int* ranks, int me, const void* liveness, std::int64_t spin_ns, int yields,
-                          Report* report) {
+                          QueueReport* report) {
   return open<QueueReader>(control, data, chunk_bytes, chunks, readers, ranks, me, liveness, spin_ns, yields, report);
 }
 
@@ -131,7 +122,7 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
                   const Piece* pieces, int count, double timeout_s) {
   auto* opened = static_cast<Opened<QueueReader>*>(reader);
   QueueReader& end = opened->end;
-  Report& report = *opened->report;
+  QueueReport& report = *opened->report;
   report.taken = 0;
   QueueStatus status = end.next(timeout_s);
   if (status != QueueStatus::kDone) return told(opened, status);
