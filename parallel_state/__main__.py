@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> int:
     """Runs the command of this process; returns its exit code, which for a closed pipe is that of SIGPIPE."""
     try:
-        exit_code = main()
+        try:
+            exit_code = main()
+        except SystemExit:  # argparse, after `--help`
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()
     except OSError as error:
         # `… | head` has read enough, or the output's disk is full; a file's error has its name.
