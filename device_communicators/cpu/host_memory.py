@@ -3,7 +3,8 @@
 It is attached once, when the group's gloo group is made, by all ranks together: so whether there is shared memory is
 a fact of the group from its beginning, the same on every rank. Each rank makes an empty segment under a random name
 and tells it to the others; those who can open it share its maker's memory, which is the evidence, whatever the hosts
-are called. The lowest rank of a host gives its segment the size; then all names are taken away again.
+are called. All work in the segment of a host's lowest rank, in which each of them backs its own slots with memory: the
+kernel takes it from the NUMA node that the asking process runs on. Then all names are taken away again.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class HostMemory:
         self.pids = meeting.pids()
         self.watched_together = meeting.watched_together(self.hosts)
         self.debug = meeting.debug
-        self.cores = meeting.cores()
+        self.cores = meeting.core_masks()
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
             self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self.waiting)
@@ -227,6 +228,25 @@ class _Memory:
             self.queues.unmap()
 
 
+def mapped_bytes(library: NativeLibrary, size: int) -> int:
+    """Returns the bytes, in whole pages, of what the collectives of `size` ranks work in."""
+    return int(library.ps_segment_bytes(size)) + _PAGE_BYTES - 1 & -_PAGE_BYTES
+
+
+def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
+    """Backs the slots of `rank` with memory and maps their pages: called by that rank, so that they lie on its node.
+
+    The first rank also backs what all share. `address`: of the segment's begin. SegmentError where there is no room.
+    """
+    start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
+    if rank == 0:
+        last = library.ps_slots_offset(size, size)
+        segment.allocate(start, leave_some=True)  # for messages and tensors
+        segment.allocate(mapped_bytes(library, size) - last, last)
+    segment.allocate(end - start, start, leave_some=True)
+    library.ps_back(address + start, end - start, segment.descriptor, start)
+
+
 class _Meeting:
     """The exchange by which the ranks of a group find out who shares memory, and agree on it."""
 
@@ -265,7 +285,7 @@ class _Meeting:
                 "name": name,
                 "pid": os.getpid(),
                 "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
-                "cores": _core_mask(),
+                "cores": f"{sum(1 << core for core in native_build.usable_cores()):x}",
                 "debug": settings.DEBUG.get(),
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
@@ -307,7 +327,7 @@ class _Meeting:
 
     def _map_memory(self) -> _Memory:
         library, own = native.load(), self._opened[self.members.rank]
-        memory = _Memory(library, library.ps_segment_bytes(len(self.local_ranks)) + _PAGE_BYTES - 1 & -_PAGE_BYTES)
+        memory = _Memory(library, mapped_bytes(library, len(self.local_ranks)))
         capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
         try:
             self._map_all(memory, own, capacity)
@@ -317,11 +337,10 @@ class _Meeting:
         return memory
 
     def _map_all(self, memory: _Memory, own: Segment, capacity: int) -> None:
-        first, count = self._opened[self.local_ranks[0]], len(self.local_ranks)
+        library, first, count = memory.library, self._opened[self.local_ranks[0]], len(self.local_ranks)
         own.resize(memory.size_bytes + capacity)
-        if first is own:
-            own.allocate(memory.size_bytes, leave_some=True)  # for messages and tensors
         memory.address = memory.map(first, memory.size_bytes, 0)
+        back_slots(library, first, memory.address, self.local_ranks.index(self.members.rank), count)
         if count == len(self.members.ranks):
             memory.queues = QueueMemory(memory.library, first, memory.size_bytes + capacity, count, first is own)
         if capacity:
@@ -348,7 +367,7 @@ class _Meeting:
     def debug(self) -> bool:
         return any(facts["debug"] for facts in self._facts)
 
-    def cores(self) -> tuple[int, ...]:
+    def core_masks(self) -> tuple[int, ...]:
         return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)
 
     def pids(self) -> tuple[int, ...]:
@@ -413,8 +432,3 @@ def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
     some milliseconds.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields
-
-
-def _core_mask() -> str:
-    """Returns the cores that this process may run on, a bit each, in hexadecimal."""
-    return f"{sum(1 << core for core in native_build.usable_cores()):x}"

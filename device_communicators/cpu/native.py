@@ -51,6 +51,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_set_interpreter": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_ulong)),
     "ps_take_exception": (None, (POINTER(c_void_p),)),
     "ps_segment_bytes": (c_size_t, (c_int,)),
+    "ps_slots_offset": (c_size_t, (c_int, c_int)),
     "ps_map": (c_void_p, (c_int, c_size_t, c_size_t)),
     "ps_unmap": (None, (c_void_p, c_size_t)),
     "ps_group_new": (c_uint64, (c_void_p, c_size_t, c_int, c_int, POINTER(c_int64), c_int64, c_int, c_double)),

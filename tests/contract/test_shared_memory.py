@@ -18,6 +18,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
+from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG
 from tests.workers import WorkerPool, WorkersFailedError
 
@@ -110,6 +111,24 @@ def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
     for seed in range(3 if LONG else 1):
         found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 60, pauses, timeout_s=DEADLINE_S)
         assert found == ["shared_memory"] * ranks
+
+
+def _touched() -> list[list[float]]:
+    """Which share of each rank's slots this process has touched, as soon as the world and its division are made."""
+    size = int(os.environ["WORLD_SIZE"])
+    with world(size):
+        shares = touched_slots("parallel_state-", size)
+        ps.get_world_group().barrier()
+        return shares
+
+
+def test_each_rank_touches_its_own_slots(pools: Pools) -> None:
+    """All of them, and of the others' none but what the first calls have read."""
+    for rank, segments in enumerate(pools(4).run(_touched, timeout_s=DEADLINE_S)):
+        assert segments
+        for shares in segments:
+            assert shares[rank] == 1.0
+            assert all(share < 0.1 for other, share in enumerate(shares) if other != rank), (rank, shares)
 
 
 def _anywhere() -> list[tuple[int, int]]:

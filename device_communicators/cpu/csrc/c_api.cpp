@@ -52,6 +52,9 @@ void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); 
 
 std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
+// Where in the segment the slots of `rank` begin; for `rank` = `size`, where the last ones end.
+std::size_t ps_slots_offset(int size, int rank) { return Group::slots_offset(size, rank); }
+
 // Maps the file behind `descriptor`, beyond its end as well; null, and errno, where that can't be done.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));

@@ -16,10 +16,6 @@ Group::Group(void* segment, int rank, int size, const ProcessLiveness& liveness,
   lines_[rank_].own();
 }
 
-std::size_t Group::segment_bytes(int size) {
-  return data_offset(size) + static_cast<std::size_t>(size) * rank_bytes(tuning_of(size));
-}
-
 void Group::begin(double timeout_s) {
   deadline_.set(timeout_s);
   suspect_ = reporter_ = -1;

@@ -1,8 +1,8 @@
 // The collectives of one group of ranks on one host, over a segment of shared memory that all of them have mapped.
 //
-// The segment: a control line per rank, then for each rank 16 small slots and 4 large ones. A rank writes its own slots
-// and its own line, and reads the others'. Every exchange counts one *tick* on each rank, in the same order on all of
-// them: a rank publishes the tick once its data lies in its slot, and the others wait for that.
+// The segment: a control line per rank, then for each rank, from a page on, 16 small slots and 4 large ones. A rank
+// writes its own slots and its own line, and reads the others'. Every exchange counts one *tick* on each rank, in the
+// same order on all of them: a rank publishes the tick once its data lies in its slot, and the others wait for that.
 //
 // Reuse of a slot: a rank that has published tick t has entered exchange t, so it has finished all before. A slot is
 // written again only when all others have entered an exchange after the one in which they read it last.
@@ -79,7 +79,12 @@ class Group {
   // ranks lives as long as the group.
   Group(void* segment, int rank, int size, const ProcessLiveness& liveness, WaitPolicy policy);
 
-  static std::size_t segment_bytes(int size);
+  static std::size_t segment_bytes(int size) { return slots_offset(size, size); }
+
+  // Where the slots of `rank` begin, on a page, and those of the one before end.
+  static std::size_t slots_offset(int size, int rank) {
+    return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
+  }
 
   // What the next call is told as; without it, as what it is.
   void tell(Told told) { told_ = told; }
@@ -168,7 +173,8 @@ class Group {
   };
   static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
   static constexpr std::size_t data_offset(int size) {
-    return archive_offset(size) + static_cast<std::size_t>(size) * sizeof(Archive);
+    const std::size_t end = archive_offset(size) + static_cast<std::size_t>(size) * sizeof(Archive);
+    return (end + kPage - 1) / kPage * kPage;
   }
 
   // A place in each rank's part of the segment, and the tick with which this rank published its own last.

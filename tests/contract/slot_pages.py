@@ -1,0 +1,37 @@
+"""Which slots of a segment this process has touched, as its page table has it."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from device_communicators.cpu import native
+from device_communicators.cpu.host_memory import mapped_bytes
+
+
+def touched_slots(name: str, size: int) -> list[list[float]]:
+    """The share of the pages of each rank's slots that are mapped here, of each segment with `name` in its path.
+
+    A read maps up to 15 pages beside the one that was asked for.
+    """
+    library = native.load()
+    page, size_bytes = os.sysconf("SC_PAGESIZE"), mapped_bytes(library, size)
+    starts = [
+        int(low, 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if name in line
+        for low, high in [line.split()[0].split("-")]
+        if int(high, 16) - int(low, 16) == size_bytes
+    ]
+    slots = [tuple(library.ps_slots_offset(size, each) for each in (rank, rank + 1)) for rank in range(size)]
+    with open("/proc/self/pagemap", "rb") as pages:
+        return [
+            [_mapped(pages, (base + start) // page, (end - start) // page) for start, end in slots] for base in starts
+        ]
+
+
+def _mapped(pages: BinaryIO, first: int, count: int) -> float:
+    pages.seek(first * 8)
+    return sum(word >> 63 for word in struct.unpack(f"<{count}Q", pages.read(count * 8))) / count

@@ -1,0 +1,73 @@
+"""The memory behind each rank's slots comes from that rank: the kernel takes it from the node that the rank runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from device_communicators.cpu import native
+from device_communicators.cpu.host_memory import back_slots, mapped_bytes
+from device_communicators.cpu.segment import Segment
+
+SIZE = 4
+
+try:
+    LIBRARY = native.load()
+except native.NativeUnavailableError as error:
+    pytest.skip(f"no compiled library: {error}", allow_module_level=True)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.make()
+    made.unlink()
+    yield made
+    made.close()
+
+
+def _backed(segment: Segment, start: int, end: int) -> int:
+    """Counts the bytes between that the file has memory for, and that somebody has touched."""
+    found, at = 0, start
+    while at < end:
+        try:
+            at = os.lseek(segment.descriptor, at, os.SEEK_DATA)
+        except OSError:  # a hole up to the end of the file
+            break
+        hole = os.lseek(segment.descriptor, at, os.SEEK_HOLE)
+        found += max(0, min(hole, end) - at)
+        at = hole
+    return found
+
+
+def _slots_of(rank: int) -> tuple[int, int]:
+    return LIBRARY.ps_slots_offset(SIZE, rank), LIBRARY.ps_slots_offset(SIZE, rank + 1)
+
+
+@pytest.mark.parametrize("order", [range(SIZE), reversed(range(SIZE))], ids=["first to last", "last to first"])
+def test_each_rank_backs_its_own_slots(segment: Segment, order: Iterator[int]) -> None:
+    """In any order: the first rank's segment may still be empty when another one comes."""
+    size_bytes = mapped_bytes(LIBRARY, SIZE)
+    address = LIBRARY.ps_map(segment.descriptor, size_bytes, 0)
+    done: set[int] = set()
+    try:
+        for rank in order:
+            back_slots(LIBRARY, segment, address, rank, SIZE)
+            done.add(rank)
+            for each in range(SIZE):
+                start, end = _slots_of(each)
+                assert _backed(segment, start, end) == (end - start if each in done else 0), (rank, each)
+            own = sum(end - start for start, end in map(_slots_of, done))
+            shared = size_bytes - (_slots_of(SIZE - 1)[1] - _slots_of(0)[0])  # lines and archives, and members
+            assert os.fstat(segment.descriptor).st_blocks * 512 == own + (shared if 0 in done else 0)
+    finally:
+        LIBRARY.ps_unmap(address, size_bytes)
+
+
+def test_slots_begin_on_pages() -> None:
+    for size in (2, 3, 4, 7, 8, 9, 16, 64):
+        starts = [LIBRARY.ps_slots_offset(size, rank) for rank in range(size + 1)]
+        assert not any(start % os.sysconf("SC_PAGESIZE") for start in starts)
+        assert starts == sorted(set(starts))
+        assert starts[-1] < LIBRARY.ps_segment_bytes(size)
