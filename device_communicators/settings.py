@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from device_communicators.cores import parse_list
 from device_communicators.errors import SettingError
 
 T = TypeVar("T")
@@ -86,6 +87,15 @@ def _microseconds(text: str) -> float:
     if not 0 <= number <= 1e6:
         raise ValueError(text)
     return number
+
+
+def _core_lists(text: str) -> tuple[tuple[int, ...], ...]:
+    if text.lower() == "share":
+        return ()
+    lists = tuple(tuple(parse_list(part)) for part in text.split("|"))
+    if not all(lists):
+        raise ValueError(text)
+    return lists
 
 
 def _one_of(*words: str) -> Callable[[str], str]:
@@ -197,6 +207,11 @@ SPIN_US: Setting[float | None] = Setting(
     "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",
     "How long a rank that waits in shared memory spins before it sleeps: 150, with more ranks than cores 5.",
 )  # fmt: skip
+CORES: Setting[tuple[tuple[int, ...], ...] | None] = Setting(
+    "PARALLEL_STATE_CORES", None, _core_lists, "share, or a list of cores for each rank of the host, as 0-3|4-7",
+    "Cores that a rank is bound to when it joins the world, until the world ends: its share of those that the host's "
+    "ranks may use (whole physical cores, NUMA nodes evenly), or its own of these lists.",
+)  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
@@ -225,7 +240,7 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, MAX_METADATA_BYTES, DEBUG,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, CORES, MAX_METADATA_BYTES, DEBUG,
     DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 

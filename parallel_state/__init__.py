@@ -111,6 +111,7 @@ from parallel_state.regions import (
     scatter_to_tensor_model_parallel_region,
 )
 from parallel_state.simulated import simulate, simulated_group
+from parallel_state.startup.binding import bind_to_cores
 from parallel_state.startup.environment import ProcessEnvironment, is_rank_zero
 from parallel_state.state import (
     destroy_distributed_environment,
@@ -169,7 +170,8 @@ __all__ = [
     "ParallelStateError", "ProcessEnvironment", "PeerDiedError", "ReceiveHandle", "RemoteError", "RenamedError",
     "RendezvousError", "ResourceLimitError", "SendHandle", "SettingError", "TensorDictSpec", "TensorHandle",
     "UnsupportedError", "UsageError", "VirtualPipeline", "all_gather_last_dim_from_tensor_parallel_region",
-    "all_to_all", "broadcast_tensor_dict", "cleanup_dist_env_and_memory", "copy_to_tensor_model_parallel_region",
+    "all_to_all", "bind_to_cores", "broadcast_tensor_dict", "cleanup_dist_env_and_memory",
+    "copy_to_tensor_model_parallel_region",
     "create_fsdp_groups", "create_parallel_groups", "current_groups", "destroy_distributed_environment",
     "destroy_model_parallel", "divide", "ensure_model_parallel_initialized", "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region", "fuse_all_reduce_rms_norm", "get_all_ranks",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import c10d, forks, host, limits, settings
+from device_communicators import c10d, cores, forks, host, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -46,6 +46,7 @@ from parallel_state.process_groups.joining import agree_on_token
 from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment, interfaces
+from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.watch import StartWatch
 from parallel_state.torch_internals import is_fake
@@ -72,6 +73,8 @@ _START: environment.Start | None = None
 """The way in which this process joined a world that it made; for `reinitialize`."""
 _EXPORTED: dict[str, str] = {}
 """Variables that init wrote into the environment for torch's env://; destroy takes it back."""
+_CORES_BEFORE: set[int] | None = None
+"""Cores that this process could use before init bound it; destroy gives them back."""
 
 
 # The world.
@@ -96,9 +99,10 @@ def init_distributed_environment(
     from an already initialised torch.distributed default group, else it is alone: rank 0 of 1, which needs no address.
     `backend` of device tensors: nccl with CUDA, else gloo (or PARALLEL_STATE_BACKEND). `timeout`, seconds or
     timedelta, is the deadline of each operation (PARALLEL_STATE_TIMEOUT_S); the search for the other ranks has
-    PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group.
-    `bind_device` makes NCCL's communicator now, for this rank's device; those of groups are then split from it.
-    `high_priority_stream` gives the world's NCCL collectives a stream of high priority; other backends have none.
+    PARALLEL_STATE_START_TIMEOUT_S. `allow_pickle` as in initialize_model_parallel, for the world group. With
+    PARALLEL_STATE_CORES the process is bound to its cores until the world ends. `bind_device` makes NCCL's communicator
+    now, for this rank's device; those of groups are then split from it. `high_priority_stream` gives the world's NCCL
+    collectives a stream of high priority; other backends have none.
 
     Ranks, sizes and the address, a found one or that of tcp://, are exported for torch's env:// where nothing is set.
     A world of one leaves torch's default group to its owner: there is none until a process group is asked for.
@@ -107,7 +111,7 @@ def init_distributed_environment(
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
     """
-    global _OWNS_DEFAULT_GROUP, _NODES, _START
+    global _OWNS_DEFAULT_GROUP, _NODES, _START, _CORES_BEFORE
     forks.check("init_distributed_environment()")
     if _WORLD is not None:
         raise AlreadyInitializedError(
@@ -128,8 +132,10 @@ def init_distributed_environment(
 
         if dist.is_initialized():
             place, device = startup.join_default_group(world_size, rank, local_rank, backend)
+            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
+            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
             place = startup.with_free_port(place)
             _EXPORTED.update(environment.export(environment.with_address_of(distributed_init_method, place)))
             _EXPORTED.update(interfaces.set_nccl_environment(place, uses_nccl="nccl" in startup.backend_of(backend)))
@@ -256,13 +262,16 @@ def world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
-    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START
+    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START, _CORES_BEFORE
     forks.check("destroy_distributed_environment()")
     world, _WORLD, _NODES = _WORLD, None, None
     start, _START = _START, None
     owned, _OWNS_DEFAULT_GROUP = _OWNS_DEFAULT_GROUP, False
+    cores_before, _CORES_BEFORE = _CORES_BEFORE, None
     with contextlib.ExitStack() as rest:  # whatever one of them raises, the others are done; it runs from its end
         rest.callback(_take_back_exports)
+        if cores_before is not None:
+            rest.callback(cores.bind, cores_before)
         if start is not None:
             rest.callback(start.reserved.close)
         if owned:

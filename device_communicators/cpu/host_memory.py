@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from device_communicators import limits, settings
-from device_communicators.cpu import native, native_build
+from device_communicators import cores, limits, settings
+from device_communicators.cpu import native
 from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
@@ -46,6 +46,8 @@ class HostMemory:
         self.members = members
         self.cores: tuple[int, ...] = ()
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
+        self.areas: tuple[cores.Area, ...] = ()
+        """Of the same ranks: the NUMA node and the cache that its cores have in common."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self._watcher: Watcher | None = None
@@ -125,6 +127,7 @@ class HostMemory:
         self.watched_together = meeting.watched_together(self.hosts)
         self.debug = meeting.debug
         self.cores = meeting.core_masks()
+        self.areas = meeting.areas()
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
             self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self.waiting)
@@ -148,7 +151,15 @@ class HostMemory:
         library = self.collectives.library
         waits = "spin" if self.waiting[1] == 0 else "spin briefly, yield"
         ops = "ops in C++" if library.has_ops else f"ops in Python ({library.note})"
-        return f"{self.collectives.size} ranks, {library.ps_instruction_set().decode()}, {ops}; waits: {waits}, sleep"
+        size, set_ = self.collectives.size, library.ps_instruction_set().decode()
+        return f"{size} ranks, {set_}, {ops}; waits: {waits}, sleep; {self._describe_cores()}"
+
+    def _describe_cores(self) -> str:
+        if len(set(self.cores)) == 1:
+            return "not bound to cores"
+        lists = (cores.spans(core for core in range(mask.bit_length()) if mask >> core & 1) for mask in self.cores)
+        nodes = sorted({area.node for area in self.areas} - {cores.UNKNOWN})
+        return f"cores {' | '.join(lists)}" + (f" on NUMA nodes {cores.spans(nodes)}" if len(nodes) > 1 else "")
 
     def hear(self, watcher: Watcher, domain: FailureDomain) -> None:
         """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""
@@ -285,7 +296,8 @@ class _Meeting:
                 "name": name,
                 "pid": os.getpid(),
                 "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
-                "cores": f"{sum(1 << core for core in native_build.usable_cores()):x}",
+                "cores": f"{sum(1 << core for core in cores.usable_cores()):x}",
+                "area": cores.area_of(cores.usable_cores()),
                 "debug": settings.DEBUG.get(),
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
@@ -369,6 +381,9 @@ class _Meeting:
 
     def core_masks(self) -> tuple[int, ...]:
         return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)
+
+    def areas(self) -> tuple[cores.Area, ...]:
+        return tuple(cores.Area(*self._facts[rank]["area"]) for rank in self.local_ranks)
 
     def pids(self) -> tuple[int, ...]:
         own = self._facts[self.members.rank]["namespace"]

@@ -10,7 +10,6 @@ here raises because NVML can't do something. Where there is no driver, a topolog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -176,17 +175,6 @@ class Topology:
 
 def _is(uuid: str, known: str) -> bool:
     return uuid in (known, known.partition("-")[2])
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Formats ascending numbers as `0-23,96-119`."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return ",".join("-".join(map(str, span)) for span in found)
 
 
 _GPU, _SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_…

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from device_communicators.cores import spans
 from device_communicators.machine.peer_probe import Pair, Probe
-from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology, spans
+from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology
 from device_communicators.machine.visible_devices import Device, Visible
 
 _STATUS = dict(zip(P2P_STATUS, ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U"), strict=True))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from device_communicators import limits
+from device_communicators import cores, limits, settings
 from device_communicators.errors import InvalidArgumentError, LaunchError, ParallelStateError
 from device_communicators.host_calls import OUTSIDE, host_call
 from parallel_state.layout.axes import DEFAULT_ORDER
@@ -60,6 +60,7 @@ class LaunchConfig:
     axis_backends: Mapping[str, str] = field(default_factory=dict)  # of single ones
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     timeout: float | None = None  # seconds for the whole launch; None: no limit
+    bind: Literal["cores"] | None = None  # each rank to its share of the cores that this process may use
     grace: float = 5.0  # seconds between SIGTERM and SIGKILL
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
     setup: Callable[[], object] | None = None  # called in each worker, before the groups are made
@@ -151,6 +152,9 @@ def _resolved(config: LaunchConfig) -> LaunchConfig:
          f"start_method must be 'forkserver' or 'spawn', but is {config.start_method!r}; a fork inherits held locks"),
         (config.timeout is None or config.timeout > 0, f"timeout must be positive, but is {config.timeout}"),
         (config.grace >= 0, f"grace must not be negative, but is {config.grace}"),
+        (config.bind in (None, "cores"), f"bind must be 'cores' or None, but is {config.bind!r}"),
+        (config.bind is None or settings.CORES.name not in config.env,
+         f"bind and env must not both say {settings.CORES.name}"),
         (config.log_level in (None, *_LEVELS), f"log_level must be one of {_LEVELS}, but is {config.log_level!r}"),
         (not taken, f"env must not hold what launch itself sets, but has {', '.join(taken)}"),
     ):  # fmt: skip
@@ -166,7 +170,13 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
         "WORLD_SIZE": config.world_size,
         "LOCAL_WORLD_SIZE": config.nproc,
     }
-    return {**config.env, **{name: str(value) for name, value in values.items()}}
+    bound = {settings.CORES.name: _core_lists(config.nproc or 1)} if config.bind == "cores" else {}
+    return {**config.env, **bound, **{name: str(value) for name, value in values.items()}}
+
+
+def _core_lists(nproc: int) -> str:
+    """Returns the cores of each rank as PARALLEL_STATE_CORES takes them: a fork server's own may be others."""
+    return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 
 def _run_ranks(

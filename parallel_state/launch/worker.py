@@ -32,6 +32,7 @@ import torch
 
 from device_communicators import limits, settings
 from device_communicators.errors import InvalidArgumentError, LaunchError
+from parallel_state.startup.binding import bind_to_cores
 from parallel_state.store.client import JOB_STORE, ControlStore
 from parallel_state.torch_internals import find_stores_by
 
@@ -214,6 +215,8 @@ def work(start: Start) -> None:
     try:
         _keep_variables(environ)  # a fork server's own are as old as the first launch
         os.environ.update(environ)
+        if lists := settings.CORES.get():  # now, as memory that is touched later comes from the cores' node
+            bind_to_cores(lists)
         threads = environ.get("OMP_NUM_THREADS", "")
         if threads.isdecimal() and int(threads):
             torch.set_num_threads(int(threads))  # the fork server's torch has read the variable long ago

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state
+from device_communicators.cores import spans
 from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
 from parallel_state.launch.launcher import LaunchConfig, launch
@@ -130,6 +131,49 @@ def test_workers_have_the_environment_of_now_and_not_of_the_fork_servers_start(n
     found = launch(read_environ, 2, args=[names], timeout=DEADLINE_S, name=name, env={"LAUNCH_TEST_B": "new"})
     assert found == [[None, "new"]] * 2
     assert "LAUNCH_TEST_B" not in os.environ
+
+
+def cores_and_words() -> tuple[list[int], list[int], str, list[int]]:
+    before = sorted(os.sched_getaffinity(0))
+    parallel_state.init_distributed_environment()
+    within, words = sorted(os.sched_getaffinity(0)), parallel_state.get_world_group().explain()
+    parallel_state.destroy_distributed_environment()
+    return before, within, words, sorted(os.sched_getaffinity(0))
+
+
+def two_cores() -> list[int]:
+    usable = sorted(os.sched_getaffinity(0))
+    if len(usable) < 2:
+        pytest.skip("needs two cores")
+    return usable
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
+def test_each_rank_is_bound_to_its_share_of_the_launchers_cores(name):
+    """From its first line on, in the groups and after them; the launcher itself isn't."""
+    usable = two_cores()
+    found = launch(cores_and_words, 2, bind="cores", name=name, timeout=DEADLINE_S)
+    shares = [before for before, *_ in found]
+    assert sorted(shares[0] + shares[1]) == usable
+    assert all(shares)
+    for before, within, words, after in found:
+        assert within == after == before
+        assert f"cores {spans(shares[0])} | {spans(shares[1])}" in words
+    assert sorted(os.sched_getaffinity(0)) == usable
+    with pytest.raises(InvalidArgumentError, match=rf"each of {len(usable) + 1} ranks must have a core of its own"):
+        launch(cores_and_words, len(usable) + 1, bind="cores", name=name)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
+def test_a_variable_binds_ranks_as_long_as_there_is_a_world(name):
+    usable = two_cores()
+    found = launch(cores_and_words, 2, env={"PARALLEL_STATE_CORES": "share"}, name=name, timeout=DEADLINE_S)
+    assert sorted(found[0][1] + found[1][1]) == usable
+    for before, _, words, after in found:
+        assert before == after == usable
+        assert f"cores {spans(found[0][1])} | {spans(found[1][1])}" in words
+    with pytest.raises(LaunchError, match=r"must have a list of cores for each rank of this host, but has 1 for 2"):
+        launch(cores_and_words, 2, env={"PARALLEL_STATE_CORES": str(usable[0])}, name=name, timeout=DEADLINE_S)
 
 
 def much(size: int) -> tuple[bytes, torch.Tensor]:
@@ -755,6 +799,8 @@ def local_function():
         (rank, {"nproc": 2, "master_port": 65_536}, "a port must be from 0 to 65535, but is 65536"),
         (rank, {"nproc": 2, "master_port": -1}, "a port must be from 0 to 65535, but is -1"),
         (rank, {"nproc": 2, "master_port": 5, "preferred_port": 5}, "exclude each other"),
+        (rank, {"nproc": 2, "bind": "sockets"}, "bind must be 'cores' or None, but is 'sockets'"),
+        (rank, {"nproc": 2, "bind": "cores", "env": {"PARALLEL_STATE_CORES": "0|1"}}, "must not both say"),
         (rank, {"nproc": 2, "start_method": "fork"}, "start_method must be 'forkserver' or 'spawn'"),
         (rank, {"nproc": 2, "timeout": 0}, "timeout must be positive"),
         (rank, {"nproc": 2, "timeout": float("nan")}, "timeout must be positive"),

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from device_communicators.cores import spans
 from device_communicators.machine.nvml import NoAnswerError, Recorder, RecordError, Recording
 from device_communicators.machine.peer_probe import Probe
-from device_communicators.machine.topology import Fabric, Topology, read_topology, short_pci_id, spans
+from device_communicators.machine.topology import Fabric, Topology, read_topology, short_pci_id
 from device_communicators.machine.topology_text import topology_text
 from device_communicators.machine.visible_devices import visible_devices
 from parallel_state.__main__ import main

@@ -414,7 +414,7 @@ KINDS: dict[str, Kind] = {
     "cores-shared": Kind(
         WARNING, "ranks are bound to the same core",
         "Each waits while the other one runs: collectives take time slices of milliseconds.",
-        "Bind each rank to cores of its own (srun --cpu-bind=cores, mpirun --bind-to core), or don't bind.",
+        "Bind each rank to cores of its own (PARALLEL_STATE_CORES=share, srun --cpu-bind=cores), or don't bind.",
     ),
     "cores-few": Kind(
         INFO, "more ranks than cores",
@@ -449,7 +449,7 @@ KINDS: dict[str, Kind] = {
     "numa-unbound": Kind(
         INFO, "ranks may run on any NUMA node",
         "A rank that wanders, or whose memory is far away, loses bandwidth.",
-        "Bind ranks to NUMA nodes: `srun --cpu-bind=ldoms`, `mpirun --map-by numa`, `numactl --cpunodebind`.",
+        "Bind ranks to NUMA nodes: `PARALLEL_STATE_CORES=share`, `srun --cpu-bind=ldoms`, `mpirun --map-by numa`.",
     ),
     "governor": Kind(
         INFO, "the CPU's governor saves power",

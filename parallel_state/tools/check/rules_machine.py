@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 
-from device_communicators.machine.topology import spans
+from device_communicators.cores import spans
 from parallel_state.tools.check.evidence import Evidence, by_value, grouped, ranks_of
 from parallel_state.tools.check.facts import Facts
 from parallel_state.tools.check.findings import INFO, WARNING, Finding, named
@@ -223,7 +223,7 @@ def cores(evidence: Evidence) -> Iterator[Finding]:
             yield from _siblings(evidence, name, bound)
         yield from _threads(evidence, name, ranks)
         cpu = ranks[0].cpu
-        if len(ranks) > 1 and ranks[0].gpus.devices and all(_nodes(each) > 1 for each in ranks):
+        if len(ranks) > 1 and all(_nodes(each) > 1 for each in ranks):
             text = f"ranks on {name} may run on any of {_nodes(ranks[0])} NUMA nodes"
             yield evidence.about("numa-unbound", text, ranks)
         if cpu.governor in ("powersave", "ondemand", "conservative") and "Intel" not in cpu.model:

@@ -26,7 +26,7 @@ import torch
 from device_communicators import host, settings
 from device_communicators.cpu import native, native_build
 from device_communicators.errors import ParallelStateError, SettingError
-from parallel_state.startup import environment, interfaces
+from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE
 from parallel_state.tools.check.facts import (
@@ -95,7 +95,18 @@ def collect(deadline: float) -> Facts:
             setting.get()
         except SettingError as error:
             found.settings_wrong.append(str(error))
+    with_set_cores(found)
     return found
+
+
+def with_set_cores(found: Facts) -> None:
+    """Replaces the cores by those that this rank will be bound to, where PARALLEL_STATE_CORES says so."""
+    try:
+        own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
+        found.cpu.affinity = found.cpu.affinity if own is None else own
+    except ParallelStateError as error:
+        if str(error) not in found.settings_wrong:
+            found.settings_wrong.append(str(error))
 
 
 def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:

@@ -1,0 +1,196 @@
+"""The cores that a process may run on: threads of one physical core, a shared cache, a NUMA node; and binding to some.
+
+Belongs here: what the kernel tells in /sys, how cores are shared out to ranks, and the call that binds. What does not:
+who binds when (`parallel_state.startup.binding`), and what is done with the layout (`cpu`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from device_communicators.errors import InvalidArgumentError
+
+DEVICES = Path("/sys/devices/system")
+UNKNOWN = -1
+
+
+class Core(NamedTuple):
+    """A core as the kernel numbers them: one of a physical core's threads."""
+
+    number: int
+    physical: int
+    """The lowest number among the threads of its physical core."""
+    cache: int
+    """The lowest number among the cores that share its last-level cache; -1: the kernel doesn't say."""
+    node: int
+    """0 where the kernel knows no nodes."""
+
+
+class Area(NamedTuple):
+    """The NUMA node, and the last-level cache, that all cores of a process have in common; -1: none."""
+
+    node: int
+    cache: int
+
+
+def usable_cores() -> set[int]:
+    """Returns the cores that this process may run on: all of them where the system doesn't say, as on macOS."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
+    """Returns what the kernel says of these cores; of one that it doesn't describe, that it stands by itself."""
+    nodes = _nodes(devices)
+    found = []
+    for number in sorted(numbers):
+        threads = _list_in(devices / f"cpu/cpu{number}/topology/thread_siblings_list")
+        node = next((node for node, cores in nodes.items() if number in cores), 0)
+        found.append(Core(number, min(threads, default=number), _cache_of(number, devices), node))
+    return found
+
+
+def area_of(numbers: set[int], devices: Path = DEVICES) -> Area:
+    """Returns the node and the cache that these cores share; reads a few files, however many cores there are."""
+    nodes = _nodes(devices) or {0: numbers}
+    node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
+    first = min(numbers, default=0)
+    shared = _sharers(first, devices)
+    return Area(node, min(shared) if shared and numbers <= shared else UNKNOWN)
+
+
+def _nodes(devices: Path) -> dict[int, set[int]]:
+    folders = sorted((int(path.name[4:]), path) for path in (devices / "node").glob("node[0-9]*"))
+    cores = {number: _list_in(path / "cpulist") for number, path in folders}
+    return {number: inside for number, inside in cores.items() if inside}  # some have memory only
+
+
+def _cache_of(number: int, devices: Path) -> int:
+    return min(_sharers(number, devices), default=UNKNOWN)
+
+
+def _sharers(number: int, devices: Path) -> set[int]:
+    """Returns the cores that share the last-level cache of one."""
+    levels = [(_text(path / "level"), path) for path in (devices / f"cpu/cpu{number}/cache").glob("index[0-9]*")]
+    return _list_in(max(levels)[1] / "shared_cpu_list") if levels else set()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _list_in(path: Path) -> set[int]:
+    try:
+        return set(parse_list(_text(path)))
+    except ValueError:
+        return set()
+
+
+def parse_list(text: str) -> list[int]:
+    """Returns the numbers of a list as the kernel and numactl write them: `0-3,8`. Raises ValueError."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        first, last = int(low), int(high or low)
+        if not 0 <= first <= last < 1 << 16:
+            raise ValueError(part)
+        found.extend(range(first, last + 1))
+    return found
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Formats numbers as `0-23,96-119`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
+    """Returns the cores of each of `count` ranks, none of them twice. Raises InvalidArgumentError with too few.
+
+    A rank has whole physical cores, with all their threads, side by side in one node and in as few caches as can be;
+    nodes have ranks by their number of cores, those of one node follow each other. Only with more ranks than physical
+    cores threads are shared out one by one: the first of each physical core, then the siblings. With fewer ranks than
+    nodes a rank has several nodes.
+    """
+    if count > len(cores):
+        raise InvalidArgumentError(
+            f"each of {count} ranks must have a core of its own, but there are {len(cores)} that they may use "
+            f"({spans(core.number for core in cores)}): start fewer ranks, or don't bind them"
+        )
+    physical: dict[int, list[Core]] = {}
+    for core in sorted(cores, key=lambda core: (core.node, core.cache, core.physical, core.number)):
+        physical.setdefault(core.physical, []).append(core)
+    units = list(physical.values())
+    if count > len(units):
+        threads = sorted(
+            ((unit[0].node, place, index, core) for index, unit in enumerate(units) for place, core in enumerate(unit)),
+            key=lambda each: each[:3],
+        )
+        units = [[core] for *_, core in threads]
+    by_node: dict[int, list[list[Core]]] = {}
+    for unit in units:
+        by_node.setdefault(unit[0].node, []).append(unit)
+    if count < len(by_node):
+        return _split(units, count)
+    found: list[list[int]] = []
+    end = 0
+    for inside in by_node.values():
+        begin, end = end, end + len(inside)
+        # A rank belongs where the middle of its part of all cores lies.
+        here = sum(begin * 2 * count <= (2 * rank + 1) * len(units) < end * 2 * count for rank in range(count))
+        found += _split(inside, here)
+    return found
+
+
+def _split(units: Sequence[list[Core]], count: int) -> list[list[int]]:
+    """Returns the cores of `count` stretches that differ by one unit at most."""
+    ends = [index * len(units) // count for index in range(count + 1)]
+    return [sorted(core.number for unit in units[begin:end] for core in unit) for begin, end in pairwise(ends)]
+
+
+def bind(cores: Iterable[int]) -> None:
+    """Lets all threads of this process run on `cores` only. Raises InvalidArgumentError where none of them can be used.
+
+    Memory that a thread touches first then comes from their node, as with `numactl --physcpubind --localalloc`.
+    """
+    wanted = set(cores)
+    try:
+        os.sched_setaffinity(0, wanted)
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(int(thread), wanted)
+    except (AttributeError, OSError, ValueError, OverflowError) as error:
+        raise InvalidArgumentError(
+            f"this process must be able to run on cores {spans(wanted)}, but {error}; it runs on "
+            f"{spans(usable_cores())}"
+        ) from error
+
+
+def ranks_per_area(areas: Sequence[Area]) -> int:
+    """Returns how many ranks each area of a host has, side by side by rank; 0 where there is no such division.
+
+    By nodes where the ranks are on several, else by caches. All areas must have as many ranks, two at least: an area of
+    one has nothing to do first.
+    """
+    for labels in ([area.node for area in areas], [area.cache for area in areas]):
+        if UNKNOWN in labels:
+            return 0
+        different = sorted(set(labels), key=labels.index)
+        if len(different) == 1:
+            continue
+        count = len(labels) // len(different)
+        even = labels == [label for label in different for _ in range(count)]
+        return count if even and count > 1 else 0
+    return 0

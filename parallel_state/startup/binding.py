@@ -1,0 +1,65 @@
+"""Binding of this rank to its cores: its share of those of its host's ranks, or what a list says.
+
+Belongs here: which cores are this rank's. What does not: the machine and the call (`device_communicators.cores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from device_communicators import cores, settings
+from device_communicators.errors import SettingError
+from parallel_state.startup import environment
+
+
+def bind_to_cores(
+    lists: Sequence[Sequence[int]] = (), *, local_rank: int = -1, local_world_size: int | None = None
+) -> list[int]:
+    """Binds all threads of this process, as numactl would, and returns the cores; before the groups are made.
+
+    `lists` has the cores of each of the host's ranks. Without them the ranks share those that this process may use,
+    which must be the same on all of them: whole physical cores, side by side in one NUMA node, nodes filled evenly.
+    `local_rank` and `local_world_size` are the launcher's where they are left out. Raises InvalidArgumentError with
+    fewer cores than ranks, SettingError where the place isn't known, or the lists are fewer than the ranks.
+    """
+    if local_rank < 0:
+        place = environment.detect(rendezvous=False)
+        local_rank, local_world_size = place.local_rank, local_world_size or place.local_world_size
+    found = _cores_of(lists, local_rank, local_world_size or environment.find_local_world_size())
+    cores.bind(found)
+    return found
+
+
+def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
+    """Binds this process as PARALLEL_STATE_CORES says; returns the cores it had, None where nothing was changed."""
+    found = cores_as_set(local_rank, local_world_size)
+    if found is None:
+        return None
+    before = cores.usable_cores()
+    cores.bind(found)
+    return before
+
+
+def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | None:
+    """Returns the cores that PARALLEL_STATE_CORES gives to a rank of this host; None where it isn't set."""
+    lists = settings.CORES.get()
+    if lists is None:
+        return None
+    return _cores_of(lists, local_rank, local_world_size or environment.find_local_world_size())
+
+
+def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size: int | None) -> list[int]:
+    ranks = local_world_size or local_rank + 1
+    if lists and len(lists) < max(ranks, local_rank + 1):
+        raise SettingError(
+            f"{settings.CORES.name} must have a list of cores for each rank of this host, but has {len(lists)} for "
+            f"{ranks} ranks; add lists, with | between them"
+        )
+    if lists:
+        return sorted(lists[local_rank])
+    if local_world_size is None or local_rank >= local_world_size:
+        raise SettingError(
+            f"{settings.CORES.name}=share must be able to tell the number of ranks on this host, but local rank "
+            f"{local_rank} finds {local_world_size}; set LOCAL_WORLD_SIZE, or a list of cores for each rank, as 0-3|4-7"
+        )
+    return cores.shares(cores.read_cores(cores.usable_cores()), local_world_size)[local_rank]
