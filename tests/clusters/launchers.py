@@ -16,7 +16,11 @@ from tests.clusters.cluster import PYTHON, Cluster, Command, shell
 from tests.clusters.install import missing, path_of
 
 PORT = "20000"
+LEADER = "job-0.service.default.svc.cluster.local"
+"""Name of a job's first pod."""
 Start = Callable[[Cluster, Sequence[str]], list[Command]]
+Pod = Callable[[int], tuple[dict[str, str], str]]
+"""The variables of pod 0 or 1, and the command of its container but for the program."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,47 @@ def torchrun_c10d(cluster: Cluster, program: Sequence[str]) -> list[Command]:
     return [torchrun(cluster, host, options, program) for host in range(2)]
 
 
+AGENT = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", PORT)
+
+
+def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
+    """`leaderworkerset.sigs.k8s.io`: the variables that it sets, and a container's command."""
+    variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(pod)}
+    options = '--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS"'
+    return variables, f"{shell(AGENT)} {options}"
+
+
+def job_set(pod: int) -> tuple[dict[str, str], str]:
+    """`jobset.x-k8s.io`: an indexed Job, of which the command has the number of pods, and the leader's name by rule."""
+    variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
+    return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr {LEADER}'
+
+
+def py_torch_job(pod: int) -> tuple[dict[str, str], str]:
+    """Kubeflow: torchrun's options as variables."""
+    variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": LEADER, "PET_MASTER_PORT": PORT}
+    return {**variables, "PET_NPROC_PER_NODE": "2"}, shell(AGENT[:3])
+
+
+def pod(cluster: Cluster, kind: Pod, host: int, program: Sequence[str]) -> Command:
+    variables, command = kind(host)
+    return cluster.start(host, ["sh", "-c", f"exec {command} {shell(program)}"], **variables)
+
+
+def pods(kind: Pod) -> Start:
+    """Two pods of two ranks each, whose names are known from the start."""
+
+    def start(cluster: Cluster, program: Sequence[str]) -> list[Command]:
+        cluster.write_names(names_with_leader(cluster), [0, 1])
+        return [pod(cluster, kind, host, program) for host in range(2)]
+
+    return start
+
+
+def names_with_leader(cluster: Cluster) -> str:
+    return f"127.0.0.1 localhost\n{cluster.addresses[0]} n1 {LEADER}\n{cluster.addresses[1]} n2\n"
+
+
 def mpich(cluster: Cluster, program: Sequence[str]) -> list[Command]:
     command = [str(path_of("mpich")), "-launcher", "ssh", "-launcher-exec", str(cluster.agent), "-disable-auto-cleanup"]
     command += ["-hosts", "n1,n2", "-n", "4", "-ppn", "2", "-genv", "MASTER_ADDR", "n1", "-genv", "MASTER_PORT", PORT]
@@ -109,6 +154,9 @@ LAUNCHERS = (
     Launcher("variables", variables, "torchrun"),
     Launcher("torchrun, static", torchrun_static, "torchrun"),
     Launcher("torchrun, c10d", torchrun_c10d, "torchrun"),
+    Launcher("LeaderWorkerSet", pods(leader_worker_set), "torchrun"),
+    Launcher("JobSet", pods(job_set), "torchrun"),
+    Launcher("PyTorchJob", pods(py_torch_job), "torchrun"),
     Launcher("MPICH", mpich, "pmi", "mpich", spares_neighbours=False),
     Launcher("Intel MPI", intel_mpi, "pmi", "impi"),
     Launcher("Open MPI", open_mpi, "open_mpi", "openmpi"),

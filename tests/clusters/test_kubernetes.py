@@ -1,52 +1,36 @@
-"""Pods of JobSet and LeaderWorkerSet: their variables, and names that the name server has only once a pod is there."""
+"""Pods whose names the name server has only once a pod is there; with names from the start they are in the table."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from tests.clusters.cluster import JOB, PYTHON, Cluster, Command, shell
-from tests.clusters.launchers import PORT, logs
+from tests.clusters.cluster import JOB, PYTHON, Cluster, Command
+from tests.clusters.launchers import (
+    LEADER,
+    PORT,
+    Pod,
+    job_set,
+    leader_worker_set,
+    logs,
+    names_with_leader,
+    pod,
+    py_torch_job,
+)
 from tests.clusters.test_launchers import check, told
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 180.0
 LATE_S = 4.0
-LEADER = "job-0.service.default.svc.cluster.local"
-
-TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", PORT]
-
-
-def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
-    """`leaderworkerset.sigs.k8s.io`: the variables that it sets, and a container's command."""
-    variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(pod)}
-    options = '--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS"'
-    return variables, f"{shell(TORCHRUN)} {options}"
-
-
-def job_set(pod: int) -> tuple[dict[str, str], str]:
-    """`jobset.x-k8s.io`: an indexed Job, of which the command has the number of pods, and the leader's name by rule."""
-    variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
-    return variables, f'{shell(TORCHRUN)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr {LEADER}'
-
-
-def py_torch_job(pod: int) -> tuple[dict[str, str], str]:
-    """Kubeflow: torchrun's options as variables."""
-    variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": LEADER, "PET_MASTER_PORT": PORT}
-    return {**variables, "PET_NPROC_PER_NODE": "2"}, shell(TORCHRUN[:3])
 
 
 @pytest.mark.parametrize("kind", [leader_worker_set, job_set, py_torch_job], ids=lambda kind: kind.__name__)
-def test_pods_under_torchrun(cluster: Cluster, kind: Callable[[int], tuple[dict[str, str], str]]) -> None:
-    def pod(host: int) -> Command:
-        variables, command = kind(host)
-        words = shell([*JOB, str(cluster.folder)])
-        return cluster.start(host, ["sh", "-c", f"exec {command} {words}"], **variables)
-
-    _late_names(cluster, [pod(0), pod(1)], "torchrun")
+def test_pods_under_torchrun(cluster: Cluster, kind: Pod) -> None:
+    program = [*JOB, str(cluster.folder)]
+    _late_names(cluster, [pod(cluster, kind, host, program) for host in range(2)], "torchrun")
 
 
 def test_a_process_for_each_rank(cluster: Cluster) -> None:
@@ -61,7 +45,7 @@ def test_a_process_for_each_rank(cluster: Cluster) -> None:
 
 def _late_names(cluster: Cluster, pods: Sequence[Command], source: str, after: str = "") -> None:
     """The leader's name comes once a pod has said `after`; on its own host, as in a pod, it is there from the start."""
-    names = f"127.0.0.1 localhost\n{cluster.addresses[0]} n1 {LEADER}\n{cluster.addresses[1]} n2\n"
+    names = names_with_leader(cluster)
     cluster.write_names(names, [0])
     time.sleep(LATE_S)
     until = time.monotonic() + DEADLINE_S
