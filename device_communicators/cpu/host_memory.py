@@ -35,6 +35,7 @@ MAX_RANKS = 64  # csrc/group.h
 _TOLD_BYTES = 512
 _PAGE_BYTES = 4096
 _MESSAGE_SPIN_NS = 2_000_000
+_MOST_AREAS = 4  # a sum that goes along more of them comes late
 _SLICE = timedelta(milliseconds=50)
 
 
@@ -48,6 +49,8 @@ class HostMemory:
         """Of the group's ranks on this host: on which cores each may run, a bit each."""
         self.areas: tuple[cores.Area, ...] = ()
         """Of the same ranks: the NUMA node and the cache that its cores have in common."""
+        self.area_ranks = 0
+        """Ranks of each NUMA node, or cache, where they are on several; 0: collectives don't go by them."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self._watcher: Watcher | None = None
@@ -128,9 +131,13 @@ class HostMemory:
         self.debug = meeting.debug
         self.cores = meeting.core_masks()
         self.areas = meeting.areas()
+        per_area = cores.ranks_per_area(self.areas)
+        self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
             self.collectives = memory.hand_over(members, meeting.local_ranks, self.pids, self.waiting)
+            if self.area_ranks:
+                memory.library.ps_group_areas(self.collectives.number, self.area_ranks, -1)
             if memory.queues is not None:
                 self.channels = Channels(
                     memory.library,
@@ -159,7 +166,9 @@ class HostMemory:
             return "not bound to cores"
         lists = (cores.spans(core for core in range(mask.bit_length()) if mask >> core & 1) for mask in self.cores)
         nodes = sorted({area.node for area in self.areas} - {cores.UNKNOWN})
-        return f"cores {' | '.join(lists)}" + (f" on NUMA nodes {cores.spans(nodes)}" if len(nodes) > 1 else "")
+        text = f"cores {' | '.join(lists)}" + (f" on NUMA nodes {cores.spans(nodes)}" if len(nodes) > 1 else "")
+        kind = "node" if len(nodes) > 1 else "cache"
+        return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def hear(self, watcher: Watcher, domain: FailureDomain) -> None:
         """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""

@@ -61,6 +61,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_windows_at": (c_void_p, (c_void_p, c_size_t, c_size_t)),
     "ps_windows_delete": (None, (c_void_p,)),
     "ps_group_arenas": (None, (c_uint64, POINTER(c_void_p), c_size_t, c_int, c_size_t)),
+    "ps_group_areas": (None, (c_uint64, c_int, c_int64)),
+    "ps_group_crossed_bytes": (c_uint64, (c_uint64,)),
     "ps_group_allocate": (c_void_p, (c_uint64, c_size_t)),
     "ps_group_leave": (None, (c_uint64,)),
     "ps_group_fail": (None, (c_uint64, c_int, c_int)),

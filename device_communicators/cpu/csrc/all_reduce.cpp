@@ -14,6 +14,9 @@ Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dty
 }
 
 Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call) {
+  if (area_ranks_ != 0 && count != 0 && count * size_of(dtype) >= chain_bytes_) {
+    return chained_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
+  }
   if (count * size_of(dtype) <= tuning_.one_shot_bytes) return one_shot_all_reduce(out, in, count, dtype, op, call);
   return large_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
 }
@@ -32,7 +35,10 @@ Status Group::one_shot_all_reduce(void* out, const void* in, std::size_t count, 
   RETURN_IF_FAILED(hear(inputs, tick, flag, bytes));
   if (inputs.shared == size_) return reduce_shared(out, inputs, count, dtype, op, call);
   const void* sources[kMaxRanks];
-  for (int rank = 0; rank < size_; ++rank) sources[rank] = inputs.of(rank, place(rank, slot));
+  for (int rank = 0; rank < size_; ++rank) {
+    sources[rank] = inputs.of(rank, place(rank, slot));
+    note_read(rank, bytes);
+  }
   sources[rank_] = in;
   // In place, the others still read what is to be overwritten; one's own slot is free then.
   void* const to = flag != 0 && out == in ? place(rank_, slot) : out;
@@ -73,6 +79,7 @@ Status Group::large_all_reduce(char* out, const char* in, std::size_t count, Dty
       for (int rank = 0; rank < size_; ++rank) {
         const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
         sources[rank] = is_shared ? inputs.at[rank] + start : slice(rank, index, rank_);
+        note_read(rank, slices.length(index, rank_) * width);
       }
       sources[rank_] = in + start;
       char* const outs[] = {out + start, slice(rank_, index, rank_)};
@@ -93,6 +100,7 @@ Status Group::large_all_reduce(char* out, const char* in, std::size_t count, Dty
       for (int offset = 1; offset < size_; ++offset) {
         const int rank = (rank_ + offset) % size_;
         copy(out + slices.start(index, rank) * width, slice(rank, index, rank), slices.length(index, rank) * width);
+        note_read(rank, slices.length(index, rank) * width);
       }
     }
   }

@@ -95,6 +95,15 @@ void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t 
   }
 }
 
+// See Group::set_areas and crossed_bytes.
+void ps_group_areas(std::uint64_t group, int ranks, std::int64_t from_bytes) {
+  if (const std::shared_ptr<Handle> handle = find(group)) handle->set_areas(ranks, from_bytes);
+}
+std::uint64_t ps_group_crossed_bytes(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  return handle == nullptr ? 0 : handle->crossed_bytes();
+}
+
 // From this rank's arena, for as long as the group has memory; null where there is no room.
 void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   const std::shared_ptr<Handle> handle = find(group);

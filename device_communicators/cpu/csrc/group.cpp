@@ -157,16 +157,25 @@ bool Group::remember(int rank, std::uint64_t tick) {
 }
 
 Status Group::wait_all(std::uint64_t tick, std::uint64_t call) {
+  RETURN_IF_FAILED(wait_ranks(0, size_, tick, call));
+  all_reached_ = std::max(all_reached_, tick);
+  return Status::kDone;
+}
+
+// Waits for the ranks from `begin` to `end`, of which this is one.
+Status Group::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call) {
   if (policy_.yields != 0) {
     // Who needs this core comes first: to spin for another meanwhile would keep it from publishing.
-    for (int rank = 0; rank < size_; ++rank) {
+    for (int rank = begin; rank < end; ++rank) {
       if (rank != rank_ && lines_[rank].read() < tick && lines_[rank].shares_core()) {
         RETURN_IF_FAILED(wait_one(rank, tick, call));
       }
     }
   }
-  for (int step = 1; step < size_; ++step) RETURN_IF_FAILED(wait_one((rank_ + step) % size_, tick, call));
-  all_reached_ = std::max(all_reached_, tick);
+  const int count = end - begin;
+  for (int step = 1; step < count; ++step) {
+    RETURN_IF_FAILED(wait_one(begin + (rank_ - begin + step) % count, tick, call));
+  }
   return Status::kDone;
 }
 

@@ -116,6 +116,14 @@ class Group {
   // kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
+  // The ranks of each `ranks` that follow each other share an area, a NUMA node or a cache, beyond which memory is
+  // farther; there are two areas at least, all of that size. A reduction of `from_bytes` and more (negative: as tuned)
+  // then goes from area to area; its bits are the same. All ranks say the same, before the first call.
+  void set_areas(int ranks, std::int64_t from_bytes);
+
+  // What this rank has read of slots of other areas, in all_reduce.
+  std::uint64_t crossed_bytes() const { return crossed_bytes_; }
+
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
 
   // Takes its place among the calls for a message to all ranks, which goes another way; `src` doesn't wait, the others
@@ -154,6 +162,7 @@ class Group {
   bool in_another_call();
   bool remember(int rank, std::uint64_t tick);
   Status wait_all(std::uint64_t tick, std::uint64_t call);
+  Status wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call);
   std::uint64_t publish(std::uint64_t call);
   void begin(double timeout_s);
 
@@ -209,6 +218,12 @@ class Group {
   Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                              std::uint64_t call);
   Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+
+  // Counts bytes that are read where `rank` has written them.
+  void note_read(int rank, std::size_t bytes) {
+    if (area_ranks_ != 0 && rank / area_ranks_ != rank_ / area_ranks_) crossed_bytes_ += bytes;
+  }
 
   static constexpr std::size_t rank_bytes(const Tuning& tuning) {
     return kSmallSlots * tuning.small_slot_bytes + kLargeSlots * tuning.large_slot_bytes;
@@ -228,6 +243,9 @@ class Group {
   std::uint64_t large_used_[kLargeSlots] = {};
   std::uint64_t small_count_ = 0;
   std::uint64_t large_count_ = 0;
+  int area_ranks_ = 0;  // of each area; 0: there are none
+  std::size_t chain_bytes_ = 0;
+  std::uint64_t crossed_bytes_ = 0;
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;

@@ -122,6 +122,8 @@ class Handle {
 
   // See Group; before the handle is used.
   void be_part() { group_.be_part(); }
+  void set_areas(int ranks, std::int64_t from_bytes) { group_.set_areas(ranks, from_bytes); }
+  std::uint64_t crossed_bytes() const { return group_.crossed_bytes(); }  // between calls
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -110,6 +110,18 @@ std::size_t size_of(Dtype dtype) {
   return 0;
 }
 
+std::size_t wide_size_of(Dtype dtype) {
+  return dtype == Dtype::kFloat16 || dtype == Dtype::kBfloat16 ? sizeof(float) : size_of(dtype);
+}
+
+PartFunction part_function(Dtype dtype, ReduceOp op) {
+#if defined(__x86_64__)
+  if (isa() == Isa::kAvx512) return avx512::find_part(dtype, op);
+  if (isa() == Isa::kAvx2) return avx2::find_part(dtype, op);
+#endif
+  return plain::find_part(dtype, op);
+}
+
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op) { return find(isa(), dtype, op); }
 
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set) {

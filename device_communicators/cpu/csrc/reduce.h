@@ -18,6 +18,16 @@ std::size_t size_of(Dtype dtype);
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
+// A reduction in parts, with the same bits as one over all their sources. It begins with `partial`, the sums of the
+// parts before, or, where that is null, with the first source. `out` gets the sums so far, in the type in which they
+// are made; with a `total`, the number of the sources of all parts, it gets the result.
+using PartFunction = void (*)(void* out, const void* partial, const void* const* sources, int source_count,
+                              std::size_t count, int total);
+PartFunction part_function(Dtype dtype, ReduceOp op);
+
+// Of an element of the sums of a part.
+std::size_t wide_size_of(Dtype dtype);
+
 // The fastest version for this processor.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 

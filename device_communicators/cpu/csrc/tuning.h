@@ -14,20 +14,23 @@ constexpr int kLargeSlots = 4;   // what the pipeline of large_all_reduce needs
 // By the number of ranks. With two, one exchange won up to 256 KiB (19 us against 21 in two phases, cores without a
 // common cache), with four up to 16 KiB, with eight up to 8: each rank reads what all have written. Chunks of 128 KiB
 // and 256 KiB came out alike. Many ranks have smaller slots, or a segment would fill /dev/shm.
-// Symmetric tensors need two exchanges but no copy: that pays from 8 KiB on with two ranks, from 16 with four.
+// From where on a chain of areas pays wasn't measured, as no machine with two nodes was at hand: it saves traffic
+// between them by the number of ranks an area, and costs two more exchanges. Symmetric tensors need two exchanges but
+// no copy: that pays from 8 KiB on with two ranks, from 16 with four.
 struct Tuning {
   std::size_t small_slot_bytes;
   std::size_t large_slot_bytes;       // a chunk of a large tensor
   std::size_t one_shot_bytes;         // up to here, all_reduce is one exchange in which each rank reads all inputs
   std::size_t symmetric_slots_bytes;  // up to here, symmetric tensors go through slots like others
+  std::size_t chain_bytes;            // from here on, all_reduce goes from area to area, where there are several
 };
 
 inline Tuning tuning_of(int ranks) {
   constexpr std::size_t kKiB = 1024;
-  if (ranks <= 2) return {64 * kKiB, 256 * kKiB, 256 * kKiB, 4 * kKiB};
-  if (ranks <= 4) return {64 * kKiB, 256 * kKiB, 16 * kKiB, 8 * kKiB};
-  if (ranks <= 8) return {64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
-  return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB};
+  if (ranks <= 2) return {64 * kKiB, 256 * kKiB, 256 * kKiB, 4 * kKiB, 1024 * kKiB};
+  if (ranks <= 4) return {64 * kKiB, 256 * kKiB, 16 * kKiB, 8 * kKiB, 1024 * kKiB};
+  if (ranks <= 8) return {64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB, 256 * kKiB};
+  return {16 * kKiB, 128 * kKiB, 4 * kKiB, 4 * kKiB, 64 * kKiB};
 }
 
 // `count` elements cut into chunks that fit `chunk_bytes`, and each chunk into a slice for each rank, as even as can
