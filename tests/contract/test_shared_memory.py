@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -111,6 +112,29 @@ def test_long_mixed_runs(pools: Pools, ranks: int, pauses: bool) -> None:
     for seed in range(3 if LONG else 1):
         found = pools(ranks).run(_mixed, seed, 120 if ranks < 8 else 60, pauses, timeout_s=DEADLINE_S)
         assert found == ["shared_memory"] * ranks
+
+
+def _every_kind() -> str:
+    with world(int(os.environ["WORLD_SIZE"])):
+        group = ps.get_tp_group()
+        size, rank = group.world_size, group.rank_in_group
+        for number, (kind, count) in enumerate(itertools.product(KINDS, (7, 5_000, 70_001))):
+            for dtype in (torch.float32, torch.bfloat16):
+                try:
+                    _one(group, kind, number, count, dtype)
+                except AssertionError as error:
+                    raise AssertionError(f"{kind} of {count} {dtype}") from error
+        sent = group.isend(torch.full((70_001,), rank), (rank + 1) % size)
+        got = group.recv((70_001,), torch.int64, (rank - 1) % size)
+        sent.wait()
+        assert torch.equal(got, torch.full((70_001,), (rank - 1) % size))
+        assert group.broadcast_object({"from": size - 1} if rank == size - 1 else None, size - 1) == {"from": size - 1}
+        return _carried_by(group)
+
+
+@pytest.mark.parametrize("ranks", [16, *([32] if LONG else [])])
+def test_many_more_ranks_than_cores(pools: Pools, ranks: int) -> None:
+    assert pools(ranks).run(_every_kind, timeout_s=DEADLINE_S) == ["shared_memory"] * ranks
 
 
 def _touched() -> list[list[float]]:
