@@ -16,6 +16,7 @@ from parallel_state.tools.bench import page
 from parallel_state.tools.bench.messages import KINDS
 from parallel_state.tools.bench.page import FILES
 from parallel_state.tools.bench.peers import VLLM_TORCH
+from tests.extent import LONG
 from tests.programs import Program, module
 from tests.unit.test_bench import findings
 
@@ -123,3 +124,22 @@ def test_what_cannot_work_is_told_in_one_line(
     assert ended.value.code == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert said in last
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_a_commit_that_isnt_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--against", "no-such-commit", "--device", "cpu"]) == 2
+    assert "--against must name a commit that is here, but 'no-such-commit' isn't" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not LONG or not (ROOT / ".git").exists(), reason="compiles the last commit; needs a checkout")
+def test_this_tree_beside_the_last_commit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "bench --against HEAD --quick --device cpu --ranks 2 --operations all_reduce --sizes 8192"
+    code = main(words.split())
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("all_reduce 8 KiB, coordinator ")]
+    assert len(rows) == 1
+    before_us, now_us, ratio, low, _, high = rows[0].split()[4:10]
+    assert float(low) <= float(ratio) <= float(high)
+    assert min(float(before_us), float(now_us)) > 0
+    assert code == any(line.startswith("slower, ") for line in lines)

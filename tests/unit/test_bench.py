@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import command_line
 import pytest
 
 from parallel_state.tools.bench import page, report
+from parallel_state.tools.bench.against import ratio_of
+from parallel_state.tools.bench.against import report as report_against
 from parallel_state.tools.bench.page import Findings
 from parallel_state.tools.bench.picture import draw
 from parallel_state.tools.bench.rounds import Plan, Row, Strangers, measure, measure_all, samples_us
@@ -252,3 +255,31 @@ def test_a_report_replaces_one_of_its_own_only(tmp_path: Path) -> None:
     assert "would be overwritten" in str(page.problem_of(folder))
     assert "is no folder" in str(page.problem_of(folder / "report.json"))
     assert "is no folder" in str(page.problem_of(folder / "report.json" / "below"))
+
+
+def test_the_interval_of_a_ratio_holds_what_the_rounds_leave_open() -> None:
+    chance = random.Random(1)
+    before = [100 * chance.uniform(0.95, 1.05) for _ in range(60)]
+    same = ratio_of([100 * chance.uniform(0.95, 1.05) for _ in range(60)], before)
+    assert same.low < 1 < same.high
+    assert not same.is_slower
+    slower = ratio_of([each * 1.1 for each in before], before)
+    assert slower.value == pytest.approx(1.1)
+    assert slower.low <= slower.value <= slower.high
+    assert slower.is_slower
+    assert not ratio_of([each * 1.02 for each in before], before).is_slower
+    assert ratio_of(before, before) == (1.0, 1.0, 1.0), "rounds go in pairs"
+
+
+def test_a_version_that_became_slower_is_named_and_gives_the_exit_code() -> None:
+    case = {"operation": "all_reduce", "bytes": 8192, "part": "collectives"}
+    quick, slow = [10.0, 10.1, 9.9] * 10, [11.0, 11.1, 10.9] * 10
+    row = Row(case, us={"now: op": slow, "before: op": quick, "now: new": quick})
+    lines, code = report_against([row])
+    assert code == 1
+    assert "slower, the interval lies above 1.03: all_reduce 8 KiB, op" in lines
+    assert sum("all_reduce 8 KiB" in line for line in lines) == 2, "what one version lacks has no ratio"
+    lines, code = report_against([Row(case, us={"now: op": quick, "before: op": slow})])
+    assert (lines[-1], code) == ("no interval lies above 1.03", 0)
+    row.wrong["before: op"] = "the answer is wrong"
+    assert "wrong: before: op: the answer is wrong" in report_against([row])[0]

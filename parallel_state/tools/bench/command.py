@@ -2,6 +2,7 @@
 
     python -m parallel_state bench --report DIR              some six minutes on two cores
     python -m parallel_state bench --quick --report DIR      few sizes, half a minute
+    python -m parallel_state bench --against COMMIT          in a checkout: this tree beside a commit, as ratios
 
 Measures collectives (on GPUs where there are some, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from device_communicators.errors import SettingError
+from device_communicators.errors import InvalidArgumentError, SettingError
 from parallel_state.startup import environment
 from parallel_state.tools.bench import page, ranks
 from parallel_state.tools.bench.collectives import GLOO, OPERATIONS, OWN, ROWS, VLLM
@@ -67,6 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--peers", type=Path, default=DEFAULT, metavar="DIR", help=f"where `{SETUP}` put them")
     parser.add_argument("--no-peers", action="store_true", help="torch.distributed only")
+    parser.add_argument("--against", metavar="COMMIT", help="this tree's collectives beside that commit's, in turns")
     options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if options.device == "cuda" and not gpus:
@@ -82,6 +84,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             parser.error("it starts ranks of its own; under torchrun there is benchmarks/collectives.py in a checkout")
     except SettingError as error:
         parser.error(str(error))
+    if options.against and (options.report is not None or options.device != "cpu" or options.parts != PARTS):
+        parser.error("--against prints ratios of the collectives on the CPU: leave out --report and --parts")
     if options.report is not None and (problem := page.problem_of(options.report)) is not None:
         parser.error(f"--report: {problem}")
     return options
@@ -91,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
+    if options.against:
+        return _compare(options)
     findings = Findings(
         {
             **circumstances(),
@@ -114,6 +120,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if findings.interrupted:
         return 130
     return 1 if findings.wrong else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from parallel_state.tools.bench import against  # needs git and tar, which a report doesn't
+
+    plan = replace(QUICK_PLAN if options.quick else PLAN, rounds=20 if options.quick else 60)
+    try:
+        rows = against.measure(options.against, cases_of(options), options.ranks, {"only": ONLY}, plan)
+    except InvalidArgumentError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    lines, code = against.report(rows)
+    print("\n".join(lines))
+    return code
+
+
+def cases_of(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Returns the cases of the collectives within a host."""
+    unit = ROWS * options.ranks * page.ITEM_BYTES[options.dtype]  # what the candidates' shapes are rounded to
+    wanted = options.sizes or (QUICK_SIZES if options.quick else SIZES)
+    sizes = list(dict.fromkeys(max(unit, size // unit * unit) for size in wanted))
+    operations = options.operations or (QUICK_OPERATIONS if options.quick else OPERATIONS)
+    common = {"part": "collectives", "ranks": options.ranks, "dtype": options.dtype, "loop": "tight"}
+    return [
+        {**common, "operation": operation, "bytes": size}
+        for operation in operations
+        for size in ([0] if operation == "barrier" else sizes)
+    ]
 
 
 def _without_paths(words: Sequence[str]) -> list[str]:
@@ -166,18 +200,7 @@ class Bench:
                 self.findings.rows.append(Row(case, us=self.starts))
 
     def collectives(self) -> None:
-        ranks_, dtype = self.options.ranks, self.options.dtype
-        unit = ROWS * ranks_ * page.ITEM_BYTES[dtype]  # what the candidates' shapes are rounded to
-        wanted = self.options.sizes or (QUICK_SIZES if self.options.quick else SIZES)
-        sizes = list(dict.fromkeys(max(unit, size // unit * unit) for size in wanted))
-        operations = self.options.operations or (QUICK_OPERATIONS if self.options.quick else OPERATIONS)
-        common = {"part": "collectives", "ranks": ranks_, "dtype": dtype, "loop": "tight"}
-        cases = [
-            {**common, "operation": operation, "bytes": size}
-            for operation in operations
-            for size in ([0] if operation == "barrier" else sizes)
-        ]
-        self._measure(self._teams_of_collectives(), cases)
+        self._measure(self._teams_of_collectives(), cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
         """Has ranks on GPUs time each communicator themselves: NCCL, ours and torch's. Not run on a GPU."""

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from parallel_state.tools.bench.worker import ROOT
 
-WORKER = Path(__file__).resolve().with_name("worker.py")
+WORKER = Path(__file__).resolve().with_name("worker.py").relative_to(ROOT)
 START_S = 120.0
 END_S = 5.0
 
@@ -54,8 +54,12 @@ class Team:
         *,
         launcher: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        root: Path = ROOT,
     ) -> None:
-        """`launcher`: the command that starts all ranks when a script's arguments follow, else one process each."""
+        """`launcher`: the command that starts all ranks when a script's arguments follow, else one process each.
+
+        `root` has both packages: this tree, or another version of it with the same benchmark.
+        """
         self.name = name
         self.size = size
         self.start_s = 0.0
@@ -71,7 +75,8 @@ class Team:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(address)
         self._socket.listen(size)
-        script = ["-u", str(WORKER), address, module, name]
+        self._root = root
+        script = ["-u", str(root / WORKER), address, module, name]
         common = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         if launcher is not None:
             self._start([*launcher, *script], common)
@@ -81,7 +86,7 @@ class Team:
 
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
         process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True
+            command, env=environment, cwd=self._root, stdin=subprocess.DEVNULL, start_new_session=True
         )  # Ctrl-C reaches this process, which ends them
         self._processes.append(process)
 

@@ -1,0 +1,158 @@
+"""`bench --against COMMIT`: this tree beside another commit of it, in turns in one run, as ratios with intervals.
+
+The other commit's packages are unpacked and compiled in a temporary folder, with this tree's benchmark in place of
+theirs: both are measured by the same code. A ratio is that of the medians of all rounds, and its interval that of 95 of
+100 draws of rounds, with replacement (a bootstrap of percentiles): rounds go in pairs, one of each version.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from device_communicators.errors import InvalidArgumentError
+from parallel_state.tools.bench.collectives import OWN
+from parallel_state.tools.bench.report import figure, p50, size_name
+from parallel_state.tools.bench.rounds import NOTICED, Plan, Row, measure_all
+from parallel_state.tools.bench.teams import Team, started
+from parallel_state.tools.bench.worker import ROOT
+
+PACKAGES = ("parallel_state", "device_communicators")
+BENCH = Path("parallel_state/tools/bench")
+MODULE = "parallel_state.tools.bench.collectives"
+NOW, BEFORE = "now", "before"
+LIMIT = 1.03
+"""A ratio whose interval lies above it is a version that has become slower."""
+DRAWS = 2000
+BUILD_S = 900.0
+
+
+class Ratio(NamedTuple):
+    """Medians of the new version over those of the old one, and the interval that the rounds leave."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def is_slower(self) -> bool:
+        return self.low > LIMIT
+
+
+def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
+    """Returns the ratio of two series of rounds in pairs. The same series give the same interval."""
+    draw = random.Random(0)
+    pairs = list(zip(now, before, strict=True))
+    found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return Ratio(_ratio(pairs), found[int(0.025 * draws)], found[int(0.975 * draws)])
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    now, before = zip(*pairs, strict=True)
+    return p50(now) / p50(before)
+
+
+class Labelled:
+    """A team whose candidates have its version's name before their own."""
+
+    def __init__(self, team: Team, label: str) -> None:
+        self.name, self.pids, self._team, self._prefix = label, team.pids, team, f"{label}: "
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        if method == "prepare":
+            return [[self._prefix + name for name in names] for names in self._team.ask(method, *arguments)]
+        name, *rest = arguments
+        return self._team.ask(method, name.removeprefix(self._prefix), *rest)
+
+
+@contextmanager
+def unpacked(commit: str) -> Iterator[Path]:
+    """Gives a folder with the commit's packages, compiled, and this benchmark. Raises InvalidArgumentError."""
+    if not (ROOT / ".git").exists():
+        raise InvalidArgumentError(f"--against must be used in a checkout, but {ROOT} has no .git")
+    command = ["git", "archive", "--format=zip", commit, *PACKAGES]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if archive.returncode != 0:
+        why = archive.stderr.decode(errors="replace").strip()
+        raise InvalidArgumentError(f"--against must name a commit that is here, but {commit!r} isn't: {why}")
+    with tempfile.TemporaryDirectory(prefix="against_") as name:
+        folder = Path(name)
+        with zipfile.ZipFile(io.BytesIO(archive.stdout)) as content:
+            content.extractall(folder)
+        shutil.rmtree(folder / BENCH, ignore_errors=True)
+        shutil.copytree(ROOT / BENCH, folder / BENCH, ignore=shutil.ignore_patterns("__pycache__"))
+        for each in (folder, ROOT):
+            _compile(each)
+        yield folder
+
+
+def _compile(folder: Path) -> None:
+    """Compiles a version's native library now, as no team waits that long."""
+    script = (
+        "import device_communicators as found; from device_communicators.cpu import native; native.load(); "
+        f"exit(0 if found.__file__.startswith({str(folder)!r}) else f'python takes {{found.__file__}} instead')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=BUILD_S, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        reason = done.stderr.strip().splitlines()[-1:]
+        raise InvalidArgumentError(f"the versions must both build, but that in {folder} doesn't: {''.join(reason)}")
+
+
+def measure(
+    commit: str, cases: Sequence[dict[str, Any]], ranks: int, settings: dict[str, Any], plan: Plan
+) -> list[Row]:
+    """Measures both versions in turns; a row has candidates `now: …` and `before: …`."""
+    with unpacked(commit) as folder:
+        roots = {NOW: ROOT, BEFORE: folder}
+        teams = [
+            Team(OWN, MODULE, ranks, settings, root=root, environment={"PYTHONPATH": str(root)})
+            for root in roots.values()
+        ]
+        left_out: dict[str, str] = {}
+        with started(teams, left_out) as ready:
+            if len(ready) < len(teams):
+                raise InvalidArgumentError(f"both versions must start, but one doesn't: {left_out.get(OWN)}")
+            return measure_all([Labelled(*each) for each in zip(ready, roots, strict=True)], cases, plan)
+
+
+def report(rows: Sequence[Row]) -> tuple[list[str], int]:
+    """Returns the lines of a table, and the exit code: 1 where an interval lies above LIMIT, or an answer was wrong."""
+    lines = [f"{'':44}{'before, us':>12}{'now, us':>12}{'ratio':>8}  95 % of draws"]
+    slower: list[str] = []
+    wrong: list[str] = []
+    for row in rows:
+        wrong += [f"{name}: {reason}" for name, reason in row.wrong.items()]
+        for name in (name.removeprefix(f"{NOW}: ") for name in row.us if name.startswith(f"{NOW}: ")):
+            now, before = row.us[f"{NOW}: {name}"], row.us.get(f"{BEFORE}: {name}")
+            if not before:
+                continue
+            found = ratio_of(now, before)
+            title = f"{row.case['operation']} {size_name(row.case['bytes'])}, {name}"
+            disturbed = f"  others used {row.strangers_cores} cores" if row.disturbed else ""
+            lines.append(
+                f"{title:44}{figure(p50(before)):>12}{figure(p50(now)):>12}{found.value:8.3f}"
+                f"  {found.low:.3f} to {found.high:.3f}{disturbed}"
+            )
+            if found.is_slower:
+                slower.append(title)
+    lines += [f"slower, the interval lies above {LIMIT}: {title}" for title in slower]
+    lines += [f"wrong: {text}" for text in wrong]
+    if not slower and not wrong:
+        lines.append(f"no interval lies above {LIMIT}")
+    if any(row.disturbed for row in rows):
+        lines.append(f"others used more than {NOTICED} cores in some cases: repeat them on a quiet machine")
+    return lines, int(bool(slower or wrong))
