@@ -52,8 +52,8 @@ def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size:
     ranks = local_world_size or local_rank + 1
     if lists and len(lists) < max(ranks, local_rank + 1):
         raise SettingError(
-            f"{settings.CORES.name} must have a list of cores for each rank of this host, but has {len(lists)} for "
-            f"{ranks} ranks; add lists, with | between them"
+            f"whoever binds ({settings.CORES.name}) must have a list of cores for each rank of this host, but has "
+            f"{len(lists)} for {ranks} ranks; add lists, in the variable with | between them"
         )
     if lists:
         return sorted(lists[local_rank])

@@ -118,13 +118,8 @@ def explicit(
 def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | None:
     """Returns the number of ranks on this host as a launcher's variables have it; None where none has."""
     env = os.environ if environ is None else environ
-    for family in (_TORCHRUN, _OPEN_MPI, _SLURM, _PMI):
-        name = _first(env, family.local_world_size)
-        if name is not None:
-            return _int(env, name)
-    # Of SLURM's list only one that has the same number for all nodes tells this one's: 4(x2).
-    uniform = re.fullmatch(r"(\d+)(\(x\d+\))?", _get(env, "SLURM_STEP_TASKS_PER_NODE") or "")
-    return int(uniform[1]) if uniform else None
+    family = _started_by(env)
+    return None if family is None else _place(family, env).local_world_size
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:

@@ -212,6 +212,30 @@ def test_a_rule_names_what_is_wrong(name: str) -> None:
     assert len(found) <= 3, "one fault, and not a list of what follows from it"
 
 
+def test_ranks_on_any_node_are_found_without_gpus_too_and_bound_ones_arent() -> None:
+    arrivals = job(2)
+    _set("cpu.numa_nodes", {"0": [0, 1, 2, 3], "1": [4, 5, 6, 7]})(arrivals)
+    assert set(findings(arrivals)) == {"numa-unbound"}
+    for rank, facts in enumerate(arrivals):
+        facts.cpu.affinity = list(range(4 * rank, 4 * rank + 4))
+    assert findings(arrivals) == {}
+
+
+def test_the_cores_of_a_rank_are_those_that_it_will_be_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, facts = job(2)
+    monkeypatch.setenv("PARALLEL_STATE_CORES", "0-3|4-7")
+    system.with_set_cores(facts)
+    assert facts.cpu.affinity == [4, 5, 6, 7]
+    monkeypatch.setenv("PARALLEL_STATE_CORES", "0-3")
+    system.with_set_cores(facts)
+    assert facts.cpu.affinity == [4, 5, 6, 7]
+    (wrong,) = facts.settings_wrong
+    assert "must have a list of cores for each rank of this host, but has 1 for 2 ranks" in wrong
+    monkeypatch.delenv("PARALLEL_STATE_CORES")
+    system.with_set_cores(facts)
+    assert facts.cpu.affinity == [4, 5, 6, 7]
+
+
 # Who is missing, and where it should have been.
 
 

@@ -15,6 +15,7 @@ from parallel_state.startup.environment import (
     expand_hostlist,
     explicit,
     export,
+    find_local_world_size,
     is_rank_zero,
 )
 
@@ -187,6 +188,13 @@ def test_slurm_tasks_per_node(coded, counts):
         assert detect(environ).local_world_size == count
     with pytest.raises(SettingError, match="SLURM_NODEID"):
         detect({**SRUN, "SLURM_STEP_TASKS_PER_NODE": coded, "SLURM_NODEID": str(len(counts))})
+
+
+def test_the_ranks_of_this_host_for_a_process_that_was_told_its_place():
+    for environ in (TORCHRUN, SRUN, MPIRUN, HYDRA):
+        assert find_local_world_size(environ) == 4
+    assert find_local_world_size(SBATCH) is None
+    assert find_local_world_size({}) is None
 
 
 def test_slurm_tasks_per_node_unreadable():
