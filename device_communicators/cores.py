@@ -7,6 +7,7 @@ who binds when (`parallel_state.startup.binding`), and what is done with the lay
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -54,9 +55,10 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
     return found
 
 
-def area_of(numbers: set[int], devices: Path = DEVICES) -> Area:
-    """Returns the node and the cache that these cores share; reads a few files, however many cores there are."""
-    nodes = _nodes(devices) or {0: numbers}
+@functools.cache
+def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
+    """Returns the node and the cache that these cores share, as the kernel told when it was asked first."""
+    nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
     shared = _sharers(first, devices)
@@ -178,13 +180,15 @@ def bind(cores: Iterable[int]) -> None:
         ) from error
 
 
-def ranks_per_area(areas: Sequence[Area]) -> int:
+def ranks_per_area(areas: Sequence[Area], by: str) -> int:
     """Returns how many ranks each area of a host has, side by side by rank; 0 where there is no such division.
 
-    By nodes where the ranks are on several, else by caches. All areas must have as many ranks, two at least: an area of
-    one has nothing to do first.
+    By `nodes`; or by `caches`, where the ranks are on one node. All areas must have as many ranks, two at least: one
+    rank has nothing to do first.
     """
-    for labels in ([area.node for area in areas], [area.cache for area in areas]):
+    if by == "off":
+        return 0
+    for labels in ([area.node for area in areas], [area.cache for area in areas])[: 2 if by == "caches" else 1]:
         if UNKNOWN in labels:
             return 0
         different = sorted(set(labels), key=labels.index)

@@ -212,6 +212,11 @@ CORES: Setting[tuple[tuple[int, ...], ...] | None] = Setting(
     "Cores that a rank is bound to when it joins the world, until the world ends: its share of those that the host's "
     "ranks may use (whole physical cores, NUMA nodes evenly), or its own of these lists.",
 )  # fmt: skip
+AREAS: Setting[str] = Setting(
+    "PARALLEL_STATE_AREAS", "off", _one_of("off", "nodes", "caches"), "off, nodes or caches",
+    "Whether a large all_reduce of ranks that are bound to several NUMA nodes is one of all ranks (off), goes from "
+    "node to node (nodes), or within one node also from cache to cache (caches). A host's first rank decides.",
+)  # fmt: skip
 MAX_METADATA_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_MAX_METADATA_BYTES", 64 << 20, _positive_int, "a positive number of bytes",
     "Largest metadata or object, without its tensors, that a rank accepts from a peer.",
@@ -240,8 +245,8 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, CORES, MAX_METADATA_BYTES, DEBUG,
-    DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, CORES, AREAS,
+    MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -131,7 +131,7 @@ class HostMemory:
         self.debug = meeting.debug
         self.cores = meeting.core_masks()
         self.areas = meeting.areas()
-        per_area = cores.ranks_per_area(self.areas)
+        per_area = cores.ranks_per_area(self.areas, meeting.areas_by)
         self.area_ranks = per_area if per_area * _MOST_AREAS >= len(self.areas) else 0
         self.waiting = wait_policy(self.cores, self._neighbours or self.cores)
         if memory is not None and self.problem is None:
@@ -306,7 +306,8 @@ class _Meeting:
                 "pid": os.getpid(),
                 "namespace": local_namespace("pid") if HAS_PIDFDS else 0,  # whose processes can watch each other
                 "cores": f"{sum(1 << core for core in cores.usable_cores()):x}",
-                "area": cores.area_of(cores.usable_cores()),
+                "areas_by": settings.AREAS.get(),
+                "area": cores.area_of(frozenset(cores.usable_cores())),
                 "debug": settings.DEBUG.get(),
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
@@ -390,6 +391,10 @@ class _Meeting:
 
     def core_masks(self) -> tuple[int, ...]:
         return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)
+
+    @property
+    def areas_by(self) -> str:
+        return str(self._facts[self.local_ranks[0]]["areas_by"])
 
     def areas(self) -> tuple[cores.Area, ...]:
         return tuple(cores.Area(*self._facts[rank]["area"]) for rank in self.local_ranks)

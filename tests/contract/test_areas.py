@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import parallel_state as ps
+from device_communicators import cores
+from device_communicators.cores import Area
 from device_communicators.cpu import native
+from tests.contract.attempts import environment, world
 from tests.contract.kernel_ranks import DTYPES, KernelRank, kernel_rank
 from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG
@@ -106,3 +111,46 @@ def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dty
     for rank, (_, shares) in enumerate(found):  # of the other socket, each rank touches the slots of its like only
         far = [each for each in range(ranks) if each // area_ranks != rank // area_ranks]
         assert [each for each in far if shares[each] > 0.1] == [(rank + area_ranks) % ranks], shares
+
+
+def _without(folder: str, absent: int) -> tuple[int, int]:
+    """The status of a chained call that a rank doesn't come to, and whom this rank suspects."""
+    with kernel_rank(folder, timeout_s=1.0) as rank:
+        LIBRARY.ps_group_areas(rank.group, 2, 0)
+        x = torch.ones(1000)
+        assert rank.call("all_reduce", x, x, 1000, x.dtype, 0) == 0
+        status = 1 if rank.rank == absent else rank.call("all_reduce", x, x, 1000, x.dtype, 0)
+        return status, absent if rank.rank == absent else rank.failure()[0]
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_the_rank_that_does_not_come_is_named(pools: Pools, folder: str, absent: int) -> None:
+    """Also by those that wait for one which waits for it."""
+    assert pools(4).run(_without, folder, absent, timeout_s=DEADLINE_S) == [(1, absent)] * 4
+
+
+def _on_imagined_nodes(order: str, by: str) -> tuple[int, int, bool]:
+    """Ranks of a node, bytes that crossed, and whether the sum is right, of a group whose ranks say where they are."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with pytest.MonkeyPatch.context() as patch:
+        node = rank // 2 if order == "side by side" else rank % 2
+        patch.setattr(cores, "area_of", lambda numbers: Area(node, node))
+        with environment(PARALLEL_STATE_AREAS=by), world(size):
+            group = ps.get_tp_group()
+            memory = group.context.host_memory
+            assert memory is not None and memory.collectives is not None
+            number = memory.collectives.number
+            before, x = LIBRARY.ps_group_crossed_bytes(number), torch.full((1 << 19,), float(rank))
+            right = bool((group.all_reduce(x) == sum(range(size))).all())
+            small = bool((group.all_reduce(x[:1000]) == sum(range(size))).all())
+            return memory.area_ranks, LIBRARY.ps_group_crossed_bytes(number) - before, right and small
+
+
+def test_a_group_goes_by_the_nodes_that_its_ranks_name(pools: Pools) -> None:
+    """The op, by the layout that the ranks have told each other; only where those of a node lie side by side."""
+    found = pools(4).run(_on_imagined_nodes, "side by side", "nodes", timeout_s=DEADLINE_S)
+    assert [(area_ranks, right) for area_ranks, _, right in found] == [(2, True)] * 4
+    small = 2 * 1000 * 4 * 4  # the small one: four ranks read those of two others
+    assert sum(crossed for _, crossed, _ in found) == 2 * (1 << 19) * 4 + small
+    for order, by in (("in turns", "nodes"), ("side by side", "off")):
+        assert pools(4).run(_on_imagined_nodes, order, by, timeout_s=DEADLINE_S) == [(0, 0, True)] * 4

@@ -90,15 +90,15 @@ def test_the_kernels_files(tmp_path: Path) -> None:
     (tmp_path / "node/node2").mkdir()  # of memory only
     (tmp_path / "node/node2/cpulist").write_text("\n")
     assert cores.read_cores([9, 0, 5], tmp_path) == [each for each in everywhere if each.number in (0, 5, 9)]
-    assert cores.area_of({0, 1, 8, 9}, tmp_path) == Area(0, 0)
-    assert cores.area_of({0, 2}, tmp_path) == Area(0, -1)
-    assert cores.area_of({6, 15}, tmp_path) == Area(1, 6)
-    assert cores.area_of({3, 4}, tmp_path) == Area(-1, -1)
+    assert cores.area_of(frozenset({0, 1, 8, 9}), tmp_path) == Area(0, 0)
+    assert cores.area_of(frozenset({0, 2}), tmp_path) == Area(0, -1)
+    assert cores.area_of(frozenset({6, 15}), tmp_path) == Area(1, 6)
+    assert cores.area_of(frozenset({3, 4}), tmp_path) == Area(-1, -1)
 
 
 def test_a_kernel_that_says_nothing(tmp_path: Path) -> None:
     assert cores.read_cores([3, 4], tmp_path) == [Core(3, 3, -1, 0), Core(4, 4, -1, 0)]
-    assert cores.area_of({3, 4}, tmp_path) == Area(0, -1)
+    assert cores.area_of(frozenset({3, 4}), tmp_path) == Area(0, -1)
 
 
 def test_this_machine() -> None:
@@ -110,12 +110,15 @@ def test_this_machine() -> None:
 
 
 def test_ranks_per_area() -> None:
-    def of(*areas: tuple[int, int]) -> int:
-        return cores.ranks_per_area([Area(*area) for area in areas])
+    def of(*areas: tuple[int, int], by: str = "caches") -> int:
+        return cores.ranks_per_area([Area(*area) for area in areas], by)
 
     assert of((0, 0), (0, 0), (1, 4), (1, 4)) == 2, "two sockets"
     assert of((0, 0), (0, 2), (1, 4), (1, 6)) == 2, "nodes come before caches"
     assert of((0, 0), (0, 0), (0, 4), (0, 4)) == 2, "one node, two caches"
+    assert of((0, 0), (0, 0), (0, 4), (0, 4), by="nodes") == 0, "which nobody asked for"
+    assert of((0, 0), (0, 0), (1, 4), (1, 4), by="nodes") == 2
+    assert of((0, 0), (0, 0), (1, 4), (1, 4), by="off") == 0
     assert of((0, 0), (0, 0), (0, 0), (0, 0)) == 0, "one cache"
     assert of((0, 0), (1, 4)) == 0, "one rank each"
     assert of((0, 0), (1, 4), (0, 0), (1, 4)) == 0, "ranks of a node don't lie side by side"

@@ -15,7 +15,10 @@ Status Group::all_reduce(void* out, const void* in, std::size_t count, Dtype dty
 
 Status Group::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call) {
   if (area_ranks_ != 0 && count != 0 && count * size_of(dtype) >= chain_bytes_) {
-    return chained_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
+    const Status status =
+        chained_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
+    if (status == Status::kTimedOut && reporter_ < 0) suspect_ = last_of_all();
+    return status;
   }
   if (count * size_of(dtype) <= tuning_.one_shot_bytes) return one_shot_all_reduce(out, in, count, dtype, op, call);
   return large_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);

@@ -95,4 +95,13 @@ Status Group::chained_all_reduce(char* out, const char* in, std::size_t count, D
   return Status::kDone;
 }
 
+// Where ranks wait for each other in a row, the awaited one may wait itself: who has published least holds up all.
+int Group::last_of_all() const {
+  int last = suspect_;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (lines_[rank].read() < lines_[last].read()) last = rank;
+  }
+  return last;
+}
+
 }  // namespace parallel_state

@@ -218,6 +218,7 @@ class Group {
   Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                              std::uint64_t call);
   Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  int last_of_all() const;
   Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
 
   // Counts bytes that are read where `rank` has written them.
