@@ -203,6 +203,11 @@ SYMMETRIC_BYTES: Setting[int] = Setting(
     "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
     "group. It is mapped as it is used, and of freed memory 256 MiB are kept. 0: none.",
 )  # fmt: skip
+HUGE_PAGES: Setting[bool] = Setting(
+    "PARALLEL_STATE_HUGE_PAGES", False, _on_off, "on or off",
+    "Whether the memory for tensors that all ranks of a host map is made of huge pages (2 MiB), where the kernel can: "
+    "Linux 6.1 or newer.",
+)  # fmt: skip
 SPIN_US: Setting[float | None] = Setting(
     "PARALLEL_STATE_SPIN_US", None, _microseconds, "a number of microseconds, at most a second",
     "How long a rank that waits in shared memory spins before it sleeps: 150, with more ranks than cores 5.",
@@ -245,7 +250,7 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, SPIN_US, CORES, AREAS,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, BUILD, SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS,
     MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 

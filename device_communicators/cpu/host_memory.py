@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,9 +32,12 @@ from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import HAS_PIDFDS, NEWS_S, FailureDomain, Watcher
 from device_communicators.routing.waiting import gather_bytes
 
+logger = logging.getLogger("parallel_state")
+
 MAX_RANKS = 64  # csrc/group.h
 _TOLD_BYTES = 512
 _PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 _MOST_AREAS = 4  # a sum that goes along more of them comes late
 _SLICE = timedelta(milliseconds=50)
@@ -209,6 +213,8 @@ class _Memory:
     def __init__(self, library: NativeLibrary, size_bytes: int) -> None:
         self.library = library
         self.size_bytes = size_bytes
+        self.arenas_at = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        """Where in each rank's segment its memory for tensors begins: on a huge page, which need not be there."""
         self.address = 0
         self.arenas: list[int] = []
         """The first page of each rank's memory for tensors, of which more is mapped as it is used."""
@@ -235,7 +241,7 @@ class _Memory:
         )  # fmt: skip
         if self.arenas:
             bases = (ctypes.c_void_p * len(self.arenas))(*self.arenas)
-            self.library.ps_group_arenas(number, bases, self.arena_bytes, self.descriptor, self.size_bytes)
+            self.library.ps_group_arenas(number, bases, self.arena_bytes, self.descriptor, self.arenas_at)
         return NativeGroup(self.library, number, members, local_ranks)
 
     def unmap(self) -> None:
@@ -265,6 +271,16 @@ def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int
         segment.allocate(mapped_bytes(library, size) - last, last)
     segment.allocate(end - start, start, leave_some=True)
     library.ps_back(address + start, end - start, segment.descriptor, start)
+
+
+@functools.cache
+def _want_huge_pages(library: NativeLibrary) -> None:
+    problem = library.ps_want_huge_pages()
+    if problem:
+        logger.warning(
+            "%s is on, but the kernel makes no huge pages of shared memory (%s), so its pages are small",
+            settings.HUGE_PAGES.name, os.strerror(problem),
+        )  # fmt: skip
 
 
 class _Meeting:
@@ -349,6 +365,8 @@ class _Meeting:
 
     def _map_memory(self) -> _Memory:
         library, own = native.load(), self._opened[self.members.rank]
+        if settings.HUGE_PAGES.get():
+            _want_huge_pages(library)
         memory = _Memory(library, mapped_bytes(library, len(self.local_ranks)))
         capacity = min(self._facts[rank]["symmetric_bytes"] for rank in self.local_ranks) & -_PAGE_BYTES
         try:
@@ -360,15 +378,15 @@ class _Meeting:
 
     def _map_all(self, memory: _Memory, own: Segment, capacity: int) -> None:
         library, first, count = memory.library, self._opened[self.local_ranks[0]], len(self.local_ranks)
-        own.resize(memory.size_bytes + capacity)
+        own.resize(memory.arenas_at + capacity)
         memory.address = memory.map(first, memory.size_bytes, 0)
         back_slots(library, first, memory.address, self.local_ranks.index(self.members.rank), count)
         if count == len(self.members.ranks):
-            memory.queues = QueueMemory(memory.library, first, memory.size_bytes + capacity, count, first is own)
+            memory.queues = QueueMemory(memory.library, first, memory.arenas_at + capacity, count, first is own)
         if capacity:
             memory.arena_bytes = capacity
             for rank in self.local_ranks:
-                memory.arenas.append(memory.map(self._opened[rank], _PAGE_BYTES, memory.size_bytes))
+                memory.arenas.append(memory.map(self._opened[rank], _PAGE_BYTES, memory.arenas_at))
             if not memory.library.ps_has_populate():
                 memory.descriptor = own.descriptor
 

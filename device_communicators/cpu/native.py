@@ -57,6 +57,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_new": (c_uint64, (c_void_p, c_size_t, c_int, c_int, POINTER(c_int64), c_int64, c_int, c_double)),
     "ps_has_populate": (c_int, ()),
     "ps_back": (c_int, (c_void_p, c_size_t, c_int, c_size_t)),
+    "ps_want_huge_pages": (c_int, ()),
     "ps_windows_new": (c_void_p, (c_void_p, c_size_t, c_size_t)),
     "ps_windows_at": (c_void_p, (c_void_p, c_size_t, c_size_t)),
     "ps_windows_delete": (None, (c_void_p,)),

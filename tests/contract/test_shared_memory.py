@@ -137,6 +137,28 @@ def test_many_more_ranks_than_cores(pools: Pools, ranks: int) -> None:
     assert pools(ranks).run(_every_kind, timeout_s=DEADLINE_S) == ["shared_memory"] * ranks
 
 
+def _huge_bytes() -> tuple[int, int, bool]:
+    """Why this kernel makes no huge pages, or 0; how many bytes are mapped by huge ones; whether the sum is right."""
+    with world(2):
+        group = ps.get_tp_group()
+        small, x = group.empty((1000,), torch.float32), group.empty((4 << 20,), torch.float32)
+        small.fill_(1.0)
+        x.fill_(1.0)
+        right = bool((group.all_reduce_(x) == 2).all()) and bool((group.all_reduce_(small) == 2).all())
+        rollup = Path("/proc/self/smaps_rollup").read_text()
+        return native.load().ps_want_huge_pages(), int(rollup.split("ShmemPmdMapped:")[1].split()[0]) << 10, right
+
+
+def test_huge_pages_where_asked_for() -> None:
+    """Of a tensor of 16 MiB in memory that all map a rank maps its own, and the half of the other's that it adds."""
+    asked = ps.launch(_huge_bytes, 2, env={"PARALLEL_STATE_HUGE_PAGES": "on"}, timeout=DEADLINE_S)
+    assert all(right for *_, right in asked)
+    if any(problem for problem, *_ in asked):
+        pytest.skip("this kernel makes no huge pages of shared memory")
+    assert all(huge_bytes >= 24 << 20 for _, huge_bytes, _ in asked)
+    assert all(right and huge_bytes == 0 for _, huge_bytes, right in ps.launch(_huge_bytes, 2, timeout=DEADLINE_S))
+
+
 def _touched() -> list[list[float]]:
     """Which share of each rank's slots this process has touched, as soon as the world and its division are made."""
     size = int(os.environ["WORLD_SIZE"])

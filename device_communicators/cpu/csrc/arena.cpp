@@ -46,9 +46,10 @@ void* Arena::allocate(std::size_t bytes) {
     live_.emplace(block.at, found->first);
     return block.at;
   }
-  char* const block = retired_ ? nullptr : windows_.at(used_, size);
+  const std::size_t start = block_offset(used_, size);
+  char* const block = retired_ ? nullptr : windows_.at(start, size);
   if (block == nullptr || !back(block, size)) return nullptr;
-  used_ += size;
+  used_ = start + size;
   live_.emplace(block, size);
   return block;
 }

@@ -69,6 +69,9 @@ int ps_back(void* memory, std::size_t bytes, int descriptor, std::size_t offset)
   return back_with_memory(memory, bytes, descriptor, offset) ? 1 : 0;
 }
 
+// See want_huge_pages.
+int ps_want_huge_pages() { return want_huge_pages(); }
+
 // See Windows.
 void* ps_windows_new(void* first_page, std::size_t capacity, std::size_t first_window_bytes) {
   return new (std::nothrow) Windows(first_page, capacity, first_window_bytes);

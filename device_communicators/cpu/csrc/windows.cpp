@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 
@@ -11,8 +12,13 @@ namespace {
 
 constexpr std::size_t kHop = 64 << 20;
 
+std::atomic<bool> huge{false};
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
 
 bool populate(void* at, std::size_t bytes) {
@@ -23,13 +29,62 @@ bool populate(void* at, std::size_t bytes) {
   return result == 0;
 }
 
-// Maps the file behind `page` once more, from that page on.
-char* map_again(void* page, std::size_t bytes) {
-  void* const made = mremap(page, 0, bytes, MREMAP_MAYMOVE);
-  return made == MAP_FAILED ? nullptr : static_cast<char*>(made);
+// Addresses for `bytes` of a file from `offset` on, of which huge pages begin where those of the file do; or null.
+char* reserve(std::size_t bytes, std::size_t offset) {
+  void* const found = mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return nullptr;
+  const std::size_t before = (offset - reinterpret_cast<std::uintptr_t>(found)) % kHugePage;
+  char* const made = static_cast<char*>(found) + before;
+  if (before != 0) munmap(found, before);
+  munmap(made + bytes, kHugePage - before);
+  return made;
+}
+
+// Maps the file behind `page` once more, from that page on, which is at `offset` of it.
+char* map_again(void* page, std::size_t bytes, std::size_t offset = 0) {
+  char* const at = huge && bytes >= kHugePage ? reserve(bytes, offset) : nullptr;
+  void* const made = at == nullptr ? mremap(page, 0, bytes, MREMAP_MAYMOVE)
+                                   : mremap(page, 0, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, at);
+  if (made != MAP_FAILED) return static_cast<char*>(made);
+  if (at != nullptr) munmap(at, bytes);
+  return nullptr;
+}
+
+// Makes the whole huge pages of a mapping such; what the kernel has none for stays as it is.
+int collapse(void* at, std::size_t bytes) {
+  const auto begin = (reinterpret_cast<std::uintptr_t>(at) + kHugePage - 1) / kHugePage * kHugePage;
+  const auto end = (reinterpret_cast<std::uintptr_t>(at) + bytes) / kHugePage * kHugePage;
+  if (begin >= end) return 0;
+  void* const first = reinterpret_cast<void*>(begin);
+  madvise(first, end - begin, MADV_HUGEPAGE);  // so that the others map them as such, too
+  return madvise(first, end - begin, MADV_COLLAPSE) == 0 ? 0 : errno;
 }
 
 }  // namespace
+
+int want_huge_pages() {
+  static const int problem = [] {
+    const int file = memfd_create("parallel_state-huge", MFD_CLOEXEC);
+    char* const at = reserve(kHugePage, 0);
+    int error = file < 0 || at == nullptr || ftruncate(file, kHugePage) != 0 ? errno : 0;
+    if (error == 0 && mmap(at, kHugePage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) {
+      error = errno;
+    }
+    if (error == 0) {
+      *at = 1;
+      error = collapse(at, kHugePage);
+    }
+    if (at != nullptr) munmap(at, kHugePage);
+    if (file >= 0) close(file);
+    return error;
+  }();
+  huge = problem == 0;
+  return problem;
+}
+
+std::size_t block_offset(std::size_t used, std::size_t bytes) {
+  return huge && bytes >= kHugePage ? (used + kHugePage - 1) / kHugePage * kHugePage : used;
+}
 
 bool has_populate() {
   static const bool can =
@@ -42,9 +97,13 @@ bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t o
   if (descriptor >= 0) {
     if (posix_fallocate(descriptor, static_cast<off_t>(offset), static_cast<off_t>(bytes)) != 0) return false;
     populate(at, bytes);
+    if (huge) collapse(at, bytes);
     return true;
   }
-  if (populate(at, bytes)) return true;
+  if (populate(at, bytes)) {
+    if (huge) collapse(at, bytes);
+    return true;
+  }
   madvise(at, bytes, MADV_REMOVE);  // gives back what it got
   return false;
 }
@@ -120,7 +179,7 @@ bool Windows::map(std::size_t start, std::size_t bytes) {
     page = next == nullptr ? nullptr : next + step;
     at += step;
   }
-  char* const made = page == nullptr ? nullptr : map_again(page, bytes);
+  char* const made = page == nullptr ? nullptr : map_again(page, bytes, start);
   if (hop != nullptr) munmap(hop, hop_bytes);
   if (made == nullptr) return false;
   windows_[count] = {made, start, bytes};

@@ -15,6 +15,7 @@
 namespace parallel_state {
 
 constexpr std::size_t kPage = 4096;
+constexpr std::size_t kHugePage = 2 << 20;
 
 // Puts memory behind `bytes` at `at`, a mapping of a file from `offset` on. False where there is none left: a full file
 // system is an answer, and not a SIGBUS at the first write. Without a descriptor (-1) the kernel must have
@@ -22,11 +23,20 @@ constexpr std::size_t kPage = 4096;
 bool back_with_memory(void* at, std::size_t bytes, int descriptor, std::size_t offset);
 bool has_populate();
 
+// From now on this process has what it backs with memory made of huge pages, and maps windows so that these can be used
+// as such. Answers 0, or the errno with which the kernel (before Linux 6.1, or told to deny them) makes none: nothing
+// is changed then.
+int want_huge_pages();
+
+// Where in a stretch a block of `bytes` begins that has `used` bytes before it: on a huge page, if it fills one.
+std::size_t block_offset(std::size_t used, std::size_t bytes);
+
 class Windows {
  public:
   static constexpr std::uint64_t kOutside = ~std::uint64_t{0};
 
-  // Takes over `first_page`, a mapping of the stretch's first page; offsets count from it, up to `capacity`.
+  // Takes over `first_page`, a mapping of the stretch's first page; offsets count from it, up to `capacity`. For huge
+  // pages it begins at a multiple of one in its file.
   Windows(void* first_page, std::size_t capacity, std::size_t first_window_bytes);
   ~Windows();
   Windows(const Windows&) = delete;
