@@ -8,6 +8,7 @@ connections are made as they are needed.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import importlib.util
 import os
 import sys
@@ -88,13 +89,16 @@ def create(options: Any, backend_options: Any = None) -> Any:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     members = Members(options.group_id or "default", ranks, rank, timeout.total_seconds())
     is_default = not options.global_ranks_in_group
-    world = World.of(options.store, ranks, is_default)
+    # Programs make groups of a name, each by its own ranks alone, at the same time: Megatron's ranks do.
+    whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    store = dist.PrefixStore(f"ranks/{whose}", options.store)
+    world = World.of(store, ranks, is_default)
     begins = not world.begun
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)
-            exchange = _StoreExchange(options.store, rank, size)
+            exchange = _StoreExchange(store, rank, size)
             memory.attach(exchange, world.watcher, everyone)
             exchange.close()
             if begins:
@@ -104,7 +108,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         if begins:
             world.close()
         raise
-    group = _Group(options.store, members, memory, timeout, world, begins)
+    group = _Group(store, members, memory, timeout, world, begins)
     collectives = group.collectives
     backend = module.make(
         rank=rank,

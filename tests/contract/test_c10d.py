@@ -381,6 +381,22 @@ def test_nothing_stays_of_a_group_that_was_destroyed(pools: Pools) -> None:
         assert later == [first, first]
 
 
+def make_a_group_of_ones_own() -> None:
+    """As Megatron's ranks do: each calls only for the group that it is in, and torch gives all of these one name."""
+    with torch_world() as (rank, _):
+        mine = [0, 1] if rank < 2 else [2, 3]
+        if rank == 3:
+            time.sleep(1.0)
+        group = dist.new_group(mine)
+        dist.all_reduce(x := torch.tensor([float(rank)]), group=group)
+        assert x.item() == sum(mine)
+        dist.barrier()
+
+
+def test_groups_of_one_name_made_by_their_own_ranks_alone(pools: Pools) -> None:
+    pools(4).run(make_a_group_of_ones_own, timeout_s=DEADLINE_S)
+
+
 def leave_work_behind() -> float:
     """Rank 0 starts what nobody else comes to; how long the group's end takes it."""
     with contextlib.ExitStack() as stack:
