@@ -28,6 +28,7 @@ from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
+POSTED, LEFT_TO_PYTHON = _DONE, 6
 # Of a `QueueReport`.
 _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN = range(8)
 _SLICE_S = 0.2
@@ -236,6 +237,23 @@ class Sender(_End):
             work.wait()
             return
         self._write_on(operation)
+
+    def post(self, write: Callable[[int], int]) -> int:
+        """Writes a whole message by one call of the library, which gets this end, or nothing; returns its status.
+
+        See ps_queue_post: 0 where it is written, and else nothing was.
+        """
+        with self.lock:
+            if self._failure is not None or self.closed:
+                self.check()
+            if self._busy or self._waiting or self._end is None:
+                return LEFT_TO_PYTHON
+            return write(self._end)
+
+    @property
+    def posted_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the head that was posted last, and of its tensors."""
+        return self._report[_HEAD_BYTES], self._report[_LEFT_BYTES]
 
     def isend(self, message: Message) -> Work:
         """Sends without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""

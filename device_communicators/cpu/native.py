@@ -112,6 +112,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_writer_delete": (None, (c_void_p,)),
     "ps_queue_reader_delete": (None, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
+    "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
+    "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (
         c_int,
@@ -119,8 +121,14 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
     "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
+    "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
+    "ps_packed": (c_int, (c_void_p, c_int)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
 }
+_FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
+}
+"""In the full build only."""
 
 
 QueueReport = c_int64 * 8
@@ -143,15 +151,16 @@ class NativeLibrary:
         """The reason that it has no ops, for `explain()`."""
         self.path = path
         self._library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _FUNCTIONS.items():
+        functions = {**_FUNCTIONS, **_FUNCTIONS_OF_TORCH} if has_ops else _FUNCTIONS
+        for name, (result, arguments) in functions.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
         if self._library.ps_version() != _VERSION:
             raise BuildError(f"{path} has version {self._library.ps_version()}, not {_VERSION}; remove it")
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
-        functions = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
-        self._library.ps_set_interpreter(*functions, threading.main_thread().ident)
+        interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
+        self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
 
     def raise_interruption(self) -> None:
         """Raises what a signal's handler raised, KeyboardInterrupt mostly, while a call was sleeping; if anything."""

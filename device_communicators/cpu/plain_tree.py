@@ -1,13 +1,21 @@
-"""Checks in C if an object is lists and dicts of a few types and nothing else: see csrc/plain_tree.cpp."""
+"""Looks at Python objects in C: are they lists and dicts of a few types and nothing else, and what is their message.
+
+See csrc/plain_tree.cpp and csrc/pack.h.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from device_communicators.cpu.native import NativeLibrary
 
 _Type = ctypes.c_void_p
+_NAME = ctypes.c_char_p
+_LEAVES = {"str": str, "int": int, "float": float, "none": type(None), "bool": bool, "bytes": bytes}
 
 
 class _Python(ctypes.Structure):
@@ -22,33 +30,115 @@ class _Python(ctypes.Structure):
         ("text_count", ctypes.c_ssize_t),
         ("most_other_keys", ctypes.c_ssize_t),
         ("type_at", ctypes.c_ssize_t),
+        *((name, _Type) for name in ("utf8", "integer", "number", "bytes_size", "bytes", "forget_error")),
+        *((f"{name}_type", _Type) for name in _LEAVES),
+        ("true_object", _Type),
+        ("describe", _Type),
+        ("tensor_at", ctypes.c_ssize_t),
+        ("dtype_names", ctypes.POINTER(_NAME)),
+        ("dtype_count", ctypes.c_ssize_t),
     )
 
 
-_FUNCTIONS = ("PyObject_Type", "Py_DecRef", "PyList_Size", "PyList_GetItem", "PyDict_Next")
+_FUNCTIONS = {
+    "type_of": "PyObject_Type",
+    "let_go": "Py_DecRef",
+    "list_size": "PyList_Size",
+    "list_item": "PyList_GetItem",
+    "dict_next": "PyDict_Next",
+    "dict_size": "PyDict_Size",
+    "utf8": "PyUnicode_AsUTF8AndSize",
+    "integer": "PyLong_AsLongLongAndOverflow",
+    "number": "PyFloat_AsDouble",
+    "bytes_size": "PyBytes_Size",
+    "bytes": "PyBytes_AsString",
+    "forget_error": "PyErr_Clear",
+}
+_MOST_PIECES = 66  # as csrc/pack.h has tensors, and the head
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def checker(
-    library: NativeLibrary, leaves: Sequence[type], others: Sequence[type], depth: int, most_other_keys: int
-) -> Callable[[object], int]:
-    """Tells whether a value is lists and dicts, at most `depth` within each other, of `leaves` and of `others`, which
-    can't be keys: each exactly of its type, no subclass. A dict of more than `most_other_keys` has str and bytes for
-    keys. 0: it isn't; 1: it is, without others; 2: with others."""
-    api = ctypes.pythonapi
-    functions = [ctypes.cast(getattr(api, name), _Type).value for name in _FUNCTIONS]
-    dict_size = ctypes.cast(api.PyDict_Size, _Type).value
-    texts = _addresses((str, bytes))
-    python = _Python(*functions, id(list), id(dict), _addresses(leaves), len(leaves), _addresses(others), len(others),
-                     dict_size, texts, len(texts), most_other_keys, _type_at())  # fmt: skip
-    # A function that keeps the GIL: ctypes' usual ones let other threads run meanwhile.
-    prototype = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
-    function = prototype(ctypes.cast(library.ps_plain_tree, _Type).value or 0)
-    address = ctypes.addressof(python)
+class PlainObjects:
+    """Asks the library of objects. Its functions keep the GIL: ctypes' usual ones let other threads run meanwhile."""
 
-    def look(value: object, keep: object = (python, leaves, others)) -> int:
-        return function(value, address, depth)
+    def __init__(
+        self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
+    ) -> None:
+        """`depth`: of containers within each other. A dict of more than `most_other_keys` has str and bytes for keys.
 
-    return look
+        `dtype_names`: by c10::ScalarType; tensors of other dtypes are left to Python.
+        """
+        self._depth = depth
+        self._python = _python(library, most_other_keys, dtype_names)
+        self._address = address = ctypes.addressof(self._python[0])
+        size, whole = ctypes.c_uint64, ctypes.c_int
+        self._look = _keeping_the_gil(library.ps_plain_tree, ctypes.py_object, _Type, whole)
+        self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size)
+        self._packed = _keeping_the_gil(library.ps_packed, _Type, whole)
+        post = _keeping_the_gil(library.ps_queue_post, _Type, ctypes.py_object, _Type, whole, size, size)
+        post_list = _keeping_the_gil(
+            library.ps_queue_post_list, _Type, ctypes.py_object, _Type, ctypes.c_char_p, size, size
+        )
+        self.post: Callable[[int, object, int, int], int] = lambda writer, value, limit, fingerprint: post(
+            writer, value, address, depth, limit, fingerprint
+        )
+        """Writes the message of an object of at most `limit` bytes if all of it has room: see ps_queue_post."""
+        self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
+            post_list(writer, tensors, address, head, len(head), fingerprint)
+        )
+        """As `post`, the message of a head and of tensors."""
+
+    def look(self, value: object) -> int:
+        """Tells whether a value is lists and dicts of None, bool, int, float, str and bytes, exactly: no subclass.
+
+        0: it isn't; 1: it is; 2: but for tensors.
+        """
+        return int(self._look(value, self._address, self._depth))
+
+    def pack(self, value: object, limit: int) -> tuple[bytes, bytes] | None:
+        """Returns the head of the message of an object without tensors, in two parts; None for what Python packs."""
+        return self.packed() if self.takes_apart(value, limit) else None
+
+    def takes_apart(self, value: object, limit: int) -> bool:
+        """Packs an object, whose message `pieces` then tells; False for what Python packs."""
+        return bool(self._pack(value, self._address, self._depth, limit))
+
+    def packed(self) -> tuple[bytes, bytes] | None:
+        """Returns the head of the message that this thread packed last; None where that one has tensors."""
+        pieces = self.pieces()
+        return None if len(pieces) > 2 else (ctypes.string_at(*pieces[0]), ctypes.string_at(*pieces[1]))
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Returns addresses and sizes of the message that this thread packed last: two of its head, then its tensors.
+
+        Valid until it packs another, and while nobody changes the object.
+        """
+        found = (ctypes.c_uint64 * (2 * _MOST_PIECES))()
+        count = self._packed(found, _MOST_PIECES)
+        return [(found[2 * index], found[2 * index + 1]) for index in range(count)]
+
+
+def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
+    return ctypes.PYFUNCTYPE(ctypes.c_int, *arguments)(ctypes.cast(function, _Type).value or 0)
+
+
+def _python(
+    library: NativeLibrary, most_other_keys: int, dtype_names: Mapping[int, str]
+) -> tuple[_Python, Sequence[object]]:
+    """Returns what the library is told of Python, and what must live as long."""
+    functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
+    leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
+    names = (_NAME * (max(dtype_names) + 1))()
+    for number, name in dtype_names.items():
+        names[number] = name.encode()
+    types = {f"{name}_type": id(kind) for name, kind in _LEAVES.items()}
+    python = _Python(
+        list=id(list), dict=id(dict), leaves=leaves, leaf_count=len(leaves), others=others, other_count=len(others),
+        texts=texts, text_count=len(texts), most_other_keys=most_other_keys, type_at=_type_at(), true_object=id(True),
+        describe=ctypes.cast(library.ps_describe_tensor, _Type) if library.has_ops else None,
+        tensor_at=_tensor_at(), dtype_names=names, dtype_count=len(names), **types, **functions,
+    )  # fmt: skip
+    return python, (leaves, others, texts, names)
 
 
 def _type_at() -> int:
@@ -61,6 +151,15 @@ def _type_at() -> int:
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):
             return 0
     return at
+
+
+def _tensor_at() -> int:
+    """Returns where a tensor's object has the address of its TensorImpl; 0 where a look at some doesn't find it."""
+    probes = [torch.empty(1), torch.nn.Parameter(torch.empty(2)), torch.empty(2, 2).t()]
+    for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):
+        if all(_Type.from_address(id(probe) + at).value == getattr(probe, "_cdata", None) for probe in probes):
+            return at
+    return 0
 
 
 def _addresses(types: Sequence[type]) -> ctypes.Array[ctypes.c_void_p]:

@@ -60,14 +60,14 @@ def method_of(number: int) -> str:
     return _NAMES.get(number, "message")
 
 
-_DTYPES = {
+DTYPE_NUMBERS = {
     torch.uint8: 0, torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
     torch.float64: 7, torch.complex32: 8, torch.complex64: 9, torch.complex128: 10, torch.bool: 11, torch.bfloat16: 15,
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
 """c10::ScalarType."""
-_DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in _DTYPES.items()}
+_DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
 """In the four bits above them, in place of the number of dims."""
@@ -144,7 +144,7 @@ class UserCall(NamedTuple):
     @property
     def word(self) -> int:
         """Returns the word of `Told` in csrc/call.h."""
-        dtype = 0 if self.dtype is None else _DTYPES.get(self.dtype, _UNKNOWN)
+        dtype = 0 if self.dtype is None else DTYPE_NUMBERS.get(self.dtype, _UNKNOWN)
         reduction = -1 if self.reduce_op is None else REDUCE_OPS[self.reduce_op]
         return (
             METHODS.get(self.method, 0)

@@ -81,7 +81,7 @@ class MessageCalls(GroupMember):
     def send_object(self, obj: Any, dst: int | None = None) -> None:
         """Sends an object to rank `dst` (default: the next), which calls recv_object."""
         dst = self._destination("send_object", dst)
-        self._messenger.send(self._messenger.encode(obj), dst)
+        self._messenger.send_value(obj, dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
@@ -94,7 +94,7 @@ class MessageCalls(GroupMember):
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
         """Starts send_object: the object is encoded now, its tensors must stay unchanged until `wait()`."""
         dst = self._destination("isend_object", dst)
-        return self._messenger.isend(self._messenger.encode(obj), dst)
+        return self._messenger.isend_value(obj, dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
@@ -162,7 +162,10 @@ class MessageCalls(GroupMember):
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> None:
         dst = self._destination("send_tensor_dict", dst)
-        self._messenger.send(self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors), dst)
+        if all_gather_group is None:
+            self._messenger.send_value(tensor_dict, dst, dict)
+        else:
+            self._messenger.send(self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors), dst)
 
     def recv_tensor_dict(
         self,
@@ -215,6 +218,8 @@ class MessageCalls(GroupMember):
             _checked_dict(tensor_dict)
             return NoSend(self._messenger)
         dst = self._destination("isend_tensor_dict", dst)
+        if all_gather_group is None:
+            return self._messenger.isend_value(tensor_dict, dst, dict)
         outgoing = self._messenger.encode(tensor_dict, dict, all_gather_group, all_gather_tensors)
         return self._messenger.isend(outgoing, dst)
 

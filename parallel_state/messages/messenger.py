@@ -31,7 +31,16 @@ from parallel_state.collectives import checks
 from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Head, Header, Outgoing, split_by_device
+from parallel_state.messages.wire import (
+    FRAME_BYTES,
+    NOTHING,
+    AllGatherGroup,
+    Head,
+    Header,
+    Outgoing,
+    TensorList,
+    split_by_device,
+)
 
 if TYPE_CHECKING:
     from parallel_state.messages.transports import IncomingMessage
@@ -315,6 +324,11 @@ def _all_contiguous(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
+def _as_list(tensors: Sequence[Tensor], form: str, counted: str) -> TensorList:
+    """Returns the list as it travels if its tensors are dense and contiguous, which the transport looks at."""
+    return TensorList(wire.head_of_list(form, tensors), list(tensors), counted)
+
+
 def _copy_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
     """Copies what was received where a tensor is not contiguous, and its place was taken by one that is."""
     if flat is not tensors:
@@ -358,6 +372,28 @@ class Messenger:
             all_gather_group=all_gather_group,
             all_gather_tensors=all_gather_tensors,
         )
+
+    def send_value(self, obj: Any, dst: int, must_be: type | None = None) -> None:
+        """Sends an object, or a dict; raises as isend."""
+        if (outgoing := self._post_value(obj, dst, must_be)) is not None:
+            self.send(outgoing, dst)
+
+    def isend_value(self, obj: Any, dst: int, must_be: type | None = None) -> SendHandle:
+        """Starts send_value."""
+        outgoing = self._post_value(obj, dst, must_be)
+        return SendHandle(self, ()) if outgoing is None else self.isend(outgoing, dst)
+
+    def _post_value(self, obj: Any, dst: int, must_be: type | None) -> Outgoing | None:
+        """Sends an object at once where that can be, else returns its message."""
+        if self._unwaited:
+            self._forget_sent()
+        if must_be is None or type(obj) is must_be:
+            posted = self.transport.post(obj, dst)
+            if posted is True:
+                return None
+            if posted is not False:
+                return posted
+        return self.encode(obj, must_be)
 
     def isend(self, outgoing: Outgoing, dst: int) -> SendHandle:
         """Starts to send; raises MessageEncodeError after the receiver was sent one."""
@@ -471,10 +507,10 @@ class Messenger:
         with self.route.alone(call):
             if self.route.context.rank != src:
                 return self._take(self.transport.incoming(src, call=call), src)
-            outgoing = self.encode(obj, must_be)
-            self.transport.broadcast(outgoing, call)
-        if outgoing.error is not None:
-            raise outgoing.error
+            is_fit = must_be is None or type(obj) is must_be
+            error = self.transport.broadcast(lambda: self.encode(obj, must_be), call, obj if is_fit else NOTHING)
+        if error is not None:
+            raise error
         return obj
 
     def all_gather(self, obj: Any, method: str) -> list[Any]:
@@ -526,7 +562,7 @@ class Messenger:
     def send_list(self, tensors: Sequence[Tensor], form: str, dst: int) -> None:
         """Sends the tensors to rank `dst`, which calls recv_list."""
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
-        if on_cpu:
+        if on_cpu and self.transport.post(_as_list(on_cpu, form, _SENT_LIST), dst) is not True:
             SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
         for tensor in on_device:
             self.route.run("send", tensor, tensor, dst, part_of=_SENT_LIST)
@@ -557,7 +593,9 @@ class Messenger:
         flat = _all_contiguous(tensors)
         on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
         if on_cpu and self.route.context.rank == src:
-            self.transport.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
+            self._check_dense(on_cpu, _BROADCAST_LIST)
+            plain = _as_list(on_cpu, form, _BROADCAST_LIST)
+            self.transport.broadcast(lambda: self._list_of(on_cpu, form, _BROADCAST_LIST), call, plain)
         elif on_cpu:
             self._fill(self.transport.incoming(src, _BROADCAST_LIST, call), list(on_cpu), form, src)
         for tensor in on_device:
@@ -576,12 +614,16 @@ class Messenger:
             return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
         return [torch.empty(size_bytes, dtype=torch.uint8)]
 
-    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
-        """Returns the message of a list."""
-        dense = []
+    def _check_dense(self, tensors: Sequence[Tensor], counted: str) -> None:
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested:
                 raise InvalidArgumentError(f"{counted} on {self.route.context} takes dense tensors; send others apart")
+
+    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
+        """Returns the message of a list."""
+        self._check_dense(tensors, counted)
+        dense = []
+        for x in tensors:
             if x.is_conj() or x.is_neg():
                 dense.append(x.resolve_conj().resolve_neg().contiguous())
             else:

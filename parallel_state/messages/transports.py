@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from device_communicators import settings
 from device_communicators.cpu.channels import MESSAGES, Channels
-from device_communicators.cpu.message_queue import Expected, Message, pieces_of
+from device_communicators.cpu.message_queue import LEFT_TO_PYTHON, POSTED, Expected, Message, Sender, pieces_of
 from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
@@ -24,7 +25,16 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import UserCall
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
-from parallel_state.messages.wire import FRAME_BYTES, HEADER_BYTES, Head, Outgoing, Template, split_by_device
+from parallel_state.messages.wire import (
+    FRAME_BYTES,
+    HEADER_BYTES,
+    NOTHING,
+    Head,
+    Outgoing,
+    Template,
+    TensorList,
+    split_by_device,
+)
 
 # Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
 # may be posted before the body of this one arrives, and would take it in.
@@ -79,11 +89,17 @@ class Transport(Protocol):
     takes_many: bool
     """True where many small CPU tensors cost no more than one of their size."""
 
+    def post(self, obj: object, dst: int) -> bool | Outgoing:
+        """Sends an object, or a TensorList, if that takes no more than a moment: True. Else False, or its message."""
+
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         """Starts to send; nothing is left to wait for where the list is empty."""
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        """Sends to all other ranks; the tensors may be changed afterwards."""
+    def broadcast(self, encode: Callable[[], Outgoing], call: UserCall, obj: object = NOTHING) -> Exception | None:
+        """Sends to all other ranks what `encode` returns; the tensors may be changed afterwards. Returns its error.
+
+        `obj`: what that is the message of, for transports that need no encoding.
+        """
 
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         """Returns the next message of `src` that nobody has asked for: to this rank, or to all of them in `call`."""
@@ -106,12 +122,17 @@ class FakeTransport:
     def __init__(self, route: Route) -> None:
         self.route = route
 
+    def post(self, obj: object, dst: int) -> bool | Outgoing:
+        return False
+
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         self.route.count(outgoing.counted or _SENT)
         return []
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+    def broadcast(self, encode: Callable[[], Outgoing], call: UserCall, obj: object = NOTHING) -> Exception | None:
+        outgoing = encode()
         self.route.count(outgoing.counted or _BROADCAST)
+        return outgoing.error
 
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         raise UnsupportedError(
@@ -131,6 +152,9 @@ class RouteTransport:
     def __init__(self, route: Route) -> None:
         self.route = route
 
+    def post(self, obj: object, dst: int) -> bool | Outgoing:
+        return False
+
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         rest = [] if outgoing.rest is None else [outgoing.rest]
         pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *outgoing.tensors])]
@@ -140,8 +164,8 @@ class RouteTransport:
         self.route.count(name)
         return parts
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        route, src, method = self.route, self.route.context.rank, call.method
+    def broadcast(self, encode: Callable[[], Outgoing], call: UserCall, obj: object = NOTHING) -> Exception | None:
+        route, src, method, outgoing = self.route, self.route.context.rank, call.method, encode()
         # First, and waited for, the frame, by which ranks in another call notice.
         name = outgoing.counted or _BROADCAST
         route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
@@ -149,6 +173,7 @@ class RouteTransport:
         for part in [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]:
             part.wait()
         route.count(name)
+        return outgoing.error
 
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         return _FramedMessage(self.route, src, counted, call)
@@ -197,7 +222,34 @@ class QueueTransport:
         self.channels = channels
         self.templates: dict[tuple[int, bool], tuple[Template, bool]] = {}
         """By source and whether it sends to all: that of its last dict, and whether the one before was the same."""
-        codec_values.use_library()  # which is there where the queues are
+        self._objects = codec_values.use_library()  # which is there where the queues are
+
+    def post(self, obj: object, dst: int) -> bool | Outgoing:
+        route, started = self.route, time.monotonic()
+        name = obj.counted if type(obj) is TensorList else _SENT
+        route.check_usable()
+        route.check_recordable(name)
+        limit = settings.MAX_METADATA_BYTES.get()
+        try:
+            sender = self.channels.sender(dst, MESSAGES)
+            posted = self._post(sender, obj, limit, 0)
+        except Exception as error:
+            self._note(name, 0, dst, started)
+            raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
+        if posted is True:
+            self._note_posted(name, sender, dst, started)
+        return posted
+
+    def _post(self, sender: Sender, obj: object, limit: int, number: int) -> bool | Outgoing:
+        """Writes all of a message at once: True. Else False, or what was packed and has no room; no tensors then."""
+        if type(obj) is TensorList:
+            status = sender.post(lambda end: self._objects.post_list(end, obj.tensors, obj.head, number))
+            return status == POSTED
+        status = sender.post(lambda end: self._objects.post(end, obj, limit, number))
+        if status in (POSTED, LEFT_TO_PYTHON):
+            return status == POSTED
+        packed = self._objects.packed()
+        return False if packed is None else wire.of_packed(packed)
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
@@ -208,9 +260,10 @@ class QueueTransport:
         try:
             work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, on_cpu, 0, outgoing.more_head))
         except Exception as error:
-            self._note(name, outgoing, dst, started)
+            self._note(name, _size_of(outgoing), dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
-        record = self._note(name, outgoing, dst, started)  # it waited for nobody: the receiver has it a moment earlier
+        # It waited for nobody: the receiver has it a moment earlier.
+        record = self._note(name, _size_of(outgoing), dst, started)
         parts: list[Handle] = []
         if work.is_completed():
             record.ended_s = time.monotonic()
@@ -221,18 +274,32 @@ class QueueTransport:
         tag = route.context.tag(_BODY)
         return parts + [route.start("isend", tensor, dst, tag, part_of=name) for tensor in on_device]
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+    def broadcast(self, encode: Callable[[], Outgoing], call: UserCall, obj: object = NOTHING) -> Exception | None:
         route, started = self.route, time.monotonic()
-        name = outgoing.counted or _BROADCAST
+        name = obj.counted if type(obj) is TensorList else _BROADCAST
         route.check_usable()
         route.check_recordable(name)
-        record = self._note(name, outgoing, -1, started, call)
+        limit = settings.MAX_METADATA_BYTES.get()
+        number = self.channels.broadcasts = self.channels.broadcasts + 1
+        try:
+            self.announce(call)
+            sender = self.channels.sender(None, MESSAGES)
+            posted = obj is not NOTHING and self._post(sender, obj, limit, number)
+        except Exception as error:
+            self._note(name, 0, -1, started, call)
+            raise route.failure_of(error, call.method, started)  # noqa: B904  (the same error, noted by the route)
+        if posted is not True:
+            return self._send_to_all(posted or encode(), number, call, started)
+        self._note_posted(name, sender, -1, started, call)
+        return None
+
+    def _send_to_all(self, outgoing: Outgoing, number: int, call: UserCall, started: float) -> Exception | None:
+        route, name = self.route, outgoing.counted or _BROADCAST
+        record = self._note(name, _size_of(outgoing), -1, started, call)
         on_cpu, on_device = outgoing.split_by_device()
-        self.channels.broadcasts += 1
         try:
             with waiting_for(route, record):
-                self.announce(call)
-                message = Message(outgoing.head, on_cpu, self.channels.broadcasts, outgoing.more_head)
+                message = Message(outgoing.head, on_cpu, number, outgoing.more_head)
                 self.channels.sender(None, MESSAGES).send(message, call.method)
         except Exception as error:
             raise route.failure_of(error, call.method, started)  # noqa: B904  (the same error, noted by the route)
@@ -240,6 +307,7 @@ class QueueTransport:
         src, method = route.context.rank, call.method
         for part in [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in on_device]:
             part.wait()
+        return outgoing.error
 
     def announce(self, call: UserCall) -> None:
         """Takes the call's place among the group's collectives: ranks that are in another one find out, as does this.
@@ -257,17 +325,24 @@ class QueueTransport:
             except CollectiveMismatchError as named:
                 raise named from error
 
-    def _note(
-        self, name: str, outgoing: Outgoing, dst: int, started_s: float, call: UserCall | None = None
-    ) -> Operation:
+    def _note(self, name: str, size_bytes: int, dst: int, started_s: float, call: UserCall | None = None) -> Operation:
         """Records and counts a message that is sent."""
         record = self.route.note(name, None, call, peer=dst, started_s=started_s)
-        size_bytes = max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + outgoing.cpu_bytes
         self.route.count(name, 1, size_bytes)
         return record
 
+    def _note_posted(self, name: str, sender: Sender, dst: int, started_s: float, call: UserCall | None = None) -> None:
+        head_bytes, tensor_bytes = sender.posted_bytes
+        record = self._note(name, max(FRAME_BYTES, head_bytes) + tensor_bytes, dst, started_s, call)
+        record.ended_s = time.monotonic()
+
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         return _QueuedMessage(self, src, counted, call)
+
+
+def _size_of(outgoing: Outgoing) -> int:
+    """Returns the bytes under which a message is counted."""
+    return max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + outgoing.cpu_bytes
 
 
 class _QueuedMessage(IncomingMessage):
@@ -342,8 +417,8 @@ class _QueuedMessage(IncomingMessage):
             if receiver.fingerprint != self._number:
                 raise self._other_number(receiver.fingerprint)
         if is_read and expected is not None:
-            self._record.ended_s = time.monotonic()
-            self._route.count(self._counted, 1, max(FRAME_BYTES, len(expected.head)) + self._expected_bytes)
+            self._head_bytes = len(expected.head)
+            self._end(self._expected_bytes)
             return None
         head = receiver.head()
         self._head_bytes = head.head_bytes
@@ -356,6 +431,9 @@ class _QueuedMessage(IncomingMessage):
         return Head(header, receiver.read_on(header.body_bytes, operation), self._tensor_bytes != 0)
 
     def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
+        if not tensors and not self._tensor_bytes:
+            self._end(0)
+            return []
         on_cpu, on_device = split_by_device(tensors)
         size_bytes = sum([tensor.nbytes for tensor in on_cpu])
         if self._tensor_bytes != size_bytes:
@@ -363,9 +441,13 @@ class _QueuedMessage(IncomingMessage):
             raise wire.not_a_message(found, self._route.context, self._src)
         if size_bytes:
             self._receiver.read(*pieces_of(on_cpu), self._operation)
-        self._record.ended_s = time.monotonic()
-        self._route.count(self._counted, 1, max(FRAME_BYTES, self._head_bytes) + size_bytes)
+        self._end(size_bytes)
         return [self._start(tensor) for tensor in on_device] if on_device else []
+
+    def _end(self, tensor_bytes: int) -> None:
+        """Counts the message, which has come."""
+        self._record.ended_s = time.monotonic()
+        self._route.count(self._counted, 1, max(FRAME_BYTES, self._head_bytes) + tensor_bytes)
 
     def _other_number(self, number: int) -> CollectiveMismatchError:
         """Tells of ranks that are not in the same call: a writer, who doesn't wait for its readers, can't notice."""

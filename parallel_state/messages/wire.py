@@ -46,8 +46,12 @@ _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
+_PLAIN_START = [_MAGIC, _VALUE, 0, 0, 0]
+"""The first fields of the header of an object without tensors."""
 _DIGEST_BYTES = 16
 CPU = torch.device("cpu")
+NOTHING = object()
+"""In place of an object that there isn't."""
 
 
 class Header(NamedTuple):
@@ -131,6 +135,14 @@ class Outgoing:
         return None if len(head) <= start else _view_of(head, start)
 
 
+class TensorList(NamedTuple):
+    """Tensors whose head both sides know."""
+
+    head: bytes
+    tensors: list[Tensor]
+    counted: str
+
+
 def encode(
     obj: Any,
     *,
@@ -147,12 +159,9 @@ def encode(
         if known is not None and len(known[0]) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
             return Outgoing(known[0], tensors, known_bytes=known[1])
     if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
-        body = codec.encode_plain(obj)
-        if body is not None:
-            start = _PLAIN_HEADER.pack(_MAGIC, _VALUE, 0, 0, 0, len(codec.PLAIN) + len(body), 0, codec.PLAIN)
-            if len(body) > _LONG_BYTES:
-                return Outgoing(start, [], known_bytes=0, more_head=body)
-            return Outgoing(start + body, [], known_bytes=0)
+        packed = codec.pack(obj)
+        if packed is not None:
+            return of_packed(packed)
     whole: set[int] = set()
     try:
         slices = _slices_of(all_gather_group)
@@ -179,6 +188,14 @@ def encode(
             _heads.clear()
         _heads[form] = head, tensor_bytes
     return Outgoing(head, tensors)
+
+
+def of_packed(packed: tuple[bytes, bytes]) -> Outgoing:
+    """Returns the message without tensors whose head the library made, in two parts."""
+    start, body = packed
+    if len(body) > _LONG_BYTES:
+        return Outgoing(start, [], known_bytes=0, more_head=body)
+    return Outgoing(start + body, [], known_bytes=0)
 
 
 def _view_of(data: bytes, start: int) -> Tensor:
@@ -259,12 +276,12 @@ def read_plain(head: bytes | memoryview, allow_pickle: bool) -> tuple[Any] | Non
 
     Raises MessageDecodeError, without its sender.
     """
-    if len(head) < HEADER_BYTES:
+    if len(head) < _PLAIN_HEADER.size:
         return None
-    magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(head)
-    if magic != _MAGIC or kind != _VALUE or slices or tensors or tensor_bytes or body_bytes != len(head) - HEADER_BYTES:
+    *start, body_bytes, tensor_bytes, metadata = _PLAIN_HEADER.unpack_from(head)
+    if start != _PLAIN_START or tensor_bytes or metadata != codec.PLAIN or body_bytes != len(head) - HEADER_BYTES:
         return None
-    return codec.read_plain(memoryview(head)[HEADER_BYTES:], allow_pickle=allow_pickle)
+    return codec.read_plain(memoryview(head)[_PLAIN_HEADER.size :], allow_pickle)
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:

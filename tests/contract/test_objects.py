@@ -692,7 +692,7 @@ def send_raw(group: GroupCoordinator, outgoing: wire.Outgoing, way: str) -> None
     """A message of these very bytes."""
     transport = group._messenger.transport
     if way == "broadcast":
-        transport.broadcast(outgoing, UserCall("broadcast_object", root=group.rank_in_group))
+        transport.broadcast(lambda: outgoing, UserCall("broadcast_object", root=group.rank_in_group))
     for part in transport.isend(outgoing, 1) if way == "send" else []:
         part.wait()
 

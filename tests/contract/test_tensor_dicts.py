@@ -923,7 +923,7 @@ def compiled_by_inductor() -> None:
 
 @pytest.mark.slow
 def test_compiled_by_inductor_with_a_spec(pools: Pools) -> None:
-    pools(2).run(compiled_by_inductor, tp=1, timeout_s=90)
+    pools(2).run(compiled_by_inductor, tp=1, timeout_s=300)  # the C++ compiler's time beside other work
 
 
 def compiled_slices() -> None:

@@ -10,16 +10,20 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "call.h"
 #include "handle.h"
+#include "pack.h"
 #include "queue.h"
 #include "reduce.h"
 
@@ -27,6 +31,7 @@ using namespace parallel_state;
 
 extern "C" {
 void* ps_liveness_of(std::uint64_t group);
+void* ps_liveness_new(const std::int64_t* pids, int count);
 void ps_liveness_delete(void* liveness);
 std::size_t ps_queue_control_bytes(int readers);
 void* ps_queue_writer_new(void*, void*, std::uint64_t, std::uint64_t, int, const int*, const void*, std::int64_t, int,
@@ -37,6 +42,10 @@ void ps_queue_writer_delete(void*);
 void ps_queue_reader_delete(void*);
 void ps_queue_writer_leave(void*);
 int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
+int ps_queue_post(void*, void*, const void*, int, std::uint64_t, std::uint64_t);
+int ps_queue_post_list(void*, void*, const void*, const char*, std::uint64_t, std::uint64_t);
+int ps_pack(void*, const void*, int, std::uint64_t);
+int ps_packed(Piece*, int);
 int ps_queue_resume(void*, double);
 int ps_queue_take(void*, char*, std::uint64_t, const char*, std::uint64_t, const Piece*, int, double);
 int ps_queue_read(void*, const Piece*, int, double);
@@ -314,7 +323,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
 void messages(const World& world, const File& segment, const File& queues) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   void* const liveness = ps_liveness_of(group);
-  std::int64_t report[7];
+  std::int64_t report[8];
   char* const memory = static_cast<char*>(queues.mapping());
   const auto open = [&](int queue, const std::vector<int>& ranks, int me) {
     char* const control = memory + queue * (kChunkBytes * kChunks + 8192);
@@ -421,15 +430,19 @@ void death(const World& world, const File& segment) {
   close_group(group);
 }
 
+struct Draw {
+  std::uint64_t state = 1;
+  std::uint64_t operator()(std::uint64_t below) {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    return (state >> 33) % below;
+  }
+};
+
 // What looks through bytes of a peer reads none past their end: each message in memory of its own size.
 void hostile_bytes() {
   const std::uint8_t heads[] = {0x81, 0x91, 0x9f, 0x8f, 0xa5, 0xc1, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xcb,
                                 0xcf, 0xd4, 0xd8, 0xd9, 0xda, 0xdb, 0xdc, 0xdd, 0xde, 0xdf, 0xe0, 0x00, 0x01, 0xff};
-  std::uint64_t state = 1;
-  const auto draw = [&](std::uint64_t below) {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return (state >> 33) % below;
-  };
+  Draw draw;
   for (int message = 0; message < 200'000; ++message) {
     std::vector<std::uint8_t> bytes(draw(40));
     for (auto& byte : bytes) byte = draw(4) == 0 ? static_cast<std::uint8_t>(draw(256)) : heads[draw(sizeof heads)];
@@ -441,6 +454,184 @@ void hostile_bytes() {
     const std::vector<std::uint8_t> deep(1 << 20, head);
     ps_plain_keys(deep.data(), deep.size(), 0x803f, 16, 101);
   }
+}
+
+// Both ends of a queue, whose writer is hostile: what lies in the ring is changed before it is read.
+void hostile_messages() {
+  constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
+  const World world{0, {}};
+  const std::int64_t pids[] = {getpid(), getpid()};
+  const int ranks[] = {0, 1};
+  void* const liveness = ps_liveness_new(pids, 2);
+  Draw draw;
+  for (int queue = 0; queue < 20'000; ++queue) {
+    std::int64_t written[8], report[8];
+    std::vector<char> memory(ps_queue_control_bytes(1) + 128), ring(kSmallChunk * kFewChunks + 64);
+    const auto aligned = [](std::vector<char>& bytes, std::uintptr_t to) {
+      return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + to - 1) / to * to);
+    };
+    char* const control = aligned(memory, 128);
+    char* const data = aligned(ring, 64);
+    void* const writer = ps_queue_writer_new(control, data, kSmallChunk, kFewChunks, 1, ranks, liveness, 0, 0, written);
+    void* const reader =
+        ps_queue_reader_new(control, data, kSmallChunk, kFewChunks, 1, ranks, 1, liveness, 0, 0, report);
+    bool spoilt = false;  // from then on
+    for (std::uint64_t message = 0; message < 3; ++message) {
+      const std::vector<char> head(draw(80), 'h'), body(draw(500), 'b');
+      const Piece piece{const_cast<char*>(body.data()), body.size()};
+      if (ps_queue_send(writer, head.data(), head.size(), &piece, 1, 0, 7, 0) != 0) break;
+      const bool spoils = draw(2) == 0;
+      spoilt = spoilt || spoils;
+      for (std::uint64_t change = spoils ? 1 + draw(3) : 0; change > 0; --change) {
+        const std::uint64_t words = kSmallChunk * kFewChunks / 8;
+        const std::uint64_t word = draw(4) == 0 ? draw(words) : draw(kFewChunks) * kSmallChunk / 8 + draw(6);
+        const std::uint64_t values[] = {0, 1, 64, 200, 300, std::uint64_t{1} << 59, ~std::uint64_t{0}, draw(600)};
+        std::memcpy(data + word * 8, &values[draw(8)], 8);
+      }
+      std::vector<char> copied(draw(100)), expected(draw(3) == 0 ? draw(80) : head.size(), 'h');
+      std::vector<char> room(draw(3) == 0 ? draw(500) : body.size());
+      const std::uint64_t first = draw(room.size() + 1);
+      const Piece pieces[] = {{room.data(), first}, {room.data() + first, room.size() - first}};
+      const int status =
+          ps_queue_take(reader, copied.data(), copied.size(), expected.data(), expected.size(), pieces, 2, 0);
+      CHECK(spoilt || status == 0);
+      if (status != 0) break;
+      if (report[7] != 0) {
+        CHECK(report[4] == 0 && report[2] == static_cast<std::int64_t>(expected.size()));
+        CHECK(spoilt || (std::count(room.begin(), room.end(), 'b') == static_cast<std::ptrdiff_t>(room.size())));
+        continue;
+      }
+      CHECK(spoilt || report[2] != static_cast<std::int64_t>(expected.size()) || expected.empty() ||
+            room.size() != body.size());
+      std::vector<char> rest(static_cast<std::uint64_t>(report[4]) < 4096 ? static_cast<std::size_t>(report[4]) : 4096);
+      const Piece left{rest.data(), rest.size()};
+      if (ps_queue_read(reader, &left, 1, 0) != 0) break;
+      if (rest.size() != static_cast<std::uint64_t>(report[4]) && report[4] != 0) break;
+    }
+    ps_queue_writer_delete(writer);
+    ps_queue_reader_delete(reader);
+  }
+  ps_liveness_delete(liveness);
+}
+
+// Objects that a packer takes for Python's.
+struct Fake {
+  const void* type;
+  std::vector<Fake*> items;  // of a dict: keys and values in turns
+  std::string bytes;
+  long long number = 0;
+  void* tensor = nullptr;
+};
+
+const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
+enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
+
+Fake* fake(void* object) { return static_cast<Fake*>(object); }
+
+Python fake_python() {
+  static const void* const leaves[] = {kTypes + kStr,  kTypes + kInt,  kTypes + kFloat,
+                                       kTypes + kNone, kTypes + kBool, kTypes + kBytes};
+  static const void* const others[] = {kTypes + kTensor};
+  static const void* const texts[] = {kTypes + kStr, kTypes + kBytes};
+  static const char* const names[] = {"uint8", nullptr, "bfloat16"};
+  Python python{};
+  python.type_of = [](void* object) { return const_cast<void*>(fake(object)->type); };
+  python.let_go = [](void*) {};
+  python.list_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size()); };
+  python.list_item = [](void* object, std::ptrdiff_t at) -> void* { return fake(object)->items[at]; };
+  python.dict_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size() / 2); };
+  python.dict_next = [](void* object, std::ptrdiff_t* at, void** key, void** value) {
+    const auto& items = fake(object)->items;
+    if (static_cast<std::size_t>(*at) >= items.size()) return 0;
+    *key = items[*at], *value = items[*at + 1], *at += 2;
+    return 1;
+  };
+  python.utf8 = [](void* object, std::ptrdiff_t* size) -> const char* {
+    *size = static_cast<std::ptrdiff_t>(fake(object)->bytes.size());
+    return fake(object)->number == 1 ? nullptr : fake(object)->bytes.data();
+  };
+  python.integer = [](void* object, int* overflow) {
+    *overflow = fake(object)->number == 77 ? 1 : 0;
+    return fake(object)->number;
+  };
+  python.number = [](void* object) { return static_cast<double>(fake(object)->number); };
+  python.bytes_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->bytes.size()); };
+  python.bytes = [](void* object) -> const char* { return fake(object)->bytes.data(); };
+  python.forget_error = [] {};
+  python.list = kTypes + kList, python.dict = kTypes + kDict;
+  python.leaves = leaves, python.leaf_count = 6, python.others = others, python.other_count = 1;
+  python.texts = texts, python.text_count = 2, python.most_other_keys = 5;
+  python.str_type = kTypes + kStr, python.int_type = kTypes + kInt, python.float_type = kTypes + kFloat;
+  python.none_type = kTypes + kNone, python.bool_type = kTypes + kBool, python.bytes_type = kTypes + kBytes;
+  python.describe = [](const void* tensor, TensorForm* form) {
+    *form = *static_cast<const TensorForm*>(tensor);
+    return form->dtype == 1 ? 0 : 1;
+  };
+  python.tensor_at = offsetof(Fake, tensor);
+  python.dtype_names = names, python.dtype_count = 3;
+  return python;
+}
+
+// Random objects, whose messages are written at once or not at all, and come as they were packed.
+void packed_objects() {
+  const World world{0, {}};
+  Python python = fake_python();
+  Draw draw;
+  static char content[600];
+  static const std::int64_t shapes[] = {2, 300, 1, 7};
+  const std::int64_t pids[] = {getpid(), getpid()};
+  const int ranks[] = {0, 1};
+  void* const liveness = ps_liveness_new(pids, 2);
+  const File memory(16 << 10);
+  char* const shared = static_cast<char*>(memory.shared);
+  std::int64_t written[8], report[8];
+  void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
+  void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
+  for (int round = 0; round < 30'000; ++round) {
+    std::deque<Fake> objects;
+    std::deque<TensorForm> tensors;
+    const auto make = [&](const auto& again, int depth) -> Fake* {
+      Fake& made = objects.emplace_back();
+      const int kind = static_cast<int>(depth == 0 ? 2 + draw(7) : draw(9));
+      made.type = draw(400) == 0 ? content : kTypes + kind;
+      made.number =
+          draw(3) == 0 ? static_cast<long long>(draw(1ULL << 31)) << draw(33) : static_cast<long long>(draw(300)) - 100;
+      if (kind == kStr || kind == kBytes) made.bytes.assign(draw(50) == 0 ? draw(70'000) : draw(300), 'x');
+      if (kind == kTensor) {
+        made.tensor = &tensors.emplace_back(
+            TensorForm{content, draw(600), draw(30) == 0 ? 1 : 2, static_cast<std::int64_t>(draw(5)), shapes});
+      }
+      for (std::uint64_t item = kind == kList || kind == kDict ? draw(20) : 0; item > 0; --item) {
+        if (kind == kDict) made.items.push_back(again(again, 0));
+        made.items.push_back(again(again, depth - 1));
+      }
+      return &made;
+    };
+    Fake* const object = make(make, static_cast<int>(draw(4)));
+    python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
+    const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
+    const int status = ps_queue_post(writer, object, &python, static_cast<int>(draw(5)), limit, 5);
+    CHECK(status == 0 || status == 1 || status == 6);
+    Piece pieces[70];
+    if (status == 6) continue;
+    const int count = ps_packed(pieces, 70);
+    CHECK(count >= 2 && pieces[0].bytes >= 37 && pieces[0].bytes - 32 + pieces[1].bytes <= limit);
+    if (status == 1) continue;
+    std::vector<char> packed, came;
+    for (int piece = 0; piece < count; ++piece) {
+      const auto* const from = static_cast<char*>(pieces[piece].address);
+      packed.insert(packed.end(), from, from + pieces[piece].bytes);
+    }
+    CHECK(ps_queue_take(reader, nullptr, 0, nullptr, 0, nullptr, 0, 0) == 0 && report[2] == written[2]);
+    came.resize(static_cast<std::size_t>(report[1]));
+    const Piece all{came.data(), came.size()};
+    CHECK(ps_queue_read(reader, &all, 1, 0) == 0 && came == packed);
+    const std::size_t body = pieces[0].bytes;
+    CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, pieces[1].bytes, 0, 5, 1) == 1);
+  }
+  ps_queue_writer_delete(writer);
+  ps_queue_reader_delete(reader);
+  ps_liveness_delete(liveness);
 }
 
 }  // namespace
@@ -492,6 +683,8 @@ int main(int, char** arguments) {
       wrong += status != 0;
     }
   }
+  hostile_messages();  // behind the forks, which give up what watches processes
+  packed_objects();
   std::printf("%ld checks, %ld wrong\n", calls.load(), wrong.load());
   return wrong != 0;
 }

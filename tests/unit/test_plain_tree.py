@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import enum
-from collections.abc import Iterator
+import random
 from typing import Any
 
 import pytest
@@ -23,11 +24,9 @@ except native.NativeUnavailableError as error:
 
 
 @pytest.fixture(autouse=True)
-def _with_library() -> Iterator[None]:
-    before = codec_values._library.look
+def _with_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
     codec_values.use_library()
-    yield
-    codec_values._library.look = before
 
 
 class Text(str):
@@ -54,6 +53,7 @@ def nested(depth: int) -> Any:
 
 
 X = torch.arange(3)
+LIMIT = 1 << 26
 PLAIN: list[Any] = [
     None, 1, -1.5, "text", b"bytes", True, [], {}, [1, "a", None], {"a": {"b": [1.5, {1: None}]}, 2: [False]},
     [2**63, 2**64 - 1, -(2**63)], {"x": X, "deep": [{"again": X, "other": X + 1}]}, X, nested(MAX_DEPTH),
@@ -66,7 +66,7 @@ OTHER: list[Any] = [
 
 def slowly(value: Any) -> codec.Encoded:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec_values._library, "look", None)
+        patch.setattr(codec_values, "_library", codec_values._Library())
         return codec.encode(value)
 
 
@@ -108,7 +108,89 @@ def test_what_is_plain() -> None:
 def test_what_does_not_travel_is_told_with_its_path(value: Any, match: str) -> None:
     with pytest.raises(codec.MessageEncodeError, match=match):
         codec.encode(value)
-    assert codec.encode_plain(value) is None
+    assert not codec_values.use_library().takes_apart(value, LIMIT)
+
+
+# Whole messages, packed by one walk in C.
+
+
+def message(value: Any) -> tuple[bytes, list[tuple[int, int]]] | None:
+    """Returns the head, and addresses and sizes of the tensors with elements; None for what Python packs."""
+    objects = codec_values.use_library()
+    if not objects.takes_apart(value, LIMIT):
+        return None
+    (start, start_bytes), (end, end_bytes), *tensors = objects.pieces()
+    return ctypes.string_at(start, start_bytes) + ctypes.string_at(end, end_bytes), tensors
+
+
+def message_of_python(value: Any) -> tuple[bytes, list[tuple[int, int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec_values, "_library", codec_values._Library())
+        outgoing = wire.encode(value, allow_pickle=False)
+    assert outgoing.error is None
+    return outgoing.head + outgoing.more_head, [(x.data_ptr(), x.nbytes) for x in outgoing.tensors if x.nbytes]
+
+
+INTS = [
+    sign * (1 << bits) + step for bits in (5, 7, 8, 15, 16, 31, 32, 62) for sign in (1, -1) for step in (-1, 0, 1)
+]  # fmt: skip
+SIZES = (0, 1, 15, 16, 31, 32, 255, 256)
+DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.uint64]
+
+
+def drawn(draw: random.Random, depth: int) -> Any:
+    kind = draw.randrange(8 if depth else 6)
+    if kind == 0:
+        return draw.choice([*INTS, 0, 2**63 - 1, -(2**63)])
+    if kind == 1:
+        return "".join(draw.choices("aé漢😀", k=draw.choice(SIZES)))
+    if kind == 2:
+        return draw.choice([0.0, -0.0, 1.5, float("inf"), float("nan"), -1e300, None, True, False])
+    if kind == 3:
+        return bytes(draw.choice(SIZES))
+    if kind in (4, 5):
+        return torch.zeros([draw.choice((0, 1, 3, 200)) for _ in range(draw.randrange(4))], dtype=draw.choice(DTYPES))
+    count = draw.choice((0, 1, 3, 3, 15, 16))
+    if kind == 6:
+        return [drawn(draw, depth - 1) for _ in range(count)]
+    keys: list[Any] = [*(f"key {i}" for i in range(count)), 7, 1.5, None, b"x"]
+    return {key: drawn(draw, depth - 1) for key in draw.sample(keys, count)}
+
+
+def test_a_message_is_the_same_by_either_way() -> None:
+    draw = random.Random(0)
+    made = 0
+    for _ in range(400):
+        value = drawn(draw, 3)
+        packed = message(value)
+        made += packed is not None
+        assert packed is None or packed == message_of_python(value), value
+    assert made > 300  # others have too many tensors
+
+
+@pytest.mark.parametrize("count", [15, 16, 63, 64])
+def test_many_tensors_are_in_one_message(count: int) -> None:
+    value = {f"x{i}": torch.ones(i) for i in range(count)}
+    assert message(value) == message_of_python(value)
+
+
+def test_messages_that_python_packs() -> None:
+    x = torch.ones(4, 2)
+    others: list[Any] = [
+        {"x": x.t()}, {"x": x, "y": x}, {"x": x.to(torch.complex64).conj()}, {"x": x.to_sparse()}, {"x": (x,)},
+        {"x": torch.ones(2, device="meta")}, {f"x{i}": torch.ones(1) for i in range(65)}, {"n": 2**64}, "x" * 40_000,
+        {"x": torch._to_functional_tensor(x)}, {"x": torch._neg_view(x)}, ["\ud800"], Row(), *OTHER,
+    ]  # fmt: skip
+    for value in others:
+        assert message(value) is None, value
+
+
+@pytest.mark.parametrize("value", [bytes(200), {"x": X, "n": 1}], ids=["plain", "with a tensor"])
+def test_a_message_of_just_the_limit(value: Any) -> None:
+    head, _ = message_of_python(value)
+    objects = codec_values.use_library()
+    assert objects.takes_apart(value, len(head) - wire.HEADER_BYTES)
+    assert not objects.takes_apart(value, len(head) - wire.HEADER_BYTES - 1)
 
 
 # Dicts whose form was seen before.

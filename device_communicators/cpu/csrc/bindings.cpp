@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "handle.h"
+#include "pack.h"
 
 namespace parallel_state {
 namespace {
@@ -426,3 +427,31 @@ TORCH_LIBRARY_IMPL(parallel_state, AutogradCPU, library) { autograd(library); }
 TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 
 }  // namespace parallel_state
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Fills in what a message tells of a tensor. 0 where that isn't plain: dense, contiguous, on the CPU, of no wrapper,
+// and without lazy bits, each of which is a dispatch key of its own.
+int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
+  using c10::DispatchKey;
+  constexpr c10::DispatchKeySet dense({DispatchKey::CPU}),
+      plain({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU});
+  const auto& x = *static_cast<const c10::TensorImpl*>(impl);
+  const std::uint64_t keys = x.key_set().raw_repr();
+  if ((keys & dense.raw_repr()) != dense.raw_repr() || (keys & ~plain.raw_repr()) != 0) return 0;
+  try {
+    if (!x.has_storage() || x.has_symbolic_sizes_strides() || !x.is_contiguous()) return 0;
+    form->bytes = static_cast<std::uint64_t>(x.numel()) * x.itemsize();
+    form->data = form->bytes == 0 ? nullptr : const_cast<void*>(x.data());
+    form->dtype = static_cast<std::int64_t>(c10::typeMetaToScalarType(x.dtype()));
+    form->dims = x.dim();
+    form->sizes = x.sizes().data();
+  } catch (const std::exception&) {  // torch says why when Python asks
+    return 0;
+  }
+  return form->bytes == 0 || form->data != nullptr ? 1 : 0;
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,48 +1,18 @@
 // What the typed codec asks of C, because Python would take longer than the transfer.
 //
 // Whether a Python object is a tree of nothing but a few types, exactly: what takes a third of a microsecond here takes
-// fifteen in Python. The library is linked with no Python; the few functions it needs, all of the stable ABI, are given
-// by who calls it, and that one holds the GIL.
+// fifteen in Python.
 
 #include <cstddef>
 #include <cstdint>
 
+#include "pack.h"
+
 namespace {
 
-// As `plain_tree.py` fills it in.
-struct Python {
-  void* (*type_of)(void*);                                   // PyObject_Type: a new reference
-  void (*let_go)(void*);                                     // Py_DecRef
-  std::ptrdiff_t (*list_size)(void*);                        // PyList_Size
-  void* (*list_item)(void*, std::ptrdiff_t);                 // PyList_GetItem: borrowed
-  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // PyDict_Next: borrowed
-  const void* list;
-  const void* dict;
-  const void* const* leaves;  // types, the most frequent first
-  std::ptrdiff_t leaf_count;
-  const void* const* others;  // leaves that are no keys
-  std::ptrdiff_t other_count;
-  std::ptrdiff_t (*dict_size)(void*);  // PyDict_Size
-  const void* const* texts;            // leaves that a dict of any size may have as keys
-  std::ptrdiff_t text_count;
-  std::ptrdiff_t most_other_keys;  // a larger dict has texts for keys
-  std::ptrdiff_t type_at;          // where an object has its type; 0 where that isn't known
-};
-
-bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
-  for (std::ptrdiff_t index = 0; index < count; ++index) {
-    if (types[index] == type) return true;
-  }
-  return false;
-}
-
-// The address of a type that somebody else keeps alive: the object has it.
-const void* type_of(const Python& python, void* object) {
-  if (python.type_at != 0) return *reinterpret_cast<void**>(static_cast<char*>(object) + python.type_at);
-  void* const type = python.type_of(object);
-  python.let_go(type);
-  return type;
-}
+using parallel_state::is_among;
+using parallel_state::Python;
+using parallel_state::type_of;
 
 // 0: no. 1: yes. 2: yes, and there are others among the leaves.
 int look(const Python& python, void* object, int depth) {

@@ -96,6 +96,17 @@ QueueStatus QueueWriter::reuse(std::uint64_t chunk) {
   return QueueStatus::kDone;
 }
 
+bool QueueWriter::has_room(std::uint64_t bytes) {
+  const std::uint64_t chunks = bytes == 0 ? 1 : (bytes - 1) / room() + 1;
+  if (unfinished_ || chunks > shape_.chunks) return false;
+  const std::uint64_t last = written_ + chunks;
+  if (last <= shape_.chunks || reusable_ >= last - shape_.chunks) return true;
+  std::uint64_t least = UINT64_MAX;
+  for (int reader = 1; reader <= shape_.readers; ++reader) least = std::min(least, counter(reader).read());
+  reusable_ = least;
+  return least >= last - shape_.chunks;
+}
+
 void QueueWriter::fill(char* slot) {
   header_.chunk = written_ + 1;
   std::memcpy(slot, &header_, sizeof header_);

@@ -133,6 +133,8 @@ class QueueWriter : public RingEnd {
   // After kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
+  // Whether a message of so many bytes would be written at once. Not while one is being written.
+  bool has_room(std::uint64_t bytes);
 
  private:
   QueueStatus reuse(std::uint64_t chunk);

@@ -10,13 +10,16 @@
 #include <utility>
 
 #include "handle.h"
+#include "pack.h"
 #include "queue.h"
 
 namespace {
 
 using parallel_state::Handle;
+using parallel_state::Packer;
 using parallel_state::Piece;
 using parallel_state::ProcessLiveness;
+using parallel_state::Python;
 using parallel_state::QueueReader;
 using parallel_state::QueueReport;
 using parallel_state::QueueStatus;
@@ -54,6 +57,22 @@ int told(Opened<End>* opened, QueueStatus status) {
   opened->report->reporter = opened->end.given_up().reporter;
   opened->report->reason = opened->end.given_up().status;
   return static_cast<int>(status);
+}
+
+constexpr int kLeftToPython = 6;  // beside the statuses of queue.h
+
+// Writes the message of these pieces if all of it has room; else nothing.
+int post(Opened<QueueWriter>* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
+  std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  if (!opened->end.has_room(bytes)) return static_cast<int>(QueueStatus::kTimedOut);
+  return told(opened, opened->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, fingerprint, 0));
+}
+
+// One for each thread: messages are short, and threads send to several ranks.
+Packer& packer() {
+  static thread_local Packer made;
+  return made;
 }
 
 }  // namespace
@@ -109,6 +128,44 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
   const int status = told(opened, opened->end.send(all, count + 1, 1 + more_heads, fingerprint, timeout_s));
   if (all != few) delete[] all;
   return status;
+}
+
+// Packs an object, see pack.h, and writes its message if all of it has room. The caller holds the GIL.
+// 6: the object is left to Python. 1: nothing was written; the packed bytes lie where `ps_packed` tells.
+int ps_queue_post(void* writer, void* object, const void* python, int depth, std::uint64_t limit,
+                  std::uint64_t fingerprint) {
+  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  Packer& made = packer();
+  if (!made.pack(*static_cast<const Python*>(python), object, depth, limit)) return kLeftToPython;
+  opened->report->head_bytes = static_cast<std::int64_t>(made.head_bytes());
+  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
+  return post(opened, made.pieces(), Packer::kHeads, fingerprint);
+}
+
+// Writes the message of a known head and of a list's tensors as `ps_queue_post` does.
+int ps_queue_post_list(void* writer, void* list, const void* python, const char* head, std::uint64_t head_bytes,
+                       std::uint64_t fingerprint) {
+  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  Packer& made = packer();
+  if (!made.gather(*static_cast<const Python*>(python), list, {const_cast<char*>(head), head_bytes})) {
+    return kLeftToPython;
+  }
+  opened->report->head_bytes = static_cast<std::int64_t>(head_bytes);
+  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
+  return post(opened, made.pieces(), 1, fingerprint);
+}
+
+// Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python.
+int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
+  return packer().pack(*static_cast<const Python*>(python), object, depth, limit) ? 1 : 0;
+}
+
+// Fills in the pieces that this thread packed last: the two of the head, then the tensors. Returns how many.
+int ps_packed(Piece* pieces, int most) {
+  const std::vector<Piece>& made = packer().pieces();
+  const int count = static_cast<int>(made.size());
+  for (int index = 0; index < count && index < most; ++index) pieces[index] = made[static_cast<std::size_t>(index)];
+  return count;
 }
 
 int ps_queue_resume(void* writer, double timeout_s) {

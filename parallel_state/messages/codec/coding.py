@@ -84,12 +84,9 @@ def _encode(obj: object, allow_pickle: bool, careful: bool) -> Encoded:
     return Encoded(_HEADER.pack(FORMAT_VERSION, len(table)) + table + body, encoder.tensors)
 
 
-def encode_plain(obj: object) -> bytes | None:
-    """Returns a plain object without tensors as metadata without PLAIN before it; None where `encode` is needed."""
-    body = codec_values.plain_body(obj)
-    if body is None or len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
-        return None
-    return body
+def pack(obj: object) -> tuple[bytes, bytes] | None:
+    """Returns the head of a plain object's message, in two parts; None where `encode` is needed."""
+    return codec_values.pack(obj, settings.MAX_METADATA_BYTES.get())
 
 
 class Message:
@@ -123,14 +120,17 @@ class Message:
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
 
 
-def read_plain(data: memoryview, *, allow_pickle: bool = False) -> tuple[Any] | None:
-    """Returns the object of short metadata without tensors; None where `read` is needed.
+def read_plain(body: memoryview, allow_pickle: bool) -> tuple[Any] | None:
+    """Returns the object of metadata that began with PLAIN, of which `body` is the rest; None where `read` is needed.
 
     Raises MessageDecodeError as `read`.
     """
-    if data[: _HEADER.size] != PLAIN or len(data) > settings.MAX_METADATA_BYTES.get():
+    if len(body) + _HEADER.size > settings.MAX_METADATA_BYTES.get():
         return None
-    return (_decode(data[_HEADER.size :], (), allow_pickle),)
+    try:
+        return (codec_values.from_plain(body),)
+    except Exception:  # not so plain, or malformed
+        return (_decode(body, (), allow_pickle),)
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:

@@ -17,14 +17,18 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import countOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from device_communicators.errors import MessageDecodeError
+from device_communicators.routing.user_call import DTYPE_NUMBERS
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.plain_tree import PlainObjects
 
 MAX_DEPTH = 100
 """Most containers and registered values within each other: each takes a few frames of the interpreter's 1000."""
@@ -60,36 +64,50 @@ class _Library:
     """The functions of the compiled library for the codec, once `use_library` was called."""
 
     look: Callable[[object], int] | None = None
-    """See `plain_tree.checker`."""
+    """See `PlainObjects.look`."""
+    pack: Callable[[object, int], tuple[bytes, bytes] | None] | None = None
+    """See `PlainObjects.pack`."""
     check_keys: Callable[[bytes], bool] | None = None
     """As `has_plain_keys`."""
+    objects: PlainObjects | None = None
 
 
 _library = _Library()
 
 
-def use_library() -> None:
+def use_library() -> PlainObjects:
     """Has objects looked at in C first, which needs the compiled library: see `Encoder.body`."""
-    if _library.look is None:
+    if _library.objects is None:
         from device_communicators.cpu import native, plain_tree
 
-        frequent = (str, int, float, type(None), bool, bytes)
-        tensors, library = (torch.Tensor, torch.nn.Parameter), native.load()
+        library = native.load()
         nested = sum(1 << code for code in _NESTED)
-        _library.look = plain_tree.checker(library, frequent, tensors, MAX_DEPTH, MOST_NUMBERS)
+        dtype_names = {number: DTYPE_NAMES[dtype] for dtype, number in DTYPE_NUMBERS.items()}
+        _library.objects = plain_tree.PlainObjects(library, MAX_DEPTH, MOST_NUMBERS, dtype_names)
+        _library.look, _library.pack = _library.objects.look, _library.objects.pack
         _library.check_keys = lambda data: bool(
             library.ps_plain_keys(data, len(data), nested, MOST_NUMBERS, MAX_DEPTH + 1)
         )
+    return _library.objects
 
 
-def plain_body(value: object) -> bytes | None:
-    """Returns a plain value without tensors as msgpack; None for any other, and where that takes a walk to know."""
-    if _library.look is None or _library.look(value) != 1:
-        return None
-    try:
-        return to_msgpack(value)
-    except (OverflowError, UnicodeEncodeError):
-        return None
+def pack(value: object, limit: int) -> tuple[bytes, bytes] | None:
+    """Returns the head of a plain value's message, in two parts; None for any other, and without the library."""
+    return None if _library.pack is None else _library.pack(value, limit)
+
+
+def from_plain(body: memoryview) -> Any:
+    """Decodes a short body without Ext; raises anything for another, which `Decoder.value` may read."""
+    if len(body) > _UNCHECKED_BYTES:
+        raise ValueError
+    return _decode_plain(body)
+
+
+def _refuse_ext(code: int, data: memoryview) -> Any:
+    raise ValueError
+
+
+_decode_plain = msgspec.msgpack.Decoder(ext_hook=_refuse_ext).decode
 
 
 class RefusedError(Exception):

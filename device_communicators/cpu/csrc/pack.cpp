@@ -1,0 +1,244 @@
+#include "pack.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace parallel_state {
+namespace {
+
+constexpr std::size_t kHeaderBytes = 32, kMetadataBytes = 5;
+constexpr std::uint8_t kFormatVersion = 1, kTensorCode = 9;
+constexpr std::size_t kKeptBytes = 4 << 20;   // of a buffer, between messages
+constexpr std::size_t kLongBytes = 32 << 10;  // a longer text is copied once less by Python
+
+template <typename T>
+bool little_endian(Bytes& to, T value) {
+  char* const at = to.add(sizeof value);
+  if (at == nullptr) return false;
+  for (std::size_t byte = 0; byte < sizeof value; ++byte) {
+    at[byte] = static_cast<char>(static_cast<std::uint64_t>(value) >> 8 * byte);
+  }
+  return true;
+}
+
+// A byte that tells what follows, and a number of so many bytes, the highest first.
+bool tagged(Bytes& to, std::uint8_t tag, std::uint64_t value, int bytes) {
+  char* const at = to.add(1 + static_cast<std::size_t>(bytes));
+  if (at == nullptr) return false;
+  at[0] = static_cast<char>(tag);
+  for (int byte = 0; byte < bytes; ++byte) at[1 + byte] = static_cast<char>(value >> 8 * (bytes - 1 - byte));
+  return true;
+}
+
+bool integer(Bytes& to, std::int64_t value) {
+  const auto bits = static_cast<std::uint64_t>(value);
+  if (value >= 0) {
+    if (bits <= 0x7f) return tagged(to, static_cast<std::uint8_t>(bits), 0, 0);
+    if (bits <= 0xff) return tagged(to, 0xcc, bits, 1);
+    if (bits <= 0xffff) return tagged(to, 0xcd, bits, 2);
+    if (bits <= 0xffff'ffff) return tagged(to, 0xce, bits, 4);
+    return tagged(to, 0xcf, bits, 8);
+  }
+  if (value >= -32) return tagged(to, static_cast<std::uint8_t>(bits), 0, 0);
+  if (value >= INT8_MIN) return tagged(to, 0xd0, bits, 1);
+  if (value >= INT16_MIN) return tagged(to, 0xd1, bits, 2);
+  if (value >= INT32_MIN) return tagged(to, 0xd2, bits, 4);
+  return tagged(to, 0xd3, bits, 8);
+}
+
+// How many items, pairs or bytes follow: a `few` of them within the tag, else with the tags for 8, 16 and 32 bits. Zero
+// for one that msgpack doesn't have.
+bool sized(Bytes& to, std::uint64_t size, std::uint8_t tag, std::uint64_t few, std::uint8_t tag_8,
+           std::uint8_t tag_16) {
+  if (size < few) return tagged(to, static_cast<std::uint8_t>(tag | size), 0, 0);
+  if (tag_8 != 0 && size <= 0xff) return tagged(to, tag_8, size, 1);
+  if (size <= 0xffff) return tagged(to, tag_16, size, 2);
+  return size <= 0xffff'ffff && tagged(to, static_cast<std::uint8_t>(tag_16 + 1), size, 4);
+}
+
+bool array(Bytes& to, std::uint64_t size) { return sized(to, size, 0x90, 16, 0, 0xdc); }
+
+bool copied(Bytes& to, const char* data, std::size_t bytes) {
+  char* const at = to.add(bytes);
+  if (at != nullptr && bytes != 0) std::memcpy(at, data, bytes);
+  return at != nullptr;
+}
+
+bool string(Bytes& to, const char* data, std::size_t bytes) {
+  return sized(to, bytes, 0xa0, 32, 0xd9, 0xda) && copied(to, data, bytes);
+}
+
+}  // namespace
+
+bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
+  for (std::ptrdiff_t index = 0; index < count; ++index) {
+    if (types[index] == type) return true;
+  }
+  return false;
+}
+
+const void* type_of(const Python& python, void* object) {
+  if (python.type_at != 0) return *reinterpret_cast<void**>(static_cast<char*>(object) + python.type_at);
+  void* const type = python.type_of(object);
+  python.let_go(type);
+  return type;
+}
+
+Bytes::~Bytes() { std::free(data_); }
+
+char* Bytes::add(std::size_t bytes) {
+  if (bytes > capacity_ - size_ || data_ == nullptr) {
+    const std::size_t wanted = 2 * (size_ + bytes) + 256;
+    void* const grown = std::realloc(data_, wanted);
+    if (grown == nullptr) return nullptr;
+    data_ = static_cast<char*>(grown);
+    capacity_ = wanted;
+  }
+  char* const at = data_ + size_;
+  size_ += bytes;
+  return at;
+}
+
+void Bytes::trim(std::size_t most) {
+  if (capacity_ <= most) return;
+  std::free(data_);
+  data_ = nullptr;
+  size_ = capacity_ = 0;
+}
+
+bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t limit) {
+  python_ = &python;
+  limit_ = limit;
+  body_.trim(kKeptBytes);
+  for (Bytes* const each : {&front_, &rows_, &body_}) each->clear();
+  seen_.clear();
+  pieces_.assign(kHeads, {nullptr, 0});
+  tensor_bytes_ = 0;
+  return value(object, depth) && finish();
+}
+
+bool Packer::gather(const Python& python, void* list, Piece head) {
+  python_ = &python;
+  pieces_.assign(1, head);
+  tensor_bytes_ = 0;
+  if (type_of(python, list) != python.list) return false;
+  for (std::ptrdiff_t index = 0; index < python.list_size(list); ++index) {
+    TensorForm form{};
+    void* const item = python.list_item(list, index);
+    if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
+    if (!describe(item, &form)) return false;
+    if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
+    tensor_bytes_ += form.bytes;
+  }
+  return true;
+}
+
+bool Packer::value(void* object, int depth) {
+  const Python& python = *python_;
+  if (object == nullptr) python.forget_error();  // another thread was at the list
+  if (object == nullptr || body_.size() > limit_) return false;
+  const void* const type = type_of(python, object);
+  if (type == python.str_type) return text(object);
+  if (type == python.int_type) {
+    int overflow = 0;
+    const long long number = python.integer(object, &overflow);
+    return overflow == 0 && integer(body_, number);
+  }
+  if (type == python.list) return depth > 0 && list(object, depth - 1);
+  if (type == python.dict) return depth > 0 && dict(object, depth - 1);
+  if (type == python.bool_type) return tagged(body_, object == python.true_object ? 0xc3 : 0xc2, 0, 0);
+  if (type == python.none_type) return tagged(body_, 0xc0, 0, 0);
+  if (type == python.float_type) {
+    const double number = python.number(object);
+    std::uint64_t bits = 0;
+    std::memcpy(&bits, &number, sizeof bits);
+    return tagged(body_, 0xcb, bits, 8);
+  }
+  if (type == python.bytes_type) {
+    const auto size = static_cast<std::size_t>(python.bytes_size(object));
+    if (size > kLongBytes) return false;
+    return sized(body_, size, 0, 0, 0xc4, 0xc5) && copied(body_, python.bytes(object), size);
+  }
+  return is_among(type, python.others, python.other_count) && tensor(object);
+}
+
+bool Packer::text(void* object) {
+  std::ptrdiff_t size = 0;
+  const char* const data = python_->utf8(object, &size);
+  if (data != nullptr) return static_cast<std::size_t>(size) <= kLongBytes && string(body_, data, size);
+  python_->forget_error();  // a lone surrogate
+  return false;
+}
+
+// The size is asked for again and again: nothing here runs Python code, but without a GIL another thread might.
+bool Packer::list(void* object, int depth) {
+  const std::ptrdiff_t size = python_->list_size(object);
+  if (!array(body_, static_cast<std::uint64_t>(size))) return false;
+  for (std::ptrdiff_t index = 0; index < size; ++index) {
+    if (python_->list_size(object) != size || !value(python_->list_item(object, index), depth)) return false;
+  }
+  return true;
+}
+
+bool Packer::dict(void* object, int depth) {
+  const Python& python = *python_;
+  const std::ptrdiff_t size = python.dict_size(object);
+  if (!sized(body_, static_cast<std::uint64_t>(size), 0x80, 16, 0, 0xde)) return false;
+  const bool large = size > python.most_other_keys;
+  std::ptrdiff_t position = 0, count = 0;
+  void* key = nullptr;
+  void* item = nullptr;
+  while (python.dict_next(object, &position, &key, &item) != 0) {
+    const void* const type = type_of(python, key);
+    const bool fit =
+        large ? is_among(type, python.texts, python.text_count) : is_among(type, python.leaves, python.leaf_count);
+    if (!fit || ++count > size || !value(key, 0) || !value(item, depth)) return false;
+  }
+  return count == size;
+}
+
+bool Packer::describe(void* object, TensorForm* form) {
+  if (python_->describe == nullptr || python_->tensor_at == 0) return false;
+  const void* const tensor = *reinterpret_cast<void**>(static_cast<char*>(object) + python_->tensor_at);
+  return tensor != nullptr && python_->describe(tensor, form) != 0;
+}
+
+bool Packer::tensor(void* object) {
+  TensorForm form{};
+  const std::size_t index = seen_.size();
+  if (index == kMostTensors || is_among(object, seen_.data(), static_cast<std::ptrdiff_t>(index))) return false;
+  if (!describe(object, &form) || form.dtype < 0 || form.dtype >= python_->dtype_count) return false;
+  const char* const name = python_->dtype_names[form.dtype];
+  if (name == nullptr) return false;
+  seen_.push_back(object);
+  tensor_bytes_ += form.bytes;
+  if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
+  bool done = array(rows_, 3) && string(rows_, name, std::strlen(name));
+  done = done && array(rows_, static_cast<std::uint64_t>(form.dims));
+  for (std::int64_t dim = 0; dim < form.dims && done; ++dim) done = integer(rows_, form.sizes[dim]);
+  done = done && string(rows_, "cpu", 3);
+  const char code[] = {static_cast<char>(0xd6), kTensorCode};
+  return done && copied(body_, code, sizeof code) && little_endian(body_, static_cast<std::uint32_t>(index));
+}
+
+// Writes what stands before the object, now that its tensors are known, and what stands behind it.
+bool Packer::finish() {
+  const auto tensors = static_cast<std::uint32_t>(seen_.size());
+  char* const cut = body_.add(tensors);
+  if (cut == nullptr) return false;
+  std::memset(cut, 0, tensors);
+  const std::uint64_t table_bytes = (tensors == 0 ? 0 : tensors < 16 ? 1 : 3) + rows_.size();
+  const std::uint64_t body_bytes = kMetadataBytes + table_bytes + body_.size();
+  if (body_bytes > limit_ || body_bytes > UINT32_MAX) return false;
+  const char start[] = {'P', 'S', 'M', '1', 0, 0, 0, 0};  // an object, uncut
+  const bool done = copied(front_, start, sizeof start) && little_endian(front_, tensors) &&
+                    little_endian(front_, std::uint32_t{0}) && little_endian(front_, body_bytes) &&
+                    little_endian(front_, tensor_bytes_) && little_endian(front_, kFormatVersion) &&
+                    little_endian(front_, static_cast<std::uint32_t>(table_bytes)) &&
+                    (tensors == 0 || array(front_, tensors)) && copied(front_, rows_.data(), rows_.size());
+  pieces_[0] = {front_.data(), front_.size()};
+  pieces_[1] = {body_.data(), body_.size()};
+  return done;
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,130 @@
+// Takes a Python object apart into the bytes of a message and the tensors that travel beside them, in one walk.
+//
+// The bytes are those that `wire.encode` of parallel_state.messages makes of the same object, which tests compare:
+//
+//   header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
+//   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
+//   slices    a zero for each tensor
+//
+// Numbers of header and metadata are little-endian, table and object are msgpack. What is not made of None, bool, int,
+// float, str, bytes, list, dict and dense, contiguous CPU tensors is left to Python, as is a tensor that occurs twice.
+//
+// The library is linked with no Python; the few functions it needs, all of the stable ABI, are given by who calls it,
+// and that one holds the GIL. No Python code runs meanwhile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "queue.h"
+
+namespace parallel_state {
+
+// What a message tells of a tensor. `sizes` are the tensor's own.
+struct TensorForm {
+  void* data;
+  std::uint64_t bytes;
+  std::int64_t dtype;  // c10::ScalarType
+  std::int64_t dims;
+  const std::int64_t* sizes;
+};
+
+// As `plain_tree.py` fills it in.
+struct Python {
+  void* (*type_of)(void*);                                   // PyObject_Type: a new reference
+  void (*let_go)(void*);                                     // Py_DecRef
+  std::ptrdiff_t (*list_size)(void*);                        // PyList_Size
+  void* (*list_item)(void*, std::ptrdiff_t);                 // PyList_GetItem: borrowed
+  int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // PyDict_Next: borrowed
+  const void* list;
+  const void* dict;
+  const void* const* leaves;  // types, the most frequent first
+  std::ptrdiff_t leaf_count;
+  const void* const* others;  // leaves that are no keys: types of tensors
+  std::ptrdiff_t other_count;
+  std::ptrdiff_t (*dict_size)(void*);  // PyDict_Size
+  const void* const* texts;            // leaves that a dict of any size may have as keys
+  std::ptrdiff_t text_count;
+  std::ptrdiff_t most_other_keys;               // a larger dict has texts for keys
+  std::ptrdiff_t type_at;                       // where an object has its type; 0 where that isn't known
+  const char* (*utf8)(void*, std::ptrdiff_t*);  // PyUnicode_AsUTF8AndSize: kept by the object
+  long long (*integer)(void*, int*);            // PyLong_AsLongLongAndOverflow
+  double (*number)(void*);                      // PyFloat_AsDouble
+  std::ptrdiff_t (*bytes_size)(void*);          // PyBytes_Size
+  const char* (*bytes)(void*);                  // PyBytes_AsString
+  void (*forget_error)();                       // PyErr_Clear
+  const void* str_type;
+  const void* int_type;
+  const void* float_type;
+  const void* none_type;
+  const void* bool_type;
+  const void* bytes_type;
+  const void* true_object;
+  int (*describe)(const void*, TensorForm*);  // of a tensor's TensorImpl: 0 where it isn't plain; null without torch
+  std::ptrdiff_t tensor_at;                   // where a tensor's object has its TensorImpl; 0 where that isn't known
+  const char* const* dtype_names;             // by number; null where there is none
+  std::ptrdiff_t dtype_count;
+};
+
+bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
+
+// The address of a type that somebody else keeps alive: the object has it.
+const void* type_of(const Python& python, void* object);
+
+// Bytes that grow, in memory that is kept for the next ones.
+class Bytes {
+ public:
+  Bytes() = default;
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes();
+
+  void clear() { size_ = 0; }
+  std::size_t size() const { return size_; }
+  char* data() const { return data_; }
+  void trim(std::size_t most);
+  // Room for so many more bytes, which count from now on; null where there is no memory.
+  char* add(std::size_t bytes);
+
+ private:
+  char* data_ = nullptr;
+  std::size_t size_ = 0;
+  std::size_t capacity_ = 0;
+};
+
+// The message of one object. Not thread-safe. What it tells of lives until the next `pack`, and the tensors as long as
+// the object has them.
+class Packer {
+ public:
+  static constexpr std::size_t kMostTensors = 64;
+  static constexpr int kHeads = 2;  // of the pieces
+
+  // Takes the object apart, its containers at most `depth` within each other. False where that is left to Python, or
+  // the body would have more than `limit` bytes.
+  bool pack(const Python& python, void* object, int depth, std::uint64_t limit);
+  // Takes in the tensors of a list, for a message whose head is known. False where that is left to Python.
+  bool gather(const Python& python, void* list, Piece head);
+
+  const std::vector<Piece>& pieces() const { return pieces_; }
+  std::uint64_t head_bytes() const { return front_.size() + body_.size(); }
+  std::uint64_t tensor_bytes() const { return tensor_bytes_; }
+
+ private:
+  bool value(void* object, int depth);
+  bool list(void* object, int depth);
+  bool dict(void* object, int depth);
+  bool text(void* object);
+  bool tensor(void* object);
+  bool describe(void* object, TensorForm* form);
+  bool finish();
+
+  const Python* python_ = nullptr;
+  std::uint64_t limit_ = 0;
+  Bytes front_, rows_, body_;
+  std::vector<const void*> seen_;
+  std::vector<Piece> pieces_;
+  std::uint64_t tensor_bytes_ = 0;
+};
+
+}  // namespace parallel_state
