@@ -499,10 +499,32 @@ class NcclCommunicator(Communicator):
         if out.numel():
             self._transfer("recv", out, src)
 
+    def send_list(self, x: Sequence[Tensor], dst: int) -> None:
+        self._transfer_list("send", [each.contiguous() for each in x if each.numel()], dst)
+
+    def recv_list(self, out: Sequence[Tensor], src: int) -> None:
+        self._transfer_list("recv", [each for each in out if each.numel()], src)
+
+    def broadcast_list_(self, x: Sequence[Tensor], src: int) -> None:
+        tensors = [each for each in x if each.numel()]
+        self._check(*tensors)
+        if tensors:
+            with self._launch("broadcast") as add:
+                for each in tensors:
+                    add(self.library.ncclBroadcast, each.data_ptr(), each.data_ptr(), each.nbytes, BYTE, src)
+
     def _transfer(self, operation: str, x: Tensor, peer: int) -> None:
         self._check(x)
         self._check_awake()
         self._put(self._link(peer), operation, x, self.streams.current())
+
+    def _transfer_list(self, operation: str, tensors: list[Tensor], peer: int) -> None:
+        self._check(*tensors)
+        self._check_awake()
+        if tensors:
+            link, stream = self._link(peer), self.streams.current()
+            with self._watching(operation, stream):
+                link.put_list(operation, tensors, stream)
 
     def _put(self, link: Link, operation: str, x: Tensor, stream: int) -> None:
         with self._watching(operation, stream):

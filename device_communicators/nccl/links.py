@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +56,16 @@ class Link:
             result = self._functions[operation](x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream)
             if result:
                 handle.check(operation, result)
+
+    def put_list(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
+        """Transfers contiguous tensors to or from the peer, which has as many, in one launch."""
+        handle = self.handles[operation]
+        with handle.lock, handle.group(operation):
+            for x in tensors:
+                handle.check(
+                    operation,
+                    self._functions[operation](x.data_ptr(), x.nbytes, BYTE, self._peer, handle.comm, stream),
+                )
 
     def start(self, operation: str, x: Tensor, transfer: Transfer) -> Work:
         """Puts it on the stream beside for this direction, behind what the current stream does now."""

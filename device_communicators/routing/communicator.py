@@ -365,6 +365,20 @@ class Communicator(ABC):
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
+    # Lists of contiguous tensors that `refusal` lets through one by one: one after the other, or in one launch.
+
+    def send_list(self, x: Sequence[Tensor], dst: int) -> None:
+        for each in x:
+            self.send(each, dst)
+
+    def recv_list(self, out: Sequence[Tensor], src: int) -> None:
+        for each in out:
+            self.recv(each, src)
+
+    def broadcast_list_(self, x: Sequence[Tensor], src: int) -> None:
+        for each in x:
+            self.broadcast_(each, src)
+
     def send(self, x: Tensor, dst: int) -> None:
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 

@@ -289,6 +289,19 @@ class Route:
                     raise
                 raise failure from error
 
+    def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
+        """Runs `operation` (send, recv or broadcast_) of tensors: in one launch if one communicator carries them all.
+
+        Every rank that is in it has tensors of the same dtypes and sizes, and so the same communicators.
+        """
+        if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
+            form = "broadcast_list_" if operation == "broadcast_" else f"{operation}_list"
+            self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, form=form)
+            self.count(part_of, 0, sum(x.nbytes for x in tensors[1:]))
+            return
+        for x in tensors:
+            self.run(operation, x, x, *args, part_of=part_of, method=method)
+
     def start(
         self,
         operation: str,
@@ -365,19 +378,9 @@ class Route:
         self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None, call: UserCall | None
     ) -> tuple[Communicator, Operation]:
         self.check_usable(operation)
-        kind: _Kind = (operation, None, "cpu", None)
-        numel = 0
-        if tensor is not None:
-            kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
-        if kind[2] == "cpu":
+        if tensor is None or tensor.is_cpu:
             self.check_recordable(operation)
-        key = (kind, numel) if self._picks_by_size else kind
-        communicator = self._chosen.get(key)
-        if communicator is None:
-            communicator = self.pick(Request(*kind[:3], numel, kind[3]))
-            if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
-                self._chosen.clear()
-            self._chosen[key] = communicator
+        communicator = self._carrier(operation, tensor, reduce_op)
         if call is not None and self._serves_ops and communicator is not self._communicators[0]:
             collectives = self.context.collectives  # in which another thread may be by a call that came past this route
             if collectives is not None and collectives.is_busy and self._holder != threading.get_ident():
@@ -389,6 +392,21 @@ class Route:
         if communicator.tells_sending:
             begin_locally()
         return communicator, record
+
+    def _carrier(self, operation: str, tensor: Tensor | None, reduce_op: str | None) -> Communicator:
+        """Returns the communicator for an operation of a tensor."""
+        kind: _Kind = (operation, None, "cpu", None)
+        numel = 0
+        if tensor is not None:
+            kind, numel = (operation, tensor.dtype, tensor.device.type, reduce_op), tensor.numel()
+        key = (kind, numel) if self._picks_by_size else kind
+        communicator = self._chosen.get(key)
+        if communicator is None:
+            communicator = self.pick(Request(*kind[:3], numel, kind[3]))
+            if len(self._chosen) >= _MOST_CHOSEN:  # sizes may come and go
+                self._chosen.clear()
+            self._chosen[key] = communicator
+        return communicator
 
     def check_recordable(self, operation: str) -> None:
         """Raises UnsupportedError for the host's `operation` while a CUDA graph is recorded."""

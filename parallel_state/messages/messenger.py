@@ -564,8 +564,7 @@ class Messenger:
         on_cpu, on_device = self._split_by_device(tensors, _SENT_LIST)
         if on_cpu and self.transport.post(_as_list(on_cpu, form, _SENT_LIST), dst) is not True:
             SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
-        for tensor in on_device:
-            self.route.run("send", tensor, tensor, dst, part_of=_SENT_LIST)
+        self.route.run_list("send", on_device, dst, part_of=_SENT_LIST)
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
@@ -579,8 +578,7 @@ class Messenger:
                 for handle in earlier:
                     handle.take_in()
             self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(on_cpu), form, src)
-        for tensor in on_device:
-            self.route.run("recv", tensor, tensor, src, part_of=_RECEIVED_LIST)
+        self.route.run_list("recv", on_device, src, part_of=_RECEIVED_LIST)
         _copy_back(tensors, flat)
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
@@ -598,8 +596,7 @@ class Messenger:
             self.transport.broadcast(lambda: self._list_of(on_cpu, form, _BROADCAST_LIST), call, plain)
         elif on_cpu:
             self._fill(self.transport.incoming(src, _BROADCAST_LIST, call), list(on_cpu), form, src)
-        for tensor in on_device:
-            self.route.run("broadcast_", tensor, tensor, src, part_of=_BROADCAST_LIST, method=call.method)
+        self.route.run_list("broadcast_", on_device, src, part_of=_BROADCAST_LIST, method=call.method)
         if self.route.context.rank != src:
             _copy_back(tensors, flat)
 

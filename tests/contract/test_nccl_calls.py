@@ -134,6 +134,19 @@ def _calls_body(library: str) -> dict[str, list[str]]:
         "exchange": lambda: nccl.exchange([(ones(3), 1 - rank)] * 2, [(ones(3), 1 - rank)] * 2),
     }
     told = {name: _told(nccl, call) for name, call in calls.items()}
+    nccl.connect(1 - rank)
+    nccl.wait_for_links()
+    sent, out = (
+        [ones(4, 2).t(), ones(0), ones(3, dtype=torch.int16)],
+        [torch.zeros(2, 4), ones(0), torch.zeros(3).short()],
+    )
+    transfer = (lambda: nccl.send_list(sent, 1)) if rank == 0 else (lambda: nccl.recv_list(out, 0))
+    told["pair of lists"] = _told(nccl, transfer)
+    told["broadcast of a list"] = _told(
+        nccl, lambda: nccl.broadcast_list_(out if rank else [x.contiguous() for x in sent], 0)
+    )
+    told["empty list"] = _told(nccl, lambda: nccl.broadcast_list_([ones(0)], 0))
+    assert rank == 0 or (out[0].eq(1).all() and out[2].eq(1).all())
     nccl.close()
     return told
 
@@ -176,6 +189,11 @@ def test_what_a_call_tells_nccl(pools: Pools, stand_in: str) -> None:
         group("Send count=8 dtype=1 peer=1"),
         group("Recv count=8 dtype=1 peer=0"),
     )
+    assert one["pair of lists"] == group("Send count=32 dtype=1 peer=1", "Send count=6 dtype=1 peer=1")
+    assert other["pair of lists"] == group("Recv count=32 dtype=1 peer=0", "Recv count=6 dtype=1 peer=0")
+    whole = group("Broadcast count=32 dtype=1 root=0", "Broadcast count=6 dtype=1 root=0")
+    assert one["broadcast of a list"] == other["broadcast of a list"] == whole
+    assert one["empty list"] == other["empty list"] == []
     assert one["exchange"] == group(*["Send count=12 dtype=1 peer=1"] * 2, *["Recv count=12 dtype=1 peer=1"] * 2)
 
 
