@@ -234,7 +234,7 @@ class _ObjectReader:
 
     def _expects(self, likely: wire.Template) -> bool:
         """Makes the tensors of the message that probably comes, while there is time: before it has come."""
-        if self._messenger.allow_pickle:
+        if self._messenger.allow_pickle or not likely.can_be_gathered(self._all_gather_group):
             return False
         try:
             tensors = likely.allocate() if self._out is None else likely.within(self._out)
@@ -261,12 +261,16 @@ class _ObjectReader:
             return False
         known = bytes(head.body)
         template = self._template = wire.template_of(known)
-        if template is None:
-            self._cache_key = known
+        if template is None or not template.can_be_gathered(self._all_gather_group):
+            self._cache_key, self._template = known, None
             return False
         self._incoming.remember(template)
         within = None if self._out is None else template.within(self._out)
-        self._tensors = within or [messenger.allocate(metadata, src) for metadata in template.tensors]
+        cut = template.cut or (False,) * len(template.tensors)
+        self._tensors = within or [
+            messenger.allocate(metadata, src, template.slices if is_cut else 1)
+            for metadata, is_cut in zip(template.tensors, cut, strict=True)
+        ]
         return True
 
     def _decode(self, head: Head) -> None:
@@ -302,7 +306,7 @@ class _ObjectReader:
         if self._plain is not None:
             return self._plain[0]
         if self._template is not None:
-            return self._template.fill(self._tensors)
+            return self._template.fill(self._template.gather(self._tensors, self._all_gather_group))
         message, group = self._message, self._all_gather_group
         if message is None:
             raise RuntimeError("the message has not arrived")
@@ -311,8 +315,9 @@ class _ObjectReader:
                 shape = message.tensors[index].shape
                 self._tensors[index] = group.all_gather(self._tensors[index], dim=0).view(shape)
         value = wire.build(message, self._tensors, self._messenger.route.context, self._src)
-        if self._cache_key and self._tensors and not any(self._sliced):
-            wire.remember_template(self._cache_key, message.tensors, self._tensors, value)
+        if self._cache_key and self._tensors:
+            slices = 1 if group is None else group.world_size
+            wire.remember_template(self._cache_key, message.tensors, self._tensors, value, slices, self._sliced)
         return value
 
 

@@ -87,6 +87,27 @@ class TensorDictSpec:
                 )
         return cls(tuple(entries))
 
+    def plain_pieces(self, tensors: dict[str, Any]) -> list[Tensor] | None:
+        """Returns what travels of a dict of this form in which all is torch's own and on the CPU; None for others.
+
+        A look at each tensor, in a third of the time of `check` and of what follows it.
+        """
+        if len(tensors) != len(self.entries):
+            return None
+        found = {}
+        for entry in self.entries:
+            value = tensors.get(entry.key)
+            if isinstance(entry, ConstantEntry):
+                if not _same_constant(value, entry.value) or (value is None and entry.key not in tensors):
+                    return None
+                continue
+            if type(value) is not Tensor or not value.is_cpu or value.requires_grad:
+                return None
+            if value.dtype is not entry.dtype or value.shape != entry.shape or entry.device_type != "cpu":
+                return None
+            found[entry.key] = value
+        return [found[entry.key] for entry in self.carried]
+
     def check(self, tensors: Mapping[str, Any]) -> None:
         """Raises InvalidArgumentError where `tensors` is not of this form."""
         if len(tensors) != len(self.entries):
@@ -116,6 +137,11 @@ class TensorDictSpec:
 
 def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
     if group.rank_in_group == src:
+        pieces = spec.plain_pieces(tensors) if type(tensors) is dict and _is_eager() else None
+        if pieces is not None and tensors is not None:
+            if pieces and not group._is_single_rank():
+                group.route.messenger.broadcast_list(pieces, spec.digest, src)
+            return tensors
         given = _given(tensors, spec)
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
@@ -134,6 +160,12 @@ def send(
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
 ) -> None:
+    if all_gather_group is None and type(tensors) is dict and _is_eager():
+        plain = spec.plain_pieces(tensors)
+        if plain is not None:
+            if plain:
+                group.route.messenger.send_list(plain, spec.digest, dst)
+            return
     given = _given(tensors, spec)
     pieces = _tensors_of(given, spec)
     if all_gather_group is not None:
@@ -189,16 +221,21 @@ def _run(
 
 def _is_plain(tensors: list[Tensor]) -> bool:
     """Returns True where an op would cost its dispatch and no more: nothing traces, and the host does the work."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if not _is_eager():
         return False
     for x in tensors:  # noqa: SIM110  (half the time of a generator)
         if type(x) is not Tensor or not x.is_cpu:
             return False
     return True
+
+
+def _is_eager() -> bool:
+    """Returns True where nothing traces or transforms this call."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:

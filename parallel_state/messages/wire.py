@@ -153,11 +153,15 @@ def encode(
 ) -> Outgoing:
     """Returns the message for `obj`. Raises nothing for an `obj` that can't travel: that is in the result."""
     form: tuple[Any, ...] | None = None
-    if all_gather_group is None and type(obj) is dict and must_be is not list:
+    if type(obj) is dict and must_be is not list:
         form, tensors = form_of(obj)
+        if form is not None and all_gather_group is not None:
+            form = _form_of_slices(form, all_gather_group, all_gather_tensors)
         known = None if form is None else _heads.get(form)
-        if known is not None and len(known[0]) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
-            return Outgoing(known[0], tensors, known_bytes=known[1])
+        if known is not None and len(known.head) - HEADER_BYTES <= settings.MAX_METADATA_BYTES.get():
+            if known.cut:
+                tensors = _cut(tensors, known.cut, all_gather_group)
+            return Outgoing(known.head, tensors, known_bytes=known.cpu_bytes)
     if form is None and all_gather_group is None and (must_be is None or isinstance(obj, must_be)):
         packed = codec.pack(obj)
         if packed is not None:
@@ -179,14 +183,13 @@ def encode(
             can_be_cut(tensor.numel(), slices) and id(original) not in whole
             for tensor, original in zip(tensors, encoded.tensors, strict=True)
         ]
-        mine = all_gather_group.rank_in_group
-        tensors = [t.view(slices, -1)[mine] if c else t for t, c in zip(tensors, cut, strict=True)]
+        tensors = _cut(tensors, cut, all_gather_group)
     header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
     head = head_of(header, encoded.metadata, bytes(cut))
     if form is not None and len(head) <= MOST_CACHED_BYTES:
         if len(_heads) >= _MOST_CACHED:
             _heads.clear()
-        _heads[form] = head, tensor_bytes
+        _heads[form] = _KnownHead(head, sum(x.nbytes for x in tensors), cut if any(cut) else ())
     return Outgoing(head, tensors)
 
 
@@ -204,6 +207,25 @@ def _view_of(data: bytes, start: int) -> Tensor:
     array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
     array.data = data
     return torch.frombuffer(array, dtype=torch.uint8)
+
+
+def _form_of_slices(
+    form: tuple[Any, ...], group: AllGatherGroup, all_gather_tensors: Mapping[str, bool] | None
+) -> tuple[Any, ...] | None:
+    """Returns what the head of a dict depends on that is sent in slices; None where the group can't cut."""
+    size = getattr(group, "world_size", None)
+    if type(size) is not int or not hasattr(group, "rank_in_group"):
+        return None
+    excepted = () if all_gather_tensors is None else tuple(k for k, gather in all_gather_tensors.items() if not gather)
+    return size, excepted, *form
+
+
+def _cut(tensors: Sequence[Tensor], cut: Sequence[bool], group: AllGatherGroup | None) -> list[Tensor]:
+    """Returns this rank's slices of the tensors that are cut, and the others."""
+    if group is None:
+        return list(tensors)
+    slices, mine = group.world_size, group.rank_in_group
+    return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
 
 
 def _slices_of(group: AllGatherGroup | None) -> int:
@@ -467,8 +489,19 @@ MOST_CACHED_BYTES = 4096
 _CONSTANTS = frozenset({str, int, float, bool, type(None)})
 """Types of values that are part of a form. Equal ones of one type are the same, but for floats."""
 _DOUBLE = struct.Struct("<d")
-_heads: dict[Any, tuple[bytes, int]] = {}
-"""With the bytes of the tensors, which are on the CPU."""
+
+
+class _KnownHead(NamedTuple):
+    """The head of dicts of one form."""
+
+    head: bytes
+    cpu_bytes: int
+    """Of the tensors as they are sent, which are on the CPU."""
+    cut: Sequence[bool]
+    """The tensors of which this rank's slice is sent; empty where there are none."""
+
+
+_heads: dict[Any, _KnownHead] = {}
 
 
 def form_of(values: dict[Any, Any]) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
@@ -506,14 +539,36 @@ class Template(NamedTuple):
     """In the order of the keys, with None in place of the tensors."""
     places: tuple[tuple[str, int], ...]
     """The keys of the tensors, and which of them."""
+    slices: int = 1
+    cut: tuple[bool, ...] = ()
+    """The tensors of which a slice comes; empty where there are none."""
 
     def allocate(self) -> list[Tensor]:
         """Makes the tensors, to be filled; raises as torch does where there is no room."""
+        if self.cut:
+            shapes = [
+                (prod(each.shape) // self.slices,) if is_cut else each.shape
+                for each, is_cut in zip(self.tensors, self.cut, strict=True)
+            ]
+            return [torch.empty(shape, dtype=each.dtype) for shape, each in zip(shapes, self.tensors, strict=True)]
         return [torch.empty(each.shape, dtype=each.dtype, device=CPU) for each in self.tensors]
+
+    def can_be_gathered(self, group: AllGatherGroup | None) -> bool:
+        """Returns True where the receiver's all-gather group has as many ranks as the tensors have slices."""
+        return not self.cut or (group is not None and group.world_size == self.slices)
+
+    def gather(self, tensors: list[Tensor], group: AllGatherGroup | None) -> list[Tensor]:
+        """Returns the whole tensors, of the slices that came."""
+        if not self.cut or group is None:
+            return tensors
+        return [
+            group.all_gather(x, dim=0).view(each.shape) if is_cut else x
+            for x, each, is_cut in zip(tensors, self.tensors, self.cut, strict=True)
+        ]
 
     def within(self, out: Mapping[str, Tensor]) -> list[Tensor] | None:
         """Returns the buffers as the tensors, and new ones where those are not contiguous; None where they misfit."""
-        if not len(out) == len(self.places) == len(self.tensors):
+        if self.cut or not len(out) == len(self.places) == len(self.tensors):
             return None
         found: dict[int, Tensor] = {}
         for key, index in self.places:
@@ -541,8 +596,15 @@ def template_of(head: bytes) -> Template | None:
     return _templates.get(head)
 
 
-def remember_template(head: bytes, metadata: list[TensorMetadata], tensors: list[Tensor], value: object) -> None:
-    """Keeps what a head without slices meant, if that is a flat dict of CPU tensors and constants."""
+def remember_template(
+    head: bytes,
+    metadata: list[TensorMetadata],
+    tensors: list[Tensor],
+    value: object,
+    slices: int = 1,
+    cut: Sequence[bool] = (),
+) -> None:
+    """Keeps what a head meant, if that is a flat dict of CPU tensors and constants; which tensors came in slices."""
     if type(value) is not dict or len(head) > MOST_CACHED_BYTES or any(x.device_type != "cpu" for x in metadata):
         return
     indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -557,4 +619,5 @@ def remember_template(head: bytes, metadata: list[TensorMetadata], tensors: list
         values[key] = item
     if len(_templates) >= _MOST_CACHED:
         _templates.clear()
-    _templates[head] = Template(head, tuple(metadata), values, tuple(places))
+    marks = tuple(cut) if any(cut) else ()
+    _templates[head] = Template(head, tuple(metadata), values, tuple(places), slices, marks)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
-from device_communicators.errors import InvalidArgumentError, MessageDecodeError
+from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Route
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.tensor_dicts import TensorDictSpec
 from tests.queue_memory import channels
 
 try:
@@ -130,3 +131,62 @@ def test_buffers_are_filled_in_place(tmp_path: Path) -> None:
                 receiver.recv(0, None, misfit)
         sender.send(sender.encode(step(8)), 1)
         assert same(receiver.recv(0), step(8))
+
+
+class Halves:
+    """An all-gather group of two ranks with equal halves of each tensor."""
+
+    world_size, rank_in_group = 2, 1
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([x, x], dim)
+
+
+def test_slices_of_a_form_that_was_seen_before(tmp_path: Path) -> None:
+    """Each dict comes whole; the third is known by its head, and the rest is read without one."""
+    group = Halves()
+    with messengers(tmp_path / "queue") as (sender, receiver):
+        heads = set()
+        for number in range(6):
+            value = {**step(number), "own": torch.arange(4) + number, "odd": torch.arange(3)}
+            outgoing = sender.encode(value, dict, group, {"own": False})
+            heads.add(outgoing.head)
+            assert [x.numel() for x in outgoing.tensors] == [4, 0, 4, 3]
+            sender.send(outgoing, 1)
+            if number == 4:
+                with_buffers = {key: torch.zeros_like(x) for key, x in value.items() if isinstance(x, torch.Tensor)}
+                received = receiver.recv(0, group, with_buffers)
+                assert received["hidden"] is with_buffers["hidden"]
+            else:
+                received = receiver.recv(0, group)
+            assert same(received, value)
+        template, _ = receiver.transport.templates[0, False]  # type: ignore[attr-defined]
+        assert len(heads) == 1 and template.cut == (True, False, False, False)
+        assert receiver.route.traffic()["recv_message"].bytes == sender.route.traffic()["send_message"].bytes
+
+
+@pytest.mark.parametrize("group", [None, SimpleNamespace(world_size=3)], ids=["none", "of another size"])
+def test_slices_that_were_seen_before_need_their_group(tmp_path: Path, group: Any) -> None:
+    with messengers(tmp_path / "queue") as (sender, receiver):
+        for number in range(4):
+            sender.send(sender.encode(step(number), dict, Halves()), 1)
+            if number < 3:
+                receiver.recv(0, Halves())
+        with pytest.raises(CollectiveMismatchError, match="cut its tensors into 2 slices"):
+            receiver.recv(0, group)
+
+
+def test_what_travels_of_a_dict_with_a_spec_is_found_by_one_look() -> None:
+    """Where that isn't certain, the checks that tell what is wrong are made."""
+    fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.ones(3).t()}
+    spec = TensorDictSpec.of(fit)
+    pieces = spec.plain_pieces(dict(reversed(fit.items())))
+    assert pieces is not None and [id(x) for x in pieces] == [id(fit["x"]), id(fit["y"])]
+    others: list[dict[str, Any]] = [
+        {**fit, "n": True}, {**fit, "n": 2}, {**fit, "x": torch.ones(3, 2)}, {**fit, "x": torch.ones(2, 3).int()},
+        {**fit, "x": torch.ones(2, 3, requires_grad=True)}, {**fit, "x": torch.ones(2, 3, device="meta")},
+        {**fit, "x": torch.nn.Parameter(torch.ones(2, 3))}, {**fit, "x": 1}, {**fit, "more": 1}, {"x": fit["x"]},
+        {**{key: value for key, value in fit.items() if key != "none"}, "other": None},
+    ]  # fmt: skip
+    for values in others:
+        assert spec.plain_pieces(values) is None, values
