@@ -138,12 +138,17 @@ def payload_of(frame: Tensor, call: Call, like: Tensor) -> Tensor:
 
 
 def _begin_of(call: Call) -> int:
-    return _HEAD_BYTES + _SPLIT_BYTES * len(call.splits)
+    return head_bytes(len(call.splits))
+
+
+def head_bytes(splits: int) -> int:
+    """Returns the size of a frame of so many splits without a tensor."""
+    return _HEAD_BYTES + splits * _SPLIT_BYTES
 
 
 def frame_bytes(size: int) -> int:
     """Returns a frame's size: room for an all_to_all's splits of both directions, and for a small tensor."""
-    return _HEAD_BYTES + 2 * _SPLIT_BYTES * size + room_for(size)
+    return head_bytes(2 * size) + room_for(size)
 
 
 def fill(frame: Tensor, call: Call, payload: Tensor | None) -> int:

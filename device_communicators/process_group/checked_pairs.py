@@ -1,10 +1,11 @@
 """Plain sends and receives over gloo, where the receiver knows what comes before its tensor is touched.
 
 gloo aborts the process where more comes than fits, and says nothing where less does. So a send begins with a frame
-(`checked_calls`): a small tensor is in it, and is copied to the receiver's when it is found to be alike. A larger one
-waits for the receiver's answer to the frame: its consent, or a refusal, which both ranks raise.
+(`checked_calls`) with the beginning of the tensor, or all of it, which is copied to the receiver's when that is found
+to be alike. The rest waits for the receiver's call, its answer: where they differ, both ranks raise. A receiver of a
+tensor that has a rest answers when it begins to receive, so that the answer comes while the frame is under way.
 
-The follow-ups have tags by the sender's count, so transfers don't mix when several are under way.
+The follow-ups have tags by the transfers' number, which both ranks count, so they don't mix when several are under way.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from device_communicators.process_group.checked_calls import (
     Call,
     call_in,
     fill,
-    frame_bytes,
+    head_bytes,
     payload_of,
-    room_for,
     transfer_of,
 )
 from device_communicators.routing.communicator import GroupContext
@@ -35,7 +35,11 @@ _FOLLOW_UPS = 1 << 28  # a bit of tags that neither plain transfers nor started 
 _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
 _ANSWER, _DATA = 1, 2
-_BETWEEN_TWO = 2  # the size of the group whose frames these are
+_SPLITS = ("number", "in_frame")
+"""What a frame has in place of a call's splits."""
+
+FRAME_ROOM_BYTES = 64 << 10
+"""How much of a tensor goes along in the frame. On a link of 1 Gbit it takes longer than the answer."""
 
 
 class CheckedPairs:
@@ -45,15 +49,21 @@ class CheckedPairs:
         self.context = context
         self._lock = threading.Lock()
         self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Transfer:
         with self._lock:  # a receiver takes frames in the order of their numbers
-            number = self._sent[dst, tag]
-            self._sent[dst, tag] = (number + 1) % _NUMBERS
-            return _Send(self.context, x, dst, tag, number)
+            return _Send(self.context, x, dst, tag, _next(self._sent, (dst, tag)))
 
     def irecv(self, out: Tensor, src: int, tag: int) -> Transfer:
-        return _Recv(self.context, out, src, tag)
+        with self._lock:
+            return _Recv(self.context, out, src, tag, _next(self._received, (src, tag)))
+
+
+def _next(numbers: Counter[tuple[int, int]], key: tuple[int, int]) -> int:
+    number = numbers[key]
+    numbers[key] = (number + 1) % _NUMBERS
+    return number
 
 
 class Transfer(ByThread):
@@ -61,16 +71,20 @@ class Transfer(ByThread):
 
     operation = ""
 
-    def __init__(self, context: GroupContext, x: Tensor, peer: int, tag: int) -> None:
+    def __init__(self, context: GroupContext, x: Tensor, peer: int, tag: int, number: int) -> None:
         super().__init__(context, self.operation, peer)
         self._group = context.cpu_group
+        self._number = number
+        self._call = transfer_of(self.operation, x)
         self._tensor = x
+        data = as_bytes(x)
+        self._head, self._rest = data[:FRAME_ROOM_BYTES], data[FRAME_ROOM_BYTES:]
         self._with = peer
         self._limit = limit_of(context)
         self._tag = tag
 
-    def _follow_up(self, kind: int, number: int) -> int:
-        return _FOLLOW_UPS | number << _CHANNEL_BITS | (self._tag & ~3) | kind
+    def _follow_up(self, kind: int) -> int:
+        return _FOLLOW_UPS | self._number << _CHANNEL_BITS | (self._tag & ~3) | kind
 
     def _start_send(self, x: Tensor, tag: int) -> Any:
         begin_sending()
@@ -98,15 +112,11 @@ class _Send(Transfer):
     operation = "send"
 
     def __init__(self, context: GroupContext, x: Tensor, dst: int, tag: int, number: int) -> None:
-        super().__init__(context, x, dst, tag)
-        self._number = number
-        self._call = transfer_of("send", x)
-        in_frame = x.nbytes <= room_for(_BETWEEN_TWO)
-        frame = _empty_frame()
-        length = fill(frame, self._call._replace(splits=(number, in_frame)), x if in_frame else None)
-        self._answer = _empty_frame()
-        self._answered = None if in_frame else self._start_recv(self._answer, self._follow_up(_ANSWER, number))
-        self._frame = frame[:length]
+        super().__init__(context, x, dst, tag, number)
+        in_frame = self._rest.numel() == 0
+        self._answer = _empty_frame(0)
+        self._answered = None if in_frame else self._start_recv(self._answer, self._follow_up(_ANSWER))
+        self._frame = _frame_of(self._call._replace(splits=(number, in_frame)), self._head)
         self._framed = self._start_send(self._frame, tag)
         if not in_frame:
             self.begin()
@@ -119,40 +129,47 @@ class _Send(Transfer):
         expected = call_in(self._answer)
         if expected is None or expected._replace(operation="send") != self._call:
             raise self._mismatch(self._call, expected)
-        self._start_send(as_bytes(self._tensor), self._follow_up(_DATA, self._number)).wait(self._limit)
+        self._start_send(self._rest, self._follow_up(_DATA)).wait(self._limit)
 
 
 class _Recv(Transfer):
     operation = "recv"
 
-    def __init__(self, context: GroupContext, out: Tensor, src: int, tag: int) -> None:
-        super().__init__(context, out, src, tag)
-        self._call = transfer_of("recv", out)
-        self._frame = _empty_frame()
+    def __init__(self, context: GroupContext, out: Tensor, src: int, tag: int, number: int) -> None:
+        super().__init__(context, out, src, tag, number)
+        self._frame = _empty_frame(FRAME_ROOM_BYTES)
         self._framed = self._start_recv(self._frame, tag)
-        if out.nbytes > room_for(_BETWEEN_TWO):
+        self._data = self._answered = None
+        if self._rest.numel():
+            self._data = self._start_recv(self._rest, self._follow_up(_DATA))
+            self._answered = self._start_answer()
             self.begin()
+
+    def _start_answer(self) -> Any:
+        self._answer = _frame_of(self._call, self._head[:0])
+        return self._start_send(self._answer, self._follow_up(_ANSWER))
 
     def _run(self) -> None:
         self._framed.wait(self._limit)
-        framed, out = call_in(self._frame), self._tensor
-        if framed is None or framed.operation != "send" or len(framed.splits) != len(("number", "in_frame")):
+        framed = call_in(self._frame)
+        if framed is None or framed.operation != "send" or len(framed.splits) != len(_SPLITS):
             raise self._mismatch(self._call, framed)
         (number, in_frame), sent = framed.splits, framed._replace(splits=())
-        alike = sent._replace(operation="recv") == self._call
-        if in_frame:
-            if alike:
-                as_bytes(out).copy_(payload_of(self._frame, framed, out))
-        else:
-            data = self._start_recv(as_bytes(out), self._follow_up(_DATA, number)) if alike and out.numel() else None
-            answer = _empty_frame()
-            length = fill(answer, self._call, None)
-            self._start_send(answer[:length], self._follow_up(_ANSWER, number)).wait(self._limit)
-            if data is not None:
-                data.wait(self._limit)
+        alike = sent._replace(operation="recv") == self._call and number == self._number
+        if not in_frame:
+            # Who sends something larger than what fits into a frame waits for the answer of who expects less, too.
+            (self._answered or self._start_answer()).wait(self._limit)
         if not alike:
             raise self._mismatch(self._call, sent)
+        self._head.copy_(payload_of(self._frame, framed, self._head))
+        if self._data is not None:
+            self._data.wait(self._limit)
 
 
-def _empty_frame() -> Tensor:
-    return torch.zeros(frame_bytes(_BETWEEN_TWO), dtype=torch.uint8)
+def _empty_frame(room_bytes: int) -> Tensor:
+    return torch.empty(head_bytes(len(_SPLITS)) + room_bytes, dtype=torch.uint8)
+
+
+def _frame_of(call: Call, payload: Tensor) -> Tensor:
+    frame = _empty_frame(payload.nbytes)
+    return frame[: fill(frame, call, payload)]
