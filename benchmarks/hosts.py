@@ -1,11 +1,13 @@
-"""Collectives of a group over several hosts: shared memory within them and gloo between, beside gloo between all ranks.
+"""A group over several hosts beside torch.distributed over gloo: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
 as these cores, unless `--rate` limits what each of them sends. Every answer is checked before anything is timed; the
-two are interleaved, a round's time is that of the slowest rank, and the medians are over rounds. `sent` is what host 0
-sends in one call, by the counters of its interface. Quote ratios: the cores do the network's work, too.
+two are interleaved, a round's time is that of the slowest rank, the medians are over rounds, and the ratio is the
+median of the rounds' ratios, gloo's time by ours. `sent` is what host 0 sends in one call, and `packets` in how many
+packets, by the counters of its interface: these don't depend on what else the machine does. Quote ratios: the cores do
+the network's work, too.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 
-OPERATIONS = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "barrier")
 SIZES = (8 << 10, 1 << 20, 16 << 20)
-WAYS = ("hierarchical", "flat")
+WAYS = ("ours", "gloo")
 _COUNTED_CALLS = 4
 
 
@@ -39,44 +41,163 @@ def _route() -> str:
     return ps.get_tp_group().explain()
 
 
-def _group(way: str) -> ps.GroupCoordinator:
-    """The tensor-parallel group, or one like it without shared memory, which is made once."""
-    if way == "hierarchical":
-        return ps.get_tp_group()
-    if not _FLAT:
-        os.environ["PARALLEL_STATE_SHARED_MEMORY"] = "off"
-        _FLAT.append(ps.create_parallel_groups(ps.get_world_group(), {"tp": ps.get_tp_group().world_size}).tp)
-        del os.environ["PARALLEL_STATE_SHARED_MEMORY"]
-    return _FLAT[0]
+def _objects(x: Tensor) -> dict[str, Any]:
+    """About 1 KB of metadata, as a scheduler sends them."""
+    return {f"request {number}": list(range(number, number + 20)) for number in range(16)} | {"rows": len(x)}
 
 
-_FLAT: list[ps.GroupCoordinator] = []
+def _ours() -> dict[str, Callable[[Tensor], Any]]:
+    group = ps.get_tp_group()
+    first, last = group.is_first_rank, group.is_last_rank
 
+    def ping(x: Tensor) -> Tensor:
+        """There and back, between ranks of the first and the last host."""
+        if first:
+            group.send(x, group.world_size - 1)
+            return group.recv(x.shape, x.dtype, group.world_size - 1)
+        if last:
+            y = group.recv(x.shape, x.dtype, 0)
+            group.send(y, 0)
+        return x
 
-def _call(operation: str, way: str) -> Callable[[Tensor], Tensor]:
-    group = _group(way)
-    calls: dict[str, Callable[[Tensor], Any]] = {
+    def ping_dict(x: Tensor) -> Tensor:
+        if first:
+            group.send_tensor_dict({"hidden": x, "residual": x}, group.world_size - 1)
+            return group.recv_tensor_dict(group.world_size - 1)["hidden"]
+        if last:
+            group.send_tensor_dict(group.recv_tensor_dict(0), 0)
+        return x
+
+    return {
+        "all_reduce": group.all_reduce,
+        "all_reduce_": group.all_reduce_,
+        "all_gather": lambda x: group.all_gather(x, 0),
+        "reduce_scatter": lambda x: group.reduce_scatter(x, 0),
         "broadcast": lambda x: group.broadcast(x, 0),
+        "all_to_all": group.all_to_all,
+        "gather": lambda x: group.gather(x, 0, 0),
+        "scatter": lambda x: group.scatter(
+            x if first else None, 0, 0, size=[len(x) // group.world_size], dtype=x.dtype
+        ),
+        "send": ping,
         "barrier": lambda x: group.barrier() or x,
+        "broadcast_object": lambda x: group.broadcast_object(_objects(x) if first else None, 0),
+        "broadcast_tensor_dict": lambda x: group.broadcast_tensor_dict({"hidden": x} if first else None, 0),
+        "send_tensor_dict": ping_dict,
     }
-    return calls.get(operation) or getattr(group, operation)
+
+
+def _gloos() -> dict[str, Callable[[Tensor], Any]]:
+    if not _GLOO:
+        _GLOO.append(dist.new_group(backend="gloo"))
+    group, size, rank = _GLOO[0], dist.get_world_size(), dist.get_rank()
+
+    def done(x: Tensor, work: object) -> Tensor:
+        return x
+
+    def into(count: int, call: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            out = x.new_empty(count * len(x) // size)
+            call(out, x, group=group)
+            return out
+
+        return run
+
+    def gather(x: Tensor) -> Tensor | None:
+        out = x.new_empty(size, len(x)) if rank == 0 else None
+        dist.gather(x, None if out is None else list(out), 0, group=group)
+        return None if out is None else out.view(-1)
+
+    def scatter(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) // size)
+        dist.scatter(out, list(x.chunk(size)) if rank == 0 else None, 0, group=group)
+        return out
+
+    def ping(x: Tensor) -> Tensor:
+        y = x.clone()
+        for at in (0, size - 1) if rank in (0, size - 1) else ():
+            (dist.send if rank == at else dist.recv)(y, size - 1 - rank, group=group)
+        return y if rank == 0 else x
+
+    def broadcast_objects(obj: object) -> Any:
+        objects = [obj]
+        dist.broadcast_object_list(objects, 0, group=group)
+        return objects[0]
+
+    def broadcast_dict(x: Tensor) -> dict[str, Tensor]:
+        shape, dtype = broadcast_objects((x.shape, x.dtype) if rank == 0 else None)
+        out = x if rank == 0 else torch.empty(shape, dtype=dtype)
+        dist.broadcast(out, 0, group=group)
+        return {"hidden": out}
+
+    def ping_dict(x: Tensor) -> Tensor:
+        if rank not in (0, size - 1):
+            return x
+        tensors = {"hidden": x, "residual": x}
+        for at in (0, size - 1):
+            objects = [{name: (each.shape, each.dtype) for name, each in tensors.items()} if rank == at else None]
+            if rank == at:
+                dist.send_object_list(objects, size - 1 - rank, group=group)
+            else:
+                dist.recv_object_list(objects, size - 1 - rank, group=group)
+                tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in objects[0].items()}
+            for each in tensors.values():
+                (dist.send if rank == at else dist.recv)(each, size - 1 - rank, group=group)
+        return tensors["hidden"] if rank == 0 else x
+
+    return {
+        "all_reduce": lambda x: done(y := x.clone(), dist.all_reduce(y, group=group)),
+        "all_reduce_": lambda x: done(x, dist.all_reduce(x, group=group)),
+        "all_gather": into(size * size, dist.all_gather_into_tensor),
+        "reduce_scatter": into(1, dist.reduce_scatter_tensor),
+        "broadcast": lambda x: done(y := x.clone(), dist.broadcast(y, 0, group=group)),
+        "all_to_all": into(size, dist.all_to_all_single),
+        "gather": gather,
+        "scatter": scatter,
+        "send": ping,
+        "barrier": lambda x: done(x, dist.barrier(group=group)),
+        "broadcast_object": lambda x: broadcast_objects(_objects(x) if rank == 0 else None),
+        "broadcast_tensor_dict": broadcast_dict,
+        "send_tensor_dict": ping_dict,
+    }
+
+
+_GLOO: list[Any] = []
+OPERATIONS = (
+    "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "scatter", "send",
+    "barrier", "broadcast_object", "broadcast_tensor_dict", "send_tensor_dict",
+)  # fmt: skip
+_WITHOUT_SIZE = ("barrier", "broadcast_object")
+
+
+def _call(operation: str, way: str) -> Callable[[Tensor], Any]:
+    return (_ours if way == "ours" else _gloos)()[operation]
 
 
 def _check(operation: str, count: int, dtype: torch.dtype) -> None:
     size, rank = ps.get_tp_group().world_size, ps.get_tp_group().rank_in_group
     inputs = [(torch.arange(count) % 7 + each).to(dtype) for each in range(size)]
     total = torch.stack(inputs).sum(0).to(dtype)
-    rows = count // size
-    expected = {
+    mine = slice(rank * (count // size), (rank + 1) * (count // size))
+    expected: Any = {
         "all_reduce": total,
         "all_reduce_": total,
         "all_gather": torch.cat(inputs),
-        "reduce_scatter": total[rank * rows : (rank + 1) * rows],
+        "reduce_scatter": total[mine],
         "broadcast": inputs[0],
-        "barrier": inputs[rank],
-    }[operation]
+        "all_to_all": torch.cat([x[mine] for x in inputs]),
+        "gather": torch.cat(inputs) if rank == 0 else None,
+        "scatter": inputs[0][mine],
+        "broadcast_object": _objects(inputs[0]),
+        "broadcast_tensor_dict": {"hidden": inputs[0]},
+    }.get(operation, inputs[rank])
     for way in WAYS:
-        if not torch.equal(_call(operation, way)(inputs[rank].clone()), expected):
+        found = _call(operation, way)(inputs[rank].clone())
+        if isinstance(expected, dict) and "hidden" in expected:
+            same = torch.equal(found["hidden"], expected["hidden"])
+        else:
+            same = torch.equal(found, expected) if isinstance(expected, Tensor) else found == expected
+        if not same:
             raise RuntimeError(f"{way} {operation} of {count} × {dtype} is wrong on rank {rank}")
 
 
@@ -87,7 +208,8 @@ def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int
     for _ in range(calls):
         x.fill_(1.0)
         y = call(x)
-        y.view(-1)[:: max(1, 64 // y.itemsize)].sum()
+        if isinstance(y, Tensor):
+            y.view(-1)[:: max(1, 64 // y.itemsize)].sum()
     return (time.perf_counter() - started) / calls
 
 
@@ -104,10 +226,17 @@ def _measure(operation: str, count: int, dtype: torch.dtype, rounds: int, calls:
     return samples
 
 
-def _sent(hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype) -> float:
-    before = hosts.sent_bytes(0)
-    ranks.run(_repeat, operation, way, count, dtype, _COUNTED_CALLS, tp=ranks.world_size)
-    return (hosts.sent_bytes(0) - before) / _COUNTED_CALLS
+def _sent(
+    hosts: Hosts, ranks: HostRanks, operation: str, way: str, count: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Bytes and packets that host 0 sends in one call; of more calls less those of fewer, which start a world, too."""
+    found = []
+    for calls in (1, 1 + _COUNTED_CALLS):
+        before = hosts.sent(0)
+        ranks.run(_repeat, operation, way, count, dtype, calls, tp=ranks.world_size)
+        found.append([after - start for after, start in zip(hosts.sent(0), before, strict=True)])
+    few, many = found
+    return (many[0] - few[0]) / _COUNTED_CALLS, (many[1] - few[1]) / _COUNTED_CALLS
 
 
 def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
@@ -120,22 +249,35 @@ def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
         for host in range(options.hosts):
             hosts.limit(host, options.rate)
         for operation in options.operations:
-            for size_bytes in options.sizes if operation != "barrier" else (0,):
+            for size_bytes in (0,) if operation in _WITHOUT_SIZE else options.sizes:
                 count = max(size, size_bytes // dtype.itemsize // size * size)
                 ranks.run(_check, operation, count, dtype, tp=size)
-                sent = {way: _sent(hosts, ranks, operation, way, count, dtype) for way in WAYS}
+                counts = {way: _sent(hosts, ranks, operation, way, count, dtype) for way in WAYS}
+                sent = {way: size for way, (size, _) in counts.items()}
+                packets = {way: number for way, (_, number) in counts.items()}
                 calls = max(1, min(20, (1 << 20) // max(1, size_bytes)))
                 us = ranks.run(_measure, operation, count, dtype, options.rounds, calls, tp=size, timeout_s=300.0)[0]
-                found.append({"operation": operation, "bytes": count * dtype.itemsize, "us": us, "sent": sent})
+                found.append(
+                    {
+                        "operation": operation,
+                        "bytes": count * dtype.itemsize,
+                        "us": us,
+                        "sent": sent,
+                        "packets": packets,
+                    }
+                )
                 _print(found[-1])
     return route, found
 
 
 def _print(row: dict[str, Any]) -> None:
-    ours, flat = (statistics.median(row["us"][way]) for way in WAYS)
+    ours, gloo = (statistics.median(row["us"][way]) for way in WAYS)
+    ratio = statistics.median(theirs / own for own, theirs in zip(*(row["us"][way] for way in WAYS), strict=True))
+    sent, packets = row["sent"], row["packets"]
     print(
-        f"{row['operation']:15} {row['bytes']:>10} {ours:>10.0f} {flat:>10.0f} {flat / ours:>6.2f}   "
-        f"{row['sent']['hierarchical']:>12.0f} {row['sent']['flat']:>12.0f}",
+        f"{row['operation']:22} {row['bytes']:>9} {ours:>9.0f} {gloo:>9.0f} {ratio:>6.2f}   {sent['ours']:>11.0f} "
+        f"{sent['gloo']:>11.0f} {sent['ours'] / max(1.0, sent['gloo']):>5.2f}   {packets['ours']:>7.1f} "
+        f"{packets['gloo']:>7.1f}",
         flush=True,
     )
 
@@ -154,7 +296,10 @@ def main() -> None:
     reason = problem()
     if reason is not None:
         sys.exit(f"no hosts can be made here: {reason}")
-    print(f"{'operation':15} {'bytes':>10} {'us':>10} {'flat us':>10} {'ratio':>6}   {'sent':>12} {'flat sent':>12}")
+    print(
+        f"{'operation':22} {'bytes':>9} {'us':>9} {'gloo us':>9} {'ratio':>6}   {'sent':>11} {'gloo sent':>11} "
+        f"{'':5}   {'packets':>7} {'gloo':>7}"
+    )
     route, found = _rows(options)
     print(route)
     if options.json:

@@ -193,8 +193,12 @@ class Hosts:
 
     def sent_bytes(self, host: int) -> int:
         """What the host has sent to other hosts so far, headers and acknowledgements included."""
+        return self.sent(host)[0]
+
+    def sent(self, host: int) -> tuple[int, int]:
+        """Bytes and packets that the host has sent to other hosts so far."""
         (link,) = json.loads(self._in_network(self._switch, f"ip -s -j link show dev h{self._port(host)}"))
-        return int(link["stats64"]["rx"]["bytes"])
+        return int(link["stats64"]["rx"]["bytes"]), int(link["stats64"]["rx"]["packets"])
 
     def _port(self, host: int) -> int:
         shared = self.hosts[host].network_of
