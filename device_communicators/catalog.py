@@ -71,11 +71,11 @@ def _no_shared_memory(context: GroupContext) -> str | None:
     return None if memory.on_one_host else f"its ranks are on {len(memory.hosts)} hosts"
 
 
-def _no_hosts_of_several(context: GroupContext) -> str | None:
+def _no_hosts(context: GroupContext) -> str | None:
     memory = context.host_memory
     if memory is None or memory.problem is not None or memory.on_one_host:
         return _no_shared_memory(context) or "its ranks are on one host"
-    return "each of its ranks is alone on its host" if len(memory.hosts) == context.size else None
+    return None
 
 
 def _no_nccl_group(context: GroupContext) -> str | None:
@@ -163,7 +163,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         "hierarchical", "device_communicators.hierarchical.communicator", "HierarchicalCommunicator",
-        partial=True, several_hosts=True, unfit=_no_hosts_of_several,
+        partial=True, several_hosts=True, unfit=_no_hosts,
     ),
     Row(
         "peer_memory", "device_communicators.peer.communicator", "PeerMemoryCommunicator",

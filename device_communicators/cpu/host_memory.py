@@ -70,6 +70,8 @@ class HostMemory:
         """The message queues; None where the ranks are on several hosts."""
         self.debug = False
         """True if one rank at least has PARALLEL_STATE_DEBUG on, so that all compare their calls."""
+        self.rounding: tuple[bool, ...] = ()
+        """By rank: whether it has PARALLEL_STATE_ROUND_BETWEEN_HOSTS on."""
         self.pids: tuple[int, ...] = ()
         """Of this host's ranks; -1 for one in another PID namespace, which can't be watched."""
         self.watched_together: tuple[tuple[int, ...], ...] = ()
@@ -133,6 +135,7 @@ class HostMemory:
         self.pids = meeting.pids()
         self.watched_together = meeting.watched_together(self.hosts)
         self.debug = meeting.debug
+        self.rounding = meeting.rounding()
         self.cores = meeting.core_masks()
         self.areas = meeting.areas()
         per_area = cores.ranks_per_area(self.areas, meeting.areas_by)
@@ -325,6 +328,7 @@ class _Meeting:
                 "areas_by": settings.AREAS.get(),
                 "area": cores.area_of(frozenset(cores.usable_cores())),
                 "debug": settings.DEBUG.get(),
+                "rounding": settings.ROUND_BETWEEN_HOSTS.get(),
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
             }
@@ -406,6 +410,9 @@ class _Meeting:
     @property
     def debug(self) -> bool:
         return any(facts["debug"] for facts in self._facts)
+
+    def rounding(self) -> tuple[bool, ...]:
+        return tuple(facts["rounding"] for facts in self._facts)
 
     def core_masks(self) -> tuple[int, ...]:
         return tuple(int(self._facts[rank]["cores"], 16) for rank in self.local_ranks)

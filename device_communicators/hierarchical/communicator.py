@@ -6,21 +6,24 @@ rank per host would send, and not what all ranks would.
 
 A reduction goes over the ranks of a host in order, then over the hosts in order, so all ranks have the same bits. Sums
 and products of 16-bit floats stay float32 until the end, between hosts too, and are rounded once: a flat all-reduce
-sends half as many bytes a value, and rounds at every step.
+sends half as many bytes a value, and rounds at every step. With PARALLEL_STATE_ROUND_BETWEEN_HOSTS those of bfloat16
+are rounded before they travel. What a rank has that is alone on its host travels as it is.
+
+Where all ranks are alone on their hosts, each is a leader, and nothing is left to do within a host.
 
 How a leader fared is told to its host before the result: a transfer that fails there fails on every rank at once.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from device_communicators.cpu.native_group import reducible_in_memory
 from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
@@ -30,17 +33,18 @@ from device_communicators.routing.user_call import current
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "barrier"]
 )
-_ROUNDED = ("sum", "avg", "product")
+_CARRIED_IF_ALONE = _CARRIED | {"all_to_all", "all_gatherv", "reduce_scatterv", "gather", "scatter"}
 
-CHUNK_ELEMENTS = 1 << 20
-"""A longer reduction goes in chunks of this length, of 4 MiB in float32: the network has work while the host has."""
+LEAST_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS = 1 << 18, 1 << 20
+_CHUNKS = 16
+"""A longer reduction goes in chunks, about so many of these lengths: the network has work while the host has."""
 
 
 class HierarchicalCommunicator(PartialCommunicator):
-    """The ranks of several hosts, of which one at least has two.
+    """The ranks of several hosts.
 
-    What goes from one rank to each other (all_to_all, gather, …) gains nothing here, and what is started and waited for
-    later goes on by itself in torch.distributed.
+    What goes from one rank to each other (all_to_all, gather, …) gains nothing here where hosts have several ranks, and
+    what is started and waited for later goes on by itself in torch.distributed.
     """
 
     name = "hierarchical"
@@ -56,7 +60,7 @@ class HierarchicalCommunicator(PartialCommunicator):
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":
             return f"a tensor on {request.device_type}"
-        if request.operation not in _CARRIED:
+        if request.operation not in (_CARRIED_IF_ALONE if self._hosts.is_one_rank_each else _CARRIED):
             return f"it has no {request.operation}"
         if request.reduce_op is not None and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
@@ -66,10 +70,10 @@ class HierarchicalCommunicator(PartialCommunicator):
         return f"CPU tensors over shared memory within a host, gloo between the hosts' first ranks; {self._hosts}"
 
     @contextmanager
-    def _call(self, operation: str, *facts: object) -> Iterator[Hosts]:
+    def _call(self, operation: str, *facts: object, splits: Sequence[int] = ()) -> Iterator[Hosts]:
         with self._lock:
             call = current(operation)
-            self._hosts.begin(call, operation, *facts)
+            self._hosts.begin(call, operation, *facts, splits=splits)
             try:
                 yield self._hosts
             except CommunicationError as failure:
@@ -88,42 +92,52 @@ class HierarchicalCommunicator(PartialCommunicator):
         if x.numel() == 0:
             self._meet("all_reduce", x.dtype, reduce_op)
             return
-        parts, outs = x.view(-1).split(CHUNK_ELEMENTS), out.view(-1).split(CHUNK_ELEMENTS)
-        # In step i the ranks of a host reduce chunk i. The slices of chunk i - 1 are on their way to the hosts that
-        # reduce them, and the sums of chunk i - 2 on their way back; these then go from the leader to its ranks.
-        delay = 0 if len(parts) == 1 else 2
-        exchanges: list[Iterator[None]] = []
         with self._call("all_reduce", x.numel(), x.dtype, reduce_op) as hosts:
-            for step in range(len(parts) + delay):
-                if step < len(parts):
-                    reduction = _Reduction(parts[step], reduce_op, self.context.size)
-                    total = reduction.flat(outs[step])
-                    partial = reduction.x if reduction.widens else total
-                    hosts.all_reduce(partial, reduction.x, reduction.op)
-                    exchanges.append(hosts.leaders.all_reduce(partial, total, reduction.op, reduction.finish))
-                hosts.between(lambda: _advance(exchanges, to_the_end=delay == 0))
-                if step >= delay:
-                    hosts.broadcast(outs[step - delay])
+            reduction = hosts.reduction(x, reduce_op)
+            flat, target = reduction.flat(x), reduction.flat(out)
+            length = _chunk(flat.numel())
+            parts, outs = flat.split(length), target.split(length)
+
+            reduced: list[Tensor] = []
+            exchanges = [
+                hosts.leaders.all_reduce(functools.partial(reduced.__getitem__, step), chunk, reduction)
+                for step, chunk in enumerate(outs)
+            ]
+            _pipeline(
+                hosts,
+                1 if reduction.in_one_round(length) else 2,
+                exchanges,
+                lambda step: reduced.append(hosts.reduce(parts[step], outs[step], reduction)),
+                lambda step: hosts.broadcast(outs[step]),
+            )
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         if out.numel() == 0:
             self._meet("reduce_scatter", x.dtype, reduce_op)
             return
         with self._call("reduce_scatter", x.numel(), x.dtype, reduce_op) as hosts:
-            reduction = _Reduction(hosts.by_host(x.view(self.context.size, -1)), reduce_op, self.context.size)
-            partial = reduction.x if reduction.widens else torch.empty_like(reduction.x)
-            hosts.all_reduce(partial, reduction.x, reduction.op)
-            blocks = partial.view(self.context.size, -1)
-            mine = blocks[hosts.mine]
-            total = torch.empty_like(mine, dtype=x.dtype) if reduction.widens else mine
+            reduction = hosts.reduction(x, reduce_op)
+            blocks = hosts.by_host(reduction.flat(x).view(self.context.size, -1))
+            outs = reduction.flat(out).split(max(1, _chunk(blocks.numel()) // self.context.size))
+            columns = blocks.split(outs[0].numel(), dim=1)
+            own = len(hosts.ranks[hosts.host])
+            totals = outs if own == 1 else [each.new_empty(own * each.numel()) for each in outs]
+            reduced: list[Tensor] = []
 
-            def exchange() -> None:
-                others = {host: blocks[hosts.blocks[host]] for host in hosts.leaders.others}
-                _advance([hosts.leaders.combine(others, mine, reduction.op)], to_the_end=True)
-                reduction.finish(total, mine)
+            def reduce(step: int) -> None:
+                flat = columns[step].contiguous().view(-1)
+                reduced.append(hosts.reduce(flat, torch.empty_like(flat), reduction))
 
-            hosts.between(exchange)
-            hosts.scatter(reduction.flat(out), total)
+            exchanges = [
+                hosts.leaders.combine(
+                    functools.partial(reduced.__getitem__, step),
+                    {host: _of_rows(rows, each.numel()) for host, rows in enumerate(hosts.blocks)},
+                    totals[step],
+                    reduction,
+                )
+                for step, each in enumerate(outs)
+            ]
+            _pipeline(hosts, 1, exchanges, reduce, lambda step: hosts.scatter(outs[step], totals[step]))
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         if x.numel() == 0:
@@ -144,6 +158,34 @@ class HierarchicalCommunicator(PartialCommunicator):
         with self._call("broadcast", x.nbytes, src) as hosts:
             hosts.broadcast_from(as_bytes(x), src)
         return DONE
+
+    # From one rank to another, where each is alone on its host: then host r is rank r.
+
+    def _exchange(self, hosts: Hosts, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Sends tensors to ranks, and receives from them; this rank's own is copied."""
+        mine = self.context.rank
+        if mine in received:
+            received[mine].copy_(sent[mine])
+        others = ({rank: x for rank, x in each.items() if rank != mine} for each in (sent, received))
+        hosts.leaders.exchange_at_once(*others)
+
+    def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
+        with self._call("all_gatherv", x.dtype, *(out.nbytes for out in outs)) as hosts:
+            self._exchange(hosts, dict.fromkeys(range(self.context.size), x), dict(enumerate(outs)))
+
+    def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
+        with self._call("gather", x.nbytes, dst) as hosts:
+            self._exchange(hosts, {dst: x}, {} if out is None else dict(enumerate(out)))
+
+    def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
+        with self._call("scatter", out.nbytes, src) as hosts:
+            self._exchange(hosts, {} if x is None else dict(enumerate(x)), {src: out})
+
+    def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        row = x.shape[1:].numel()
+        with self._call("all_to_all", x.dtype, row, splits=[*input_splits, *output_splits]) as hosts:
+            sent, received = x.split(input_splits), out.split(output_splits)
+            self._exchange(hosts, dict(enumerate(sent)), dict(enumerate(received)))
 
     def _meet(self, operation: str, *facts: object) -> None:
         """Compares calls on an empty tensor: a rank whose tensor isn't empty must find out."""
@@ -167,40 +209,44 @@ def over_hosts(context: GroupContext) -> HierarchicalCommunicator:
     return HierarchicalCommunicator(context)
 
 
-def _advance(exchanges: list[Iterator[None]], to_the_end: bool) -> None:
-    """Advances each exchange by one stage, the newest first: all leaders start their transfers in one order."""
-    for exchange in exchanges[::-1]:
-        if next(exchange, _ENDED) is _ENDED or (to_the_end and all(stage is None for stage in exchange)):
-            exchanges.remove(exchange)
+def _chunk(count: int) -> int:
+    """Returns how many of `count` elements are reduced at once."""
+    return min(MOST_CHUNK_ELEMENTS, max(LEAST_CHUNK_ELEMENTS, count // _CHUNKS))
+
+
+def _of_rows(rows: slice, length: int) -> slice:
+    return slice(rows.start * length, rows.stop * length)
+
+
+def _pipeline(
+    hosts: Hosts,
+    rounds: int,
+    exchanges: Sequence[Iterator[None]],
+    reduce: Callable[[int], None],
+    finish: Callable[[int], None],
+) -> None:
+    """Runs the exchanges of a reduction's chunks, of so many rounds at most.
+
+    In step i the ranks of a host `reduce` chunk i, and its leader sends it, ready to receive chunk i + 1. The rounds
+    of chunk i are on their way during the next steps; then the leader gives its ranks what came of it, by `finish`.
+    """
+    delay = 0 if len(exchanges) == 1 else rounds
+    under_way: list[Iterator[None]] = []
+
+    def advance(step: int) -> None:
+        for exchange in exchanges[step + 1 if step else 0 : step + 2]:
+            next(exchange)
+        under_way.extend(exchanges[step : step + 1])
+        for exchange in under_way[::-1]:  # the newest first: all leaders start their transfers in one order
+            if next(exchange, _ENDED) is _ENDED or (delay == 0 and all(stage is None for stage in exchange)):
+                under_way.remove(exchange)
+
+    for step in range(len(exchanges) + delay):
+        if step < len(exchanges):
+            reduce(step)
+        hosts.between(functools.partial(advance, step))
+        if step >= delay:
+            finish(step - delay)
 
 
 _ENDED = object()
-
-
-class _Reduction:
-    """A reduction of contiguous `x`, as kernels and the transfers between hosts know it: flat, in a dtype of theirs.
-
-    Where `widens`, `x` is a copy in that dtype, and what is reduced is rounded once in the end.
-    """
-
-    def __init__(self, x: Tensor, reduce_op: str, size: int) -> None:
-        if x.dtype in (torch.float16, torch.bfloat16) and reduce_op in _ROUNDED:
-            wide, op, self.widens = x.float(), reduce_op, True
-        else:
-            wide, op, narrow = reducible_in_memory(x, reduce_op)
-            self.widens = narrow is not None
-        self.x = wide.view(-1)
-        self.op = "sum" if op == "avg" else op
-        self._reduce_op = reduce_op
-        self._divisor = size if op == "avg" else None
-
-    def flat(self, out: Tensor) -> Tensor:
-        """Returns a view of `out`, in the dtype of `x` unless that is wider."""
-        return (out if self.widens else reducible_in_memory(out, self._reduce_op)[0]).view(-1)
-
-    def finish(self, out: Tensor, total: Tensor) -> None:
-        """Writes `total` of all ranks to `out`, which is the same memory where nothing widens."""
-        if self._divisor is not None:
-            total.div_(self._divisor)
-        if self.widens:
-            out.copy_(total)

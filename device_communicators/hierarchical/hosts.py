@@ -14,17 +14,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from device_communicators import settings
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import DTYPES
 from device_communicators.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
+    ConfigMismatchError,
     HostUnreachableError,
     PeerDiedError,
     format_ranks,
 )
-from device_communicators.hierarchical.leaders import DIRECT_BYTES, Leaders, Transfer
+from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders, Transfer
+from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 
@@ -55,11 +58,15 @@ class Hosts:
         starts = [sum(map(len, self.ranks[:host])) for host in range(len(self.ranks) + 1)]
         self.blocks = [slice(start, stop) for start, stop in pairwise(starts)]
         self.mine = self.blocks[self.host]
+        self.is_one_rank_each = len(self.ranks) == context.size
         self.in_order = order == list(range(context.size))
         self._order = torch.tensor(order)
         self.places = self._order.argsort()
         """The place of the block of rank r."""
         self._local = memory.collectives
+        self._parts = 0
+        self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
+        self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
         self._operation = ""
 
     def __str__(self) -> str:
@@ -76,9 +83,9 @@ class Hosts:
         if self._local is not None:
             self._local.set_timeout(timeout_s)
 
-    def begin(self, call: UserCall, *facts: object) -> None:
+    def begin(self, call: UserCall, *facts: object, splits: Sequence[int] = ()) -> None:
         self._operation = call.method
-        self.leaders.begin(call, *facts)
+        self.leaders.begin(call, *facts, splits=splits)
 
     def abandon(self, failure: CommunicationError) -> None:
         """Ends the waits of other hosts for this one's leader after a failure, before their deadline."""
@@ -99,13 +106,40 @@ class Hosts:
 
     # Within the host. One that is alone there has what there is to have.
 
-    def all_reduce(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        if self._local is not None:
-            self._local.call(
-                "all_reduce", out.data_ptr(), x.data_ptr(), x.numel(), DTYPES[x.dtype], REDUCE_OPS[reduce_op]
-            )
-        elif out.data_ptr() != x.data_ptr():
-            out.copy_(x)
+    def reduction(self, x: Tensor, reduce_op: str) -> Reduction:
+        key = x.dtype, reduce_op
+        if key not in self._reductions:
+            self._reductions[key] = Reduction(x, reduce_op, [len(each) for each in self.ranks], rounded=self._rounded)
+        return self._reductions[key]
+
+    def reduce(self, x: Tensor, out: Tensor, reduction: Reduction) -> Tensor:
+        """Returns, on the leader, what flat `x` of the host's ranks comes to: `x`, memory of our own, or `out`."""
+        if self._local is None:
+            return x
+        self._parts = (self._parts + 1) % MOST_UNDER_WAY
+        if len(self.ranks[self.host]) == 2 and reduction.op == "sum":
+            return self._sum_of_two(x, out, reduction)
+        part = out
+        if reduction.widens:
+            part = self.leaders.scratch.take(("part", self._parts), x.numel(), reduction.wide).copy_(x)
+        source = part if reduction.widens else x
+        self._local.call(
+            "all_reduce", part.data_ptr(), source.data_ptr(), x.numel(), DTYPES[part.dtype], REDUCE_OPS[reduction.op]
+        )
+        return part
+
+    def _sum_of_two(self, x: Tensor, out: Tensor, reduction: Reduction) -> Tensor:
+        """Gives the leader the other rank's tensor, as it is: half the work of a sum that both ranks have."""
+        if not self.is_leader:
+            self.broadcast(x, self.context.rank)
+            return x
+        take = self.leaders.scratch.take
+        other = take("other", x.numel(), x.dtype)
+        self.broadcast(other, self.ranks[self.host][1])
+        if not reduction.widens:
+            return torch.add(x, other, out=out)
+        part = take(("part", self._parts), x.numel(), reduction.wide).copy_(x)
+        return part.add_(take("wide", x.numel(), reduction.wide).copy_(other))
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         if self._local is not None:
@@ -149,50 +183,42 @@ class Hosts:
             raise failure
 
     def broadcast_from(self, x: Tensor, src: int) -> None:
-        """Broadcasts bytes `x` from `src` to its host and, along a tree, to other leaders, who pass them on."""
+        """Broadcasts bytes `x` from `src` to its host and to other leaders, who pass them on.
+
+        What a frame has room for comes from the host of `src`, the rest along a tree.
+        """
         root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
         leaders = self.leaders
-        if x.nbytes <= DIRECT_BYTES:  # in the frames
-            if root == self.host:
-                self.broadcast(x, src)
-                self.between(lambda: leaders.exchange(dict.fromkeys(leaders.others, x), {}))
-            else:
-                self.between(lambda: leaders.exchange({}, {root: x}))
-                self.broadcast(x)
-            return
-        self.agree()
+        head, rest = x[:DIRECT_BYTES], x[DIRECT_BYTES:]
         parent, children = leaders.tree(root)
-        pieces = x.split(PIECE_BYTES)
+        pieces = _pieces(rest)
         if parent is None:
+            self.broadcast(head, src)
+            self.between(lambda: leaders.exchange_at_once(dict.fromkeys(leaders.others, head), {}))
             sends = self._sends(pieces, children) if self.context.rank == src else []
-            self.broadcast(x, src)
+            self.broadcast(rest, src)
             leaders.wait_for(sends)
         else:
             source = src if parent == root else leaders.leaders[parent]
             receives = [leaders.recv(piece, source) for piece in pieces] if self.is_leader else []
+            self.between(lambda: leaders.exchange_at_once({}, {root: head}))
+            self.broadcast(head)
             leaders.wait_for(self._pass_on(pieces, receives, children))
 
     def share(self, blocks: Tensor) -> None:
         """Gives all ranks the blocks of bytes, by host, of which each host has its own."""
         leaders = self.leaders
         whole = [blocks[block].view(-1) for block in self.blocks]
-        if max(block.nbytes for block in whole) <= DIRECT_BYTES:  # in the frames
-            others = leaders.others
-            sent, received = dict.fromkeys(others, whole[self.host]), {host: whole[host] for host in others}
-            self.between(lambda: leaders.exchange(sent, received))
-            for host in others:
-                self.broadcast(whole[host])
-            return
-        self.agree()
-        theirs = [(host, whole[host].split(PIECE_BYTES)) for host in leaders.others]
-        pieces = [piece for _, split in theirs for piece in split]
-        receives: list[Transfer] = []
-        sends: list[Transfer] = []
-        if self.is_leader:
-            # Receives first: gloo has the other side send by a word on the same connection, behind what goes there.
-            receives = [leaders.recv(piece, leaders.leaders[host]) for host, split in theirs for piece in split]
-            sends = self._sends(whole[self.host].split(PIECE_BYTES), leaders.others)
-        self._pass_on(pieces, receives)
+        heads, rests = [x[:DIRECT_BYTES] for x in whole], [x[DIRECT_BYTES:] for x in whole]
+        pieces = [(host, piece) for host in leaders.others for piece in _pieces(rests[host])]
+        # gloo has the other side send by a word on the same connection, behind what goes there: so receives first.
+        receives = [leaders.recv(piece, leaders.leaders[host]) for host, piece in pieces] if self.is_leader else []
+        sent, received = dict.fromkeys(leaders.others, heads[self.host]), {host: heads[host] for host in leaders.others}
+        self.between(lambda: leaders.exchange_at_once(sent, received))
+        sends = self._sends(_pieces(rests[self.host]), leaders.others) if self.is_leader else []
+        for host in leaders.others:
+            self.broadcast(heads[host])
+        self._pass_on([piece for _, piece in pieces], receives)
         leaders.wait_for(sends)
 
     def _sends(self, pieces: Sequence[Tensor], hosts: Sequence[int]) -> list[Transfer]:
@@ -238,6 +264,21 @@ class Hosts:
             suspect_ranks=(suspect,) if suspect >= 0 else (),
             timeout_s=context.timeout_s,
         )
+
+
+def _is_agreed(setting: str, context: GroupContext, values: Sequence[bool]) -> bool:
+    """Returns the ranks' value of a setting. Raises ConfigMismatchError on all of them where they have two."""
+    if len(set(values)) > 1:
+        sides = [[context.ranks[rank] for rank, value in enumerate(values) if value is side] for side in (True, False)]
+        raise ConfigMismatchError(
+            f"{setting} must be the same on all ranks of {context}, but is on for global ranks "
+            f"{format_ranks(sides[0])} and off for {format_ranks(sides[1])}; set it on all of them, or on none"
+        )
+    return values[0]
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    return x.split(PIECE_BYTES) if x.numel() else ()
 
 
 def _encode_failure(failure: Exception | None) -> tuple[int, int]:

@@ -54,7 +54,7 @@ ROWS = tuple(row for row in CATALOG if row.fits_device("cpu") and not row.fake)
 
 ROW_NAMES = tuple(row.name for row in ROWS)
 
-PLACEMENTS = {Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
+PLACEMENTS = {Size(2, 2): (0, 1), Size(3, 3): (0, 0, 1), Size(4, 4): (0, 1, 0, 1)}
 """For rows that want ranks on several hosts: on which each rank is, in groups of which size."""
 
 SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))

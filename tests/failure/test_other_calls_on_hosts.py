@@ -32,15 +32,24 @@ def _gathered(first: int, group: ps.GroupCoordinator) -> object:
     return group.all_gatherv(torch.ones(usual), 0, [first, usual, usual, usual])
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[HostRanks]:
+def _pool(placement: tuple[int, ...]) -> Iterator[HostRanks]:
     """Nobody ends in these tests: one pool for all."""
     reason = problem()
     if reason is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
-    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as pool:
+    with Hosts(max(placement) + 1) as hosts, hosts.ranks(placement) as pool:
         pool.run(int, timeout_s=DEADLINE_S)
         yield pool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[HostRanks]:
+    yield from _pool((0, 0, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def ranks_alone() -> Iterator[HostRanks]:
+    yield from _pool((0, 1, 2, 3))
 
 
 ARGUMENTS = {
@@ -93,3 +102,8 @@ def test_every_call_against_every_other(ranks: HostRanks, odd: tuple[int, ...], 
 def test_arguments_that_differ(ranks: HostRanks, odd: tuple[int, ...]) -> None:
     """Each with one of the sets in turn, unless FAILURE_TESTS=long."""
     _check(ranks, list(ARGUMENTS)[0 if LONG else ODD.index(odd) :: 1 if LONG else len(ODD)], odd)
+
+
+def test_arguments_that_differ_where_each_rank_is_alone_on_its_host(ranks_alone: HostRanks) -> None:
+    for odd in ODD if LONG else ODD[1:2]:
+        _check(ranks_alone, list(ARGUMENTS), odd)

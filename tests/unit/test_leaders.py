@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError
-from device_communicators.hierarchical.leaders import Leaders, _framed, _read, slices_of
+from device_communicators.hierarchical.leaders import (
+    DIRECT_BYTES,
+    Leaders,
+    _cut,
+    _in_words,
+    _read,
+    slices_of,
+)
+from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -47,7 +56,7 @@ def _frames(calls: Sequence[Sequence[UserCall]]) -> dict[int, Tensor]:
         leaders = _leaders(len(calls), host)
         for call in made:
             leaders.begin(call)
-        frames[host] = _framed(leaders._digest, [None, [], str(made[-1])], torch.arange(3))
+        frames[host] = leaders._outgoing.fill(0, leaders._digest, torch.arange(3), _in_words(made[-1]))
     return frames
 
 
@@ -86,5 +95,79 @@ def test_variants_of_a_call_match() -> None:
 def test_a_long_text_leaves_the_payload_alone() -> None:
     sizes = UserCall("all_gatherv", torch.float32, sizes=tuple(range(10**6, 10**6 + 900)))
     frame = _frames([[sizes]])[0]
-    assert _read(frame).call.startswith("all_gatherv(sizes [1000000, ")
-    assert frame[2048:].view(torch.int64).tolist() == [0, 1, 2]
+    assert _read(frame).call.startswith("all_gatherv(sizes [1000000, ") and len(frame) < 32 + 24 + 2001
+    assert frame[32:56].view(torch.int64).tolist() == [0, 1, 2]
+
+
+def test_what_follows_the_frames_is_cut_off() -> None:
+    small, large = torch.arange(10), torch.randn(DIRECT_BYTES)
+    heads, rests = _cut({1: small, 2: large, 3: large})
+    assert heads[1] is small and rests.keys() == {2, 3}
+    assert heads[2] is heads[3] and heads[2].nbytes == DIRECT_BYTES, "one frame for all that get the same"
+    assert torch.cat([heads[2], rests[2]]).view(torch.float32).equal(large)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _parts(reduction: Reduction, ranks_of_hosts: Sequence[int], inputs: Sequence[Tensor], own: int) -> list[Tensor]:
+    """The hosts' sums, as they lie on the host that combines them."""
+    given = iter(inputs)
+    sums = [functools.reduce(torch.add, [next(given).float() for _ in range(count)]) for count in ranks_of_hosts]
+    dtypes = [reduction.travelling(host) for host in range(len(sums))]
+    return [x if host == own and len(inputs) > len(sums) else x.to(dtypes[host]) for host, x in enumerate(sums)]
+
+
+@pytest.mark.parametrize("ranks_of_hosts", [(1, 1), (2, 2), (1, 3), (1, 1, 1), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_sums_of_halves_are_rounded_once(ranks_of_hosts: tuple[int, ...], dtype: torch.dtype, op: str) -> None:
+    size = sum(ranks_of_hosts)
+    inputs = [torch.randn(1000).to(dtype) for _ in range(size)]
+    reduction = Reduction(inputs[0], op, ranks_of_hosts)
+    parts = _parts(reduction, ranks_of_hosts, inputs, 0)
+    assert [part.dtype == dtype for part in parts[1:]] == [count == 1 for count in ranks_of_hosts[1:]], (
+        "what one rank has travels as it is"
+    )
+    total = functools.reduce(torch.add, [part.float() for part in parts])
+    expected = (total / size if op == "avg" else total).to(dtype)
+    out = torch.empty(1000, dtype=dtype)
+    reduction.combine(parts, out)
+    assert torch.equal(out, expected)
+
+
+def test_sums_that_travel_as_bfloat16_are_rounded_once_on_their_way() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(10_000, generator=generator).bfloat16() for _ in range(4)]
+    reduction = Reduction(inputs[0], "sum", (2, 2), rounded=True)
+    own, theirs = _parts(reduction, (2, 2), inputs, 0)
+    assert (own.dtype, theirs.dtype) == (torch.float32, torch.bfloat16)
+    out = torch.empty(10_000, dtype=torch.bfloat16)
+    reduction.combine([own, theirs], out)
+    exact = sum(x.double() for x in inputs)
+    half_step = 2.0**-8  # of a bfloat16's last place, relative
+    bound = half_step * (theirs.double().abs() + out.double().abs())
+    assert ((out.double() - exact).abs() <= bound).all()
+    assert not torch.equal(out, exact.float().bfloat16()), "else nothing was rounded"
+    for dtype, op in [(torch.float16, "sum"), (torch.float32, "sum"), (torch.bfloat16, "max")]:
+        other = Reduction(inputs[0].to(dtype), op, (2, 2), rounded=True)
+        assert other.travelling(1) == Reduction(inputs[0].to(dtype), op, (2, 2)).travelling(1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks_of_hosts", "rounded", "one_round"),
+    [
+        (torch.float32, (2, 2), False, True),
+        (torch.float32, (2, 2, 2), False, False),
+        (torch.bfloat16, (1, 1), False, True),
+        (torch.bfloat16, (2, 2), False, False),  # float32 there, bfloat16 back
+        (torch.bfloat16, (2, 2), True, False),  # else both hosts' sums would be rounded
+        (torch.bfloat16, (1, 2), False, False),
+    ],
+)
+def test_two_hosts_need_one_round_where_it_sends_no_more(
+    dtype: torch.dtype, ranks_of_hosts: tuple[int, ...], rounded: bool, one_round: bool
+) -> None:
+    reduction = Reduction(torch.zeros(1, dtype=dtype), "sum", ranks_of_hosts, rounded=rounded)
+    assert reduction.in_one_round(1_000_000) is one_round
+    assert reduction.in_one_round(1000)

@@ -1,0 +1,87 @@
+"""The arithmetic of a reduction over hosts: its dtype, those in which the hosts' parts travel, its rounds.
+
+Nothing here talks to another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from device_communicators.cpu.native_group import reducible_in_memory
+
+ONE_ROUND_BYTES = 64 << 10
+"""What each host may send to all others in one round; above, each reduces a slice, in two rounds.
+
+Of two and three hosts on one machine with two cores, one round took 0.3 to 0.7 of the time of two up to here, and from
+256 KiB on the same. Of two hosts whose sums travel in the tensor's dtype, one round sends no more than two do.
+"""
+
+_ROUNDED = ("sum", "avg", "product")
+_COMBINE: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+class Reduction:
+    """A reduction of tensors like `x`: a host of several ranks has their result in dtype `wide`, which is rounded once.
+
+    That of a host of one rank is its tensor as it is.
+    """
+
+    def __init__(self, x: Tensor, reduce_op: str, ranks_of_hosts: Sequence[int], *, rounded: bool = False) -> None:
+        """`rounded`: whether sums of bfloat16 are rounded before they travel."""
+        self.narrow = x.dtype
+        self._reduce_op = reduce_op
+        if x.dtype in (torch.float16, torch.bfloat16) and reduce_op in _ROUNDED:
+            self.wide, op, self.widens = torch.float32, reduce_op, True
+        else:
+            wide, op, narrow = reducible_in_memory(x.view(-1)[:0], reduce_op)
+            self.wide, self.widens = wide.dtype, narrow is not None
+            self.narrow = x.dtype if self.widens else wide.dtype
+        self.op = "sum" if op == "avg" else op
+        self._divisor = sum(ranks_of_hosts) if op == "avg" else None
+        self._is_added_by_torch = self._divisor is None and self.narrow in (torch.float16, torch.bfloat16)
+        self._alone = [count == 1 for count in ranks_of_hosts]
+        self._rounded = rounded and self.widens and x.dtype == torch.bfloat16
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Returns a view of contiguous `x`, in the dtype `narrow`."""
+        return (x if self.widens else reducible_in_memory(x, self._reduce_op)[0]).view(-1)
+
+    def in_one_round(self, count: int) -> bool:
+        """Returns True if each host sends all of `count` elements to all others, as nothing is rounded then."""
+        travelling = self.wide if not all(self._alone) else self.narrow
+        hosts = len(self._alone)
+        if count * travelling.itemsize * (hosts - 1) <= ONE_ROUND_BYTES:
+            return True
+        return hosts == 2 and not self._rounded and travelling.itemsize <= self.narrow.itemsize
+
+    def travelling(self, host: int, in_one_round: bool = False) -> torch.dtype:
+        """Returns the dtype in which the part of `host` travels."""
+        return self.narrow if self._alone[host] or (self._rounded and not in_one_round) else self.wide
+
+    def combine(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
+        """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them.
+
+        `scratch`: one of them that nobody needs any more, if it is in dtype `wide`.
+        """
+        *first, last = parts
+        combine = _COMBINE[self.op]
+        if len(parts) == 2 and self._is_added_by_torch and {part.dtype for part in parts} == {out.dtype}:
+            combine(*parts, out=out)  # in float32, rounded once
+            return
+        total = first[0].to(self.wide)
+        for part in first[1:]:
+            total = combine(total, part.to(self.wide))
+        kept = scratch if scratch is not None and scratch.dtype == self.wide else None
+        total = combine(total, last.to(self.wide), out=kept if self.widens else out)
+        if self._divisor is not None:
+            total.div_(self._divisor)
+        if self.widens:
+            out.copy_(total)
