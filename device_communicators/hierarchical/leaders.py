@@ -23,6 +23,7 @@ import json
 import struct
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -51,6 +52,10 @@ _OWN_TAGS = 1 << 30  # apart from those of plain transfers, which count from 0
 _CHANNEL_BITS = 18
 _PAYLOADS = 1 << _CHANNEL_BITS  # in the tags of what follows the frames
 _RESULTS = 2 << _CHANNEL_BITS  # … and of what goes back: the receives of a call are started in another order
+_GENERATION_AT = _CHANNEL_BITS + 2
+_GENERATIONS = 1 << 8
+_MADE: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
+"""By process group: how many of a tag were made."""
 
 _HEAD = struct.Struct("<4s8sQI8x")
 """Magic, digest, bytes of the payload, bytes of the text; then the payload, then the text."""
@@ -83,7 +88,8 @@ class Leaders:
         self._outgoing, self._incoming = _Frames(len(self.leaders)), _Frames(len(self.leaders))
         self._posted: list[Transfer] = []
         """The receives of the next frames, of all others in their order."""
-        self.tag = _OWN_TAGS | (context.tag(3) & (_PAYLOADS - 1))
+        tag = context.tag(3) & (_PAYLOADS - 1)
+        self.tag = _OWN_TAGS | _generation(context, tag) << _GENERATION_AT | tag
         self._started = self._deadline = 0.0
         self._waiting = False
         if context.watcher is not None:
@@ -372,6 +378,18 @@ class Leaders:
     def close(self) -> None:
         if self.context.watcher is not None and self._end_wait_on_death in self.context.watcher.on_death:
             self.context.watcher.on_death.remove(self._end_wait_on_death)
+
+
+def _generation(context: GroupContext, tag: int) -> int:
+    """Returns the number of this user of a tag; every rank of the group calls it alike.
+
+    One that is closed leaves receives, which gloo can't take back: a later one's frames would go there.
+    """
+    if context.cpu_group is None:
+        return 0
+    made = _MADE.setdefault(context.cpu_group, Counter())
+    made[tag] += 1
+    return (made[tag] - 1) % _GENERATIONS
 
 
 class Expected(NamedTuple):
