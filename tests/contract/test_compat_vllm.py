@@ -19,6 +19,7 @@ from device_communicators.errors import GroupDestroyedError
 from parallel_state import state
 from parallel_state.compat import vllm
 from parallel_state.compat.vllm.message_queue import MessageQueue
+from tests.contract.attempts import environment
 
 
 def _exercise(tp: int, pp: int) -> dict[str, Any]:
@@ -110,9 +111,9 @@ def _replicas(port: int) -> list[list[int]]:
     )  # fmt: skip
     current = types.SimpleNamespace(parallel_config=config)
     sys.modules["vllm.config"] = types.SimpleNamespace(get_current_vllm_config_or_none=lambda: current)  # type: ignore[assignment]
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the first rank serves a store at that port
     try:
-        vllm.init_distributed_environment(2, me % 2, "tcp://127.0.0.1:1", me % 2, "gloo")
+        with environment(TORCHELASTIC_USE_AGENT_STORE=None):  # the first rank serves a store at that port
+            vllm.init_distributed_environment(2, me % 2, "tcp://127.0.0.1:1", me % 2, "gloo")
         vllm.ensure_model_parallel_initialized(2, 1)
         groups = [vllm.get_world_group(), vllm.get_dp_group(), vllm.get_tp_group(), vllm.get_inner_dp_world_group()]
         assert vllm.get_distributed_timeout_or_none() == timedelta(seconds=7)
