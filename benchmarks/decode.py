@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py                  4 ranks: TP 2 × PP 2
     python benchmarks/decode.py --ranks 2        TP 2
+    python benchmarks/decode.py --models 0.5B 7B --layouts TP2 TP4 TP2xPP2 --batches 1 8 64
 
 A small transformer with random weights (26 M parameters with its shards) makes one token for each of four sequences a
 step. The same model over this library as it is, over this library with waits that only spin, over torch.distributed
@@ -9,6 +10,9 @@ alone (no shared memory), and over vLLM's own coordinators where its wheel is th
 calls of one step are those that vLLM makes: embedding, attention and MLP each end in an all_reduce of [batch, hidden],
 the logits in an all_gather; a stage hands {hidden_states, residual} on, and the last one tells the first which tokens
 came out.
+
+With --models a step of a model of that shape, whose matmuls only take their time (see decode_models.py), also over
+torch.distributed alone: the time of a step, and the share of it in which its ranks do something else than matmuls.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import command_line
+import decode_models
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -33,6 +38,7 @@ from parallel_state.tools.bench.teams import Team, started
 from parallel_state.tools.bench.worker import Timing, timed
 
 OURS, SPINNING, GLOO, VLLM = "parallel_state", "parallel_state, spinning", "parallel_state over gloo", "vLLM"
+TORCH, MATMULS = "gloo", "(matmuls alone)"
 LAYERS, HIDDEN, HEADS, VOCABULARY, CONTEXT, BATCH = 8, 512, 8, 4096, 64, 4
 TOLERANCE = 0.05  # of the largest logit: bf16 sums in another order
 VARIABLES = {
@@ -50,21 +56,72 @@ def report(rows: Sequence[Row]) -> None:
     command_line.print_table("tokens/s", columns, lines)
 
 
+def report_models(rows: Sequence[Row]) -> None:
+    pairs = [(OURS, peer) for peer in (TORCH, VLLM)]
+
+    def column(row: Row) -> str:
+        return f"{row.case['layout']} × {row.case['batch']}"
+
+    for model in dict.fromkeys(row.case["model"] for row in rows):
+        chosen = [row for row in rows if row.case["model"] == model]
+        title = f"{model}, layout × batch"
+        command_line.print_rows(title, chosen, column, pairs)
+        names = [name for name in dict.fromkeys(n for row in chosen for n in row.us) if name != MATMULS]
+        shares = [(name, [_share(row, name) for row in chosen]) for name in names]
+        command_line.print_table(f"{title}: % of a step beside its matmuls", [column(row) for row in chosen], shares)
+
+
+def _share(row: Row, name: str) -> float | None:
+    """Returns the part of a candidate's step that the matmuls alone don't take, in percent."""
+    if not row.us.get(name) or not row.us.get(MATMULS):
+        return None
+    return max(0.0, 100 * (1 - p50(row.us[MATMULS]) / p50(row.us[name])))
+
+
+def measure_models(options: argparse.Namespace, names: Sequence[str], settings: dict[str, Any]) -> list[Row]:
+    """Measures steps of large models; matmuls first, while nothing else runs."""
+    cases: dict[str, list[dict[str, object]]] = {layout: [] for layout in options.layouts}
+    for layout in options.layouts:
+        for name in options.models:
+            for batch in options.batches:
+                tp = decode_models.LAYOUTS[layout][0]
+                matmuls_s = decode_models.measure_matmuls(decode_models.MODELS[name], tp, batch)
+                case = decode_models.case_of(name, layout, batch, matmuls_s)
+                cases[layout].append({**case, "most_calls": 20})
+    rows, left_out = [], {}
+    for layout, chosen in cases.items():
+        tp, pp = decode_models.LAYOUTS[layout]
+        made = [
+            Team(name, __file__, tp * pp, {**settings, "tp": tp}, environment=VARIABLES.get(name)) for name in names
+        ]
+        with started(made, left_out) as teams:
+            rows += measure_all(teams, chosen, command_line.plan(options))
+    report_models(rows)
+    for name, reason in left_out.items():
+        print(f"left out: {name}: {reason}")
+    return rows
+
+
 def main() -> None:
     parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help="2: TP 2; 4: TP 2 × PP 2")
     parser.add_argument("--only", nargs="+", choices=(OURS, SPINNING, GLOO, VLLM), default=(OURS, SPINNING, GLOO, VLLM))
+    parser.add_argument("--models", nargs="+", choices=decode_models.MODELS, default=[])
+    parser.add_argument("--layouts", nargs="+", choices=decode_models.LAYOUTS, default=[*decode_models.LAYOUTS])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.set_defaults(round_ms=100.0, case_s=30.0)
     options: argparse.Namespace = parser.parse_args()
     found = command_line.peers(options)
     settings = {"pin": not options.no_pin, "tp": 2, "vllm": str(found.root)}
     names = [name for name in options.only if name != VLLM or found.vllm is not None]
-    rows = []
-    for ranks in options.ranks:
+    peers_of_models = [name for name in names if name in (OURS, VLLM)] + [TORCH]
+    rows = measure_models(options, peers_of_models, settings) if options.models else []
+    for ranks in options.ranks if not options.models else ():
         chosen = [Team(name, __file__, ranks, settings, environment=VARIABLES.get(name)) for name in names]
         with started(chosen) as teams:
             rows += measure_all(teams, [{"ranks": ranks, "most_calls": 50}], command_line.plan(options))
-    report(rows)
+    if not options.models:
+        report(rows)
     if options.json:
         write_json(options.json, rows, command_line.recorded(options))
 
@@ -74,25 +131,28 @@ def make(name: str, settings: dict[str, Any]) -> DecodeTeam:
 
 
 class DecodeTeam:
-    """Tensor parallel 2 × pipeline parallel 2: four ranks."""
+    """Ranks of a model that is divided among all of them, by tensor and by stage."""
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)
         self.name = name
         tp_size = settings["tp"]
-        if name == VLLM:
+        if name in (VLLM, TORCH):
             self.rank, self.size, _ = start_torch()
             rows = [list(range(start, start + tp_size)) for start in range(0, self.size, tp_size)]
             columns = [list(range(start, self.size, tp_size)) for start in range(tp_size)]
             root = Path(settings["vllm"])
+        if name == TORCH:
+            self.tp = decode_models.TorchGroup(self.rank, rows)
+            self.pp = decode_models.TorchGroup(self.rank, columns)
+        elif name == VLLM:
             self.tp = peers.vllm_group(root, self.rank, rows, queue=True)
             self.pp = peers.vllm_group(root, self.rank, columns, "pp")
         else:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             self.tp, self.pp = start_ours(tp_size, self.size // tp_size), ps.get_pp_group()
             use_once(self.pp)
-        with torch.inference_mode():
-            self.stage = Stage(self.tp, self.pp)
+        self.models_step: decode_models.Step | None = None
 
     def close(self) -> None:
         if self.name == VLLM:
@@ -100,12 +160,19 @@ class DecodeTeam:
             self.tp.destroy()
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
+        if "model" in values:
+            self.models_step = decode_models.Step(self.tp, self.pp, values)
+            return [self.name] + [MATMULS] * (self.name == OURS)
+        with torch.inference_mode():
+            self.stage = Stage(self.tp, self.pp)
         self.tokens = torch.arange(BATCH)
         return [self.name]
 
     @torch.inference_mode()
     def check(self, name: str) -> str | None:
         """The last stage's logits are those of the whole model on this rank alone."""
+        if self.models_step is not None:
+            return None if name == MATMULS else self.models_step.check()
         tokens = torch.arange(BATCH)
         logits = self.stage.logits(tokens)
         self.stage.tell(logits)
@@ -117,6 +184,8 @@ class DecodeTeam:
 
     def run(self, name: str, calls: int) -> Timing:
         with torch.inference_mode():
+            if self.models_step is not None:
+                return timed(self.models_step.run_matmuls if name == MATMULS else self.models_step.run, calls)
             return timed(self._step, calls)
 
     def _step(self) -> None:

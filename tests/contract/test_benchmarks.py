@@ -104,6 +104,22 @@ def test_decode(tmp_path: Path) -> None:
     assert names(content, ranks=2) == {spinning}
 
 
+TINY = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+import decode_models
+
+decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
+"""
+
+
+def test_decode_of_a_models_shape(tmp_path: Path) -> None:
+    """Of smaller sizes; the steps' results are checked, of both peers that are always there."""
+    arguments = ["--models", "0.5B", "--layouts", "TP2xPP2", "--batches", "2"]
+    content = run("decode", tmp_path / "m.json", *arguments, before=TINY)
+    assert names(content, model="0.5B", batch=2) == {"parallel_state", "gloo", "(matmuls alone)"}
+
+
 KEPT = """
 import shutil, tempfile
 from pathlib import Path
