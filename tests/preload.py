@@ -7,8 +7,10 @@ A collector that runs in a rank would write into each object that the fork serve
 
 from __future__ import annotations
 
+import ctypes
 import encodings.idna  # noqa: F401 - for the first address that a rank looks up
 import gc
+from pathlib import Path
 
 import pytest  # noqa: F401
 
@@ -19,5 +21,25 @@ from device_communicators.process_group import checked, plain, started_calls  # 
 from tests.contract import attempts  # noqa: F401
 from tests.failure import worlds  # noqa: F401
 
+_HUGE_BYTES = 2 << 20
+_MADV_COLLAPSE = 25
+
+
+def collapse_heap() -> None:
+    """Moves this process' heap into huge pages, where Linux is 6.1 or later.
+
+    A fork copies an entry of the page table for each page, and its end gives each back: for 170 MB in pages of 4 KiB
+    that takes 26 ms, and for most of it in huge ones 8 ms.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]
+        if access.startswith("rw") and name.strip() in ("", "[heap]"):
+            first, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-first // _HUGE_BYTES) * _HUGE_BYTES, end - _HUGE_BYTES + 1, _HUGE_BYTES):
+                madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_BYTES), _MADV_COLLAPSE)
+
+
 gc.collect()
 gc.freeze()
+collapse_heap()
