@@ -37,6 +37,7 @@ _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
         "test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers"
     ),
+    ("torch._dynamo",): ("test_c10d", "test_c10d_on_hosts", "test_compat_megatron"),
     ("torch._inductor.compile_fx", "torch.distributed.fsdp"): (
         "test_bench_command", "test_benchmarks", "test_c10d_launchers"
     ),
