@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 COPIED = ("device_communicators", "parallel_state", "tests", "benchmarks", "pyproject.toml", "README.md", "docs")
-NEVER = shutil.ignore_patterns("__pycache__", "_build", "_generated", ".*")
+NEVER = shutil.ignore_patterns("*.pyc.*", "_build", "_generated", ".*")  # bytecode, but none that is being written
 
 
 def blocks(marker: str) -> list[str]:
@@ -68,23 +68,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(root: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return done.stdout
-
-
-def test_what_was_added_can_be_used(copy: Path) -> None:
-    assert run(copy, "use.py").splitlines()[-1] == "used"
-
-
 SELECTED = {
     "gloo_sums and (2-of-4 or own or carries_something_itself or every_row)": (
         "tests/contract/test_all_reduce.py",
@@ -99,12 +82,49 @@ SELECTED = {
     ),
 }
 """Of the tests: one size of group, and what lists what there is; `-k gloo_sums` over tests/contract runs them all."""
+RUN = """
+import os, runpy, sys
+from multiprocessing.forkserver import ensure_running
+import pytest
+import tests.compile.compiler_preload  # once for both, and for their ranks: fork servers are forks, too
+from tests.programs import fork_servers
+from tests.workers import fork_context
+
+fork_servers()
+child = os.fork()
+if child == 0:
+    runpy.run_path("use.py", run_name="__main__")
+    sys.stdout.flush()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+fork_context()
+ensure_running()  # before pytest takes what is printed
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
-def test_the_tests_carry_what_was_added(copy: Path) -> None:
+@pytest.fixture(scope="module")
+def said(copy: Path) -> str:
+    """What the copy prints: of a program that uses what was added, and of its tests."""
     files = [file for each in SELECTED.values() for file in each]
     chosen = " or ".join(f"({words})" for words in SELECTED)
-    said = run(copy, "-m", "pytest", "-v", "-x", "-p", "no:cacheprovider", *files, "-k", chosen)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "-v", "-x", "-p", "no:cacheprovider", *files, "-k", chosen],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_what_was_added_can_be_used(said: str) -> None:
+    assert "used" in said.splitlines()
+
+
+def test_the_tests_carry_what_was_added(said: str) -> None:
     for words in ("gloo_sums-2-of-4", "[gloo_sums]", "all_reduce_relu", "every_op_has_a_case", "new_axis", "[tile]"):
         assert re.search(rf"{re.escape(words)}.* PASSED", said), said
     assert "SKIPPED" not in said
