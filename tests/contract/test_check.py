@@ -47,7 +47,7 @@ def _several_faults() -> None:
 @pytest.mark.skipif(problem() is not None, reason=f"no hosts can be made here: {problem()}")
 def test_over_hosts_it_names_what_is_wrong_and_who_is_missing(hosts: Hosts) -> None:
     ended = run_check(
-        hosts, (0, 0, 1, 1), "--tp", "2", "--timeout", "16", absent=(3,), shims={2: _several_faults},
+        hosts, (0, 0, 1, 1), "--tp", "2", "--quick", "--timeout", "16", absent=(3,), shims={2: _several_faults},
         environments={2: {"PARALLEL_STATE_TIMOUT_S": "5", "NCCL_ALGO": "Tree"}},
     )  # fmt: skip
     codes = {each["code"] for each in ended.findings}
