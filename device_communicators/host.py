@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import ipaddress
 import os
 import socket
+from collections.abc import Iterator
+
+INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
 def boot_id() -> str:
@@ -49,3 +58,41 @@ def address_towards(server: tuple[str, int] | None) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def ipv4_of(interface: str) -> str | None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, interface.encode()[:15].ljust(256, b"\0"))
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def addresses_of(interface: str) -> Iterator[str]:
+    """Yields an interface's addresses that other hosts can reach: that of IPv4 first, as gloo takes it."""
+    ipv4 = ipv4_of(interface)
+    if ipv4 is not None:
+        yield ipv4
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for digits, _, _, scope, _, owner in map(str.split, file):
+            if owner == interface and scope != _LINK_LOCAL:
+                yield str(ipaddress.IPv6Address(int(digits, 16)))
+
+
+@functools.lru_cache(maxsize=1)
+def _address_of(name: str) -> str:
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(where)
+                return str(where[0])
+    return "127.0.0.1"
+
+
+def gloo_address() -> str:
+    """Returns the address that gloo tells others; "" if the interface that it is given has none.
+
+    That of the first interface in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's, and
+    loopback where there is none. May take as long as the host's name takes to resolve.
+    """
+    chosen = os.environ.get(INTERFACES_VARIABLE, "").split(",")[0].strip()
+    return next(addresses_of(chosen), "") if chosen else _address_of(socket.gethostname())

@@ -1,4 +1,4 @@
-"""CPU tensors of a group over several hosts: shared memory within each, gloo between their leaders.
+"""CPU tensors of a group over several hosts: shared memory within each, TCP between their leaders.
 
 The ranks of a host first bring together what they have; the lowest of them, its leader, exchanges it with the other
 hosts' leaders (`leaders.py`); then all take the result from it (`hosts.py`). So the network carries what a group of one
@@ -26,18 +26,21 @@ from torch import Tensor
 
 from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hierarchical.hosts import Hosts
+from device_communicators.hierarchical.leaders import DIRECT_BYTES
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
 from device_communicators.routing.reductions import as_bytes, reduction_refusal
 from device_communicators.routing.user_call import current
 
 _CARRIED = frozenset(
-    ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "barrier"]
-)
+    ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]
+) | {"barrier"}
 _CARRIED_IF_ALONE = _CARRIED | {"all_to_all", "all_gatherv", "reduce_scatterv", "gather", "scatter"}
 
 LEAST_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS = 1 << 18, 1 << 20
 _CHUNKS = 16
 """A longer reduction goes in chunks, about so many of these lengths: the network has work while the host has."""
+SIZED_BYTES = 1 << 20
+"""Of a message's tensors, what goes with its head to one other host; to several, no more than in a broadcast."""
 
 
 class HierarchicalCommunicator(PartialCommunicator):
@@ -55,6 +58,7 @@ class HierarchicalCommunicator(PartialCommunicator):
         if context.host_memory is None or context.host_memory.problem is not None:
             raise UnsupportedError(f"{context} has no shared memory")
         self._hosts = Hosts(context, context.host_memory)
+        self.sized_bytes = SIZED_BYTES if len(self._hosts.ranks) == 2 else DIRECT_BYTES
         self._lock = threading.Lock()  # a call is several exchanges, which must not mix with those of another thread
 
     def refusal(self, request: Request) -> str | None:
@@ -67,7 +71,7 @@ class HierarchicalCommunicator(PartialCommunicator):
         return None
 
     def __str__(self) -> str:
-        return f"CPU tensors over shared memory within a host, gloo between the hosts' first ranks; {self._hosts}"
+        return f"CPU tensors over shared memory within a host, TCP between the hosts' first ranks; {self._hosts}"
 
     @contextmanager
     def _call(self, operation: str, *facts: object, splits: Sequence[int] = ()) -> Iterator[Hosts]:
@@ -158,6 +162,10 @@ class HierarchicalCommunicator(PartialCommunicator):
         with self._call("broadcast", x.nbytes, src) as hosts:
             hosts.broadcast_from(as_bytes(x), src)
         return DONE
+
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        with self._call("broadcast_sized", src) as hosts:
+            return hosts.broadcast_sized(x, src, most_bytes)
 
     # From one rank to another, where each is alone on its host: then host r is rank r.
 

@@ -26,8 +26,9 @@ from device_communicators.errors import (
     PeerDiedError,
     format_ranks,
 )
-from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders, Transfer
+from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders
 from device_communicators.hierarchical.reduction import Reduction
+from device_communicators.hierarchical.streams import Transfer, connect
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 
@@ -52,7 +53,9 @@ class Hosts:
         self.context = context
         self.ranks = memory.hosts
         self.host = next(index for index, ranks in enumerate(self.ranks) if context.rank in ranks)
-        self.leaders = Leaders(context, [ranks[0] for ranks in self.ranks], self.host)
+        self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
+        leaders, (spin_ns, _) = [ranks[0] for ranks in self.ranks], memory.waiting
+        self.leaders = Leaders(context, leaders, self.host, connect(context, leaders, self.host, spin_ns / 1e9))
         self.is_leader = self.leaders.is_leader
         order = [rank for ranks in self.ranks for rank in ranks]
         starts = [sum(map(len, self.ranks[:host])) for host in range(len(self.ranks) + 1)]
@@ -66,7 +69,6 @@ class Hosts:
         self._local = memory.collectives
         self._parts = 0
         self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
-        self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
         self._operation = ""
 
     def __str__(self) -> str:
@@ -162,16 +164,17 @@ class Hosts:
 
     # Between hosts.
 
-    def between(self, transfer: Callable[[], object]) -> None:
-        """Runs the leader's `transfer`, and raises on every rank of its host what came of it."""
+    def between(self, transfer: Callable[[], int | None]) -> int:
+        """Runs the leader's `transfer`; returns what that does, or raises what it raises, on every rank of its host."""
         failure: Exception | None = None
+        result = 0
         if self.is_leader:
             try:
-                transfer()
+                result = transfer() or 0
             except Exception as error:
                 failure = error
         if self._local is not None:
-            words = (ctypes.c_int64 * 2)(*_encode_failure(failure))
+            words = (ctypes.c_int64 * 3)(*_encode_failure(failure), result)
             self._local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
             if words[0] == _MISMATCH:
                 what = self._disagreement()
@@ -179,8 +182,10 @@ class Hosts:
                     raise self.context.mismatch(self._operation, *what, timeout_s=self.context.timeout_s)
             elif words[0] and not self.is_leader:
                 raise self._decode_failure(words[0], words[1])
+            result = words[2]
         if failure is not None:
             raise failure
+        return result
 
     def broadcast_from(self, x: Tensor, src: int) -> None:
         """Broadcasts bytes `x` from `src` to its host and to other leaders, who pass them on.
@@ -195,34 +200,67 @@ class Hosts:
         if parent is None:
             self.broadcast(head, src)
             self.between(lambda: leaders.exchange_at_once(dict.fromkeys(leaders.others, head), {}))
-            sends = self._sends(pieces, children) if self.context.rank == src else []
-            self.broadcast(rest, src)
+            sends: list[Transfer] = []
+            for piece in pieces:
+                self.broadcast(piece, src)
+                if self.is_leader:
+                    sends += self._sends([piece], children)
             leaders.wait_for(sends)
         else:
-            source = src if parent == root else leaders.leaders[parent]
-            receives = [leaders.recv(piece, source) for piece in pieces] if self.is_leader else []
+            receives = [leaders.recv(piece, parent) for piece in pieces] if self.is_leader else []
             self.between(lambda: leaders.exchange_at_once({}, {root: head}))
             self.broadcast(head)
             leaders.wait_for(self._pass_on(pieces, receives, children))
 
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        """Broadcasts the bytes of `src`, whose number the others don't know."""
+        root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
+        leaders, out = self.leaders, torch.empty(0, dtype=torch.uint8) if x is None else x
+        if root == self.host:
+            out = self._with_host(out, src)
+            self.between(lambda: leaders.exchange_at_once(dict.fromkeys(leaders.others, out), {}))
+            return out
+
+        def receive() -> int:
+            nonlocal out
+            out = leaders.receive_sized(root, most_bytes)
+            return len(out)
+
+        size = self.between(receive)
+        if not self.is_leader:
+            out = out.new_empty(size)
+        self.broadcast(out)
+        return out
+
+    def _with_host(self, x: Tensor, src: int) -> Tensor:
+        """Returns the bytes that `src`, of this host, has."""
+        size = torch.tensor([len(x)])
+        self.broadcast(size, src)
+        x = x if self.context.rank == src else x.new_empty(int(size))
+        self.broadcast(x, src)
+        return x
+
     def share(self, blocks: Tensor) -> None:
         """Gives all ranks the blocks of bytes, by host, of which each host has its own."""
-        leaders = self.leaders
-        whole = [blocks[block].view(-1) for block in self.blocks]
-        heads, rests = [x[:DIRECT_BYTES] for x in whole], [x[DIRECT_BYTES:] for x in whole]
-        pieces = [(host, piece) for host in leaders.others for piece in _pieces(rests[host])]
-        # gloo has the other side send by a word on the same connection, behind what goes there: so receives first.
-        receives = [leaders.recv(piece, leaders.leaders[host]) for host, piece in pieces] if self.is_leader else []
-        sent, received = dict.fromkeys(leaders.others, heads[self.host]), {host: heads[host] for host in leaders.others}
-        self.between(lambda: leaders.exchange_at_once(sent, received))
-        sends = self._sends(_pieces(rests[self.host]), leaders.others) if self.is_leader else []
+        leaders, sends = self.leaders, list[Transfer]()
+        whole = [_pieces(blocks[block].view(-1)) for block in self.blocks]
+        pieces = [(host, piece) for host in leaders.others for piece in whole[host][1:]]
+        receives = [leaders.recv(piece, host) for host, piece in pieces] if self.is_leader else []
+
+        def exchange() -> None:
+            first = {host: whole[host][0] for host in leaders.others}
+            sends.extend(leaders.begin_exchange(dict.fromkeys(leaders.others, whole[self.host][0])))
+            sends.extend(self._sends(whole[self.host][1:], leaders.others))
+            leaders.wait_for(leaders.end_exchange(first))
+
+        self.between(exchange)
         for host in leaders.others:
-            self.broadcast(heads[host])
+            self.broadcast(whole[host][0])
         self._pass_on([piece for _, piece in pieces], receives)
         leaders.wait_for(sends)
 
     def _sends(self, pieces: Sequence[Tensor], hosts: Sequence[int]) -> list[Transfer]:
-        return [self.leaders.send(piece, self.leaders.leaders[host]) for piece in pieces for host in hosts]
+        return [self.leaders.send(piece, host) for piece in pieces for host in hosts]
 
     def _pass_on(
         self, pieces: Sequence[Tensor], receives: Sequence[Transfer], children: Sequence[int] = ()

@@ -1,40 +1,34 @@
-"""Transfers between the hosts of a group: one rank of each host, over the group's gloo, point to point.
+"""Transfers between the hosts of a group: one rank of each host, over connections of their own, point to point.
 
 Every transfer goes directly from the host that has the bytes to the one that needs them; only a broadcast, which one
 host would have to send to all, goes along a tree. What is reduced is combined in the order of the hosts, whoever does
 it, so all hosts have the same bits.
 
 Each call begins with a *frame* from each leader to each other, with a digest of this call and all before it: before
-a leader sends more, all know whether their hosts are in the same call, and if not, who is in which. The first
-DIRECT_BYTES of a tensor travel in the frame, so what is small needs no other transfer. A leader whose host's ranks were
-in different calls says so in its next frame.
-
-gloo sends once the receiver has said that it receives. So the receives of a call's frames are started at the end of
-the call before it, and those of what follows the frames before these are waited for: nobody waits for that word.
+a leader takes anything of a tensor in, it knows whether their hosts are in the same call, and if not, who is in which.
+The tensor travels in the frame, or its first piece, and the others right behind: nobody waits for an answer. A leader
+whose host's ranks were in different calls says so in its next frame.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import struct
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, plain
+from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.liveness.health import NEWS_S, NOTICE_S
+from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of
+from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
 from device_communicators.routing.reductions import as_bytes
@@ -42,36 +36,30 @@ from device_communicators.routing.user_call import UserCall, begin_sending
 from device_communicators.routing.waiting import abandon
 
 DIRECT_BYTES = 64 << 10
-"""Room for a tensor in a frame."""
+"""Of a broadcast, what the host that has it sends to all others itself."""
 
 MOST_UNDER_WAY = 4
 """How many chunks of a reduction have begun at most, and have not ended."""
 
 _ALIGNMENT = 64  # elements; slices begin at whole cache lines
-_OWN_TAGS = 1 << 30  # apart from those of plain transfers, which count from 0
-_CHANNEL_BITS = 18
-_PAYLOADS = 1 << _CHANNEL_BITS  # in the tags of what follows the frames
-_RESULTS = 2 << _CHANNEL_BITS  # … and of what goes back: the receives of a call are started in another order
-_GENERATION_AT = _CHANNEL_BITS + 2
-_GENERATIONS = 1 << 8
-_MADE: weakref.WeakKeyDictionary[Any, Counter[int]] = weakref.WeakKeyDictionary()
-"""By process group: how many of a tag were made."""
-
-_HEAD = struct.Struct("<4s8sQI8x")
-"""Magic, digest, bytes of the payload, bytes of the text; then the payload, then the text."""
-_AGREES, _DISAGREES = b"PSH3", b"PSD3"
+_NOBODYS_TAG = 1 << 30
+_PAYLOADS, _RESULTS = 1, 2
+"""Kinds of what follows the frames, and of what goes back: the receives of a call are started in another order."""
+_AGREES, _DISAGREES = b"PSH4", b"PSD4"
 """Magic of a frame whose text is the call in words; and of one whose text is JSON, of what the host's ranks disagree
 about and which ranks these are."""
 _TEXT_BYTES = 2000
-_FRAME_BYTES = _HEAD.size + DIRECT_BYTES + _TEXT_BYTES
 _MOST_SUSPECTS = 64
 
 
 class Leaders:
     """This rank's part in the transfers between hosts; `leaders[h]` is the rank that speaks for host h."""
 
-    def __init__(self, context: GroupContext, leaders: Sequence[int], host: int) -> None:
+    def __init__(
+        self, context: GroupContext, leaders: Sequence[int], host: int, streams: Streams | None = None
+    ) -> None:
         self.context = context
+        self._streams = streams or Streams({}, 0.0)
         self.leaders = tuple(leaders)
         self.host = host
         self.others = [each for each in range(len(self.leaders)) if each != host]
@@ -85,15 +73,7 @@ class Leaders:
         self.scratch = Scratch()
         self.disagreement = ("", [0])
         """The hosts' different calls in words, and the global ranks to blame."""
-        self._outgoing, self._incoming = _Frames(len(self.leaders)), _Frames(len(self.leaders))
-        self._posted: list[Transfer] = []
-        """The receives of the next frames, of all others in their order."""
-        tag = context.tag(3) & (_PAYLOADS - 1)
-        self.tag = _OWN_TAGS | _generation(context, tag) << _GENERATION_AT | tag
         self._started = self._deadline = 0.0
-        self._waiting = False
-        if context.watcher is not None:
-            context.watcher.on_death.append(self._end_wait_on_death)
 
     @property
     def _operation(self) -> str:
@@ -113,34 +93,48 @@ class Leaders:
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s - min(1.0, timeout_s / 10)
 
-    def send(self, x: Tensor, rank: int, kind: int = _PAYLOADS) -> Transfer:
-        """Starts to send contiguous `x`, which is alive and unchanged until the transfer's wait."""
-        return Transfer(self.context.cpu_group.send, as_bytes(x), rank, self.tag | kind)
+    def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
+        """Starts to send contiguous `x`, which is unchanged until the transfer's wait."""
+        begin_sending()
+        return self._streams.by_host[host].send_body(kind, _memory(x))
 
-    def recv(self, out: Tensor, rank: int, kind: int = _PAYLOADS) -> Transfer:
-        return Transfer(self.context.cpu_group.recv, as_bytes(out), rank, self.tag | kind)
+    def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
+        return self._streams.by_host[host].receive(kind, _memory(out))
 
     def expect(self, received: Mapping[int, Tensor]) -> Expected:
-        """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call.
-
-        gloo tells the sender on the connection on which it sends itself: behind what is under way there.
-        """
+        """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call."""
         is_first, self._is_first = self._is_first, False
-        heads, rests = _cut(received) if is_first else ({}, received)
-        return Expected(is_first, heads, [self.recv(x, self.leaders[host]) for host, x in rests.items() if x.numel()])
+        transfers = [] if is_first else [self.recv(x, host) for host, x in received.items() if x.numel()]
+        return Expected(received if is_first else None, transfers)
 
     def exchange(self, sent: Mapping[int, Tensor], expected: Expected) -> list[Transfer]:
         """Starts to send to hosts what they expect; empty tensors stay where they are. Returns all transfers.
 
-        The first exchange of a call compares the calls, and waits for that: the beginning of each tensor is there then,
-        and the rest is sent.
+        The first exchange of a call compares the calls, and waits for that.
         """
-        starts: list[Transfer] = []
-        if expected.is_first:
-            heads, sent = _cut(sent)
-            starts = self._agree(heads, expected.heads)
-        sends = [self.send(x, self.leaders[host]) for host, x in sent.items() if x.numel()]
-        return [*starts, *expected.transfers, *sends]
+        if expected.in_frames is not None:
+            return self._agree(sent, expected.in_frames)
+        return [*expected.transfers, *(self.send(x, host) for host, x in sent.items() if x.numel())]
+
+    def receive_sized(self, host: int, most_bytes: int) -> Tensor:
+        """Receives what `host` alone has in its frame, of whatever size."""
+        made: list[Tensor] = []
+
+        def make(size_bytes: int) -> Tensor:
+            if size_bytes > most_bytes:
+                raise self.context.failure(
+                    CommunicationError,
+                    f"{self._operation} of {self.context}: global rank {self.context.ranks[self.leaders[host]]} sends "
+                    f"{size_bytes} bytes, more than {most_bytes}. The group can't be used further; send less at once",
+                    self._operation,
+                    suspect_ranks=(self.context.ranks[self.leaders[host]],),
+                )
+            made.append(torch.empty(size_bytes, dtype=torch.uint8))
+            return made[0]
+
+        sends = self.begin_exchange({})
+        self.wait_for([*self.end_exchange({host: make}), *sends])
+        return made[0]
 
     def exchange_at_once(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Exchanges, and waits for it."""
@@ -153,41 +147,54 @@ class Leaders:
         if not self._agreed:
             self.wait_for(self._agree({}, {}))
 
-    def _agree(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Transfer]:
-        """Compares the calls by frames, in which `sent` and `received` travel: contiguous, of DIRECT_BYTES at most.
-
-        Returns the transfers of this host's frames.
-        """
-        receives, send, tag = self._receive_frames(), self.context.cpu_group.send, self.tag
+    def begin_exchange(self, sent: Mapping[int, Tensor]) -> list[Transfer]:
+        """Starts to send the frames of the call's first exchange, in which `sent` travels: contiguous."""
+        begin_sending()
+        self._is_first = False
         words = _in_words(self._call) + struct.pack(f"<{len(self._splits)}q", *self._splits)
-        made: dict[int, Tensor] = {}
-        sends = []
+        transfers = []
         for host in self.others:
             x = sent.get(host)
-            frame = made.get(id(x))
-            if frame is None:
-                made[id(x)] = frame = self._outgoing.fill(host, self._digest, x, words)
-            sends.append(Transfer(send, frame, self.leaders[host], tag))
-        self.wait_for(receives)
-        self._posted = []
-        self._agreed = True
-        heads = {host: self._incoming.head(host) for host in self.others}
-        if any(head[:2] != (_AGREES, self._digest) for head in heads.values()):
-            self._compare({host: _read(self._incoming.rows[host]) for host in heads})
-        if self._splits:
-            self._check_splits()
-        for host, x in received.items():
-            self._check_size(host, heads[host][2], x.nbytes)
-            as_bytes(x).copy_(self._incoming.payload(host, x.nbytes))
-        self._receive_frames()
-        return sends
+            body = None if x is None or not x.numel() else _memory(x)
+            head = head_of(_AGREES, self._digest, words, 0 if body is None else len(body))
+            transfers.append(self._streams.by_host[host].send(head, body))
+        return transfers
 
-    def _check_splits(self) -> None:
+    def end_exchange(self, received: Mapping[int, Tensor | Callable[[int], Tensor]]) -> list[Transfer]:
+        """Waits for the others' frames, compares the calls, and starts to receive what travels in them.
+
+        `received` holds tensors, or what makes one of a number of bytes.
+        """
+        streams = [self._streams.by_host[host] for host in self.others]
+        self._wait(lambda: all(each.frame is not None for each in streams), streams)
+        self._agreed = True
+        frames = {each.host: each.frame for each in streams if each.frame is not None}
+        if any(frame[:2] != (_AGREES, self._digest) for frame in frames.values()):
+            self._compare({host: _read(frame) for host, frame in frames.items()})
+        if self._splits:
+            self._check_splits(frames)
+        transfers = []
+        for stream in streams:
+            x, size_bytes = received.get(stream.host), frames[stream.host].body_bytes
+            if callable(x):
+                x = x(size_bytes)
+            self._check_size(stream.host, size_bytes, 0 if x is None else x.nbytes)
+            if x is None or not x.numel():
+                stream.skip_body()
+            else:
+                transfers.append(stream.receive_body(_memory(x)))
+            stream.parse()
+        return transfers
+
+    def _agree(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Transfer]:
+        """Compares the calls by frames, in which `sent` and `received` travel. Returns the transfers."""
+        sends = self.begin_exchange(sent)
+        return [*self.end_exchange(received), *sends]
+
+    def _check_splits(self, frames: Mapping[int, Frame]) -> None:
         size = len(self.leaders)
         rows = [
-            self._splits
-            if host == self.host
-            else struct.unpack(f"<{2 * size}q", self._incoming.text(host)[-16 * size :])
+            self._splits if host == self.host else struct.unpack(f"<{2 * size}q", frames[host].text[-16 * size :])
             for host in range(size)
         ]
         for src, dst in itertools.product(range(size), repeat=2):
@@ -206,13 +213,6 @@ class Leaders:
             raise self._mismatch(
                 f"{expected} bytes were to come with the call of global rank {rank}, and {found} came", [rank]
             )
-
-    def _receive_frames(self) -> list[Transfer]:
-        """Starts to receive the next frames, unless that is under way."""
-        if not self._posted:
-            recv, rows = self.context.cpu_group.recv, self._incoming.rows
-            self._posted = [Transfer(recv, rows[host], self.leaders[host], self.tag) for host in self.others]
-        return self._posted
 
     def _compare(self, heads: dict[int, _Head]) -> None:
         for head in heads.values():
@@ -248,21 +248,9 @@ class Leaders:
             "this rank", f"global rank {self.context.ranks[self.context.rank]}"
         )
         words = json.dumps([what[: _TEXT_BYTES // 4], list(failure.suspect_ranks)[:_MOST_SUSPECTS]]).encode()
-        frame = self._outgoing.fill(self.host, self._digest, None, words, _DISAGREES)
-        transfers = [*self._receive_frames()]  # or theirs would not be done with this exchange
-        transfers += [
-            Transfer(self.context.cpu_group.send, frame, self.leaders[host], self.tag) for host in self.others
-        ]
-
-        def finish() -> None:
-            with contextlib.suppress(RuntimeError):  # the others have ended, or given up
-                for transfer in transfers:
-                    transfer.wait(timedelta(seconds=self.context.timeout_s))
-            self.abandon()
-
-        thread = threading.Thread(target=finish, daemon=True, name="parallel_state-hosts")
-        thread.start()
-        thread.join(NEWS_S)  # as a rule they wait; who comes later hears of it as long as this process lives
+        for host in self.others:
+            self._streams.by_host[host].send(head_of(_DISAGREES, self._digest, words, 0))
+        self.abandon()
 
     def all_reduce(self, part: Callable[[], Tensor], out: Tensor, reduction: Reduction) -> Iterator[None]:
         """Reduces a flat part of each host to flat `out` on all.
@@ -276,9 +264,9 @@ class Leaders:
             return
         slices = dict(enumerate(slices_of(out.numel(), len(self.leaders))))
         mine = out[slices[self.host]]
-        results = [self.recv(out[slices[host]], self.leaders[host], _RESULTS) for host in self.others]
+        results = [self.recv(out[slices[host]], host, _RESULTS) for host in self.others]
         yield from self.combine(part, slices, mine, reduction)
-        results += [self.send(mine, self.leaders[host], _RESULTS) for host in self.others]
+        results += [self.send(mine, host, _RESULTS) for host in self.others]
         yield
         self.wait_for(results)
 
@@ -300,7 +288,6 @@ class Leaders:
         expected = self.expect(received)
         yield
         x, dtype = part(), dtypes[self.host]
-        # One tensor for all where all get the same, so that it goes into one frame.
         sent = {each.start: x[each].to(dtype) for host, each in slices.items() if host != self.host}
         transfers = self.exchange({host: sent[slices[host].start] for host in self.others}, expected)
         yield
@@ -325,29 +312,27 @@ class Leaders:
 
     def wait_for(self, transfers: Sequence[Transfer]) -> None:
         """Waits until all are done, one fails, or a rank of the failure domain has ended."""
-        if not transfers:
-            return
-        transfer, self._waiting = transfers[0], True
-        self._end_wait_on_death()
+        pending = [transfer for transfer in transfers if not transfer.done]
+        if pending:
+            self._wait(lambda: all(each.done for each in pending), [each.stream for each in pending])
+
+    def _wait(self, is_done: Callable[[], bool], streams: Iterable[Stream]) -> None:
+        noticed: list[float] = []
+
+        def limit() -> float:
+            now = time.monotonic()
+            if self.context.deaths():
+                noticed.append(now)  # what the dead rank sent before may still be on its way
+                if now - noticed[0] > NOTICE_S:
+                    raise died(self.context, self._operation, self._started)
+            return self._deadline - now
+
         try:
-            for transfer in transfers:
-                transfer.wait(timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
-        except RuntimeError as error:
+            self._streams.wait(is_done, streams, limit)
+        except StreamError as error:
             if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
-            raise self._failure(error, transfer.rank) from error
-        finally:
-            self._waiting = False
-
-    def _end_wait_on_death(self) -> None:
-        """Ends a wait that has begun if a rank has ended: gloo's waits don't look."""
-        if self._waiting and self.context.deaths():
-            threading.Thread(target=self._end_the_wait, daemon=True, name="parallel_state-hosts").start()
-
-    def _end_the_wait(self) -> None:
-        time.sleep(NOTICE_S)  # what the dead rank sent before may still be on its way
-        if self._waiting:
-            self.abandon()
+            raise self._failure(error, self.leaders[error.host]) from error
 
     def _failure(self, error: RuntimeError, rank: int) -> CommunicationError:
         """Returns the error for a failed transfer with `rank`."""
@@ -358,7 +343,7 @@ class Leaders:
         failure = context.failure(
             kind,
             f"{self._operation} of {context} failed between hosts, in a transfer with global rank {suspect}: "
-            f"{plain(error)}. The group can't be used further; look at that rank, and at the network to its host",
+            f"{error}. The group can't be used further; look at that rank, and at the network to its host",
             self._operation,
             started=self._started,
             suspect_ranks=(suspect,),
@@ -368,36 +353,23 @@ class Leaders:
         )
 
     def abandon(self, ranks: Iterable[int] | None = None) -> None:
-        """Ends the waits of this rank in gloo, and lets others know at once, the leaders if not `ranks`, that it does.
+        """Lets others know at once, the leaders if not `ranks`, that this rank doesn't go on.
 
-        They needn't wait until their deadline.
+        They needn't wait until their deadline, be it for this communicator's part or for that of one over gloo.
         """
+        self._streams.end_sending()
         ranks = [self.leaders[host] for host in self.others] if ranks is None else ranks
-        abandon(self.context.cpu_group, ranks, _OWN_TAGS)
+        abandon(self.context.cpu_group, ranks, _NOBODYS_TAG)
 
     def close(self) -> None:
-        if self.context.watcher is not None and self._end_wait_on_death in self.context.watcher.on_death:
-            self.context.watcher.on_death.remove(self._end_wait_on_death)
-
-
-def _generation(context: GroupContext, tag: int) -> int:
-    """Returns the number of this user of a tag; every rank of the group calls it alike.
-
-    One that is closed leaves receives, which gloo can't take back: a later one's frames would go there.
-    """
-    if context.cpu_group is None:
-        return 0
-    made = _MADE.setdefault(context.cpu_group, Counter())
-    made[tag] += 1
-    return (made[tag] - 1) % _GENERATIONS
+        self._streams.close()
 
 
 class Expected(NamedTuple):
     """What an exchange brings."""
 
-    is_first: bool
-    """True of a call's first one, in whose frames `heads` come."""
-    heads: dict[int, Tensor]
+    in_frames: Mapping[int, Tensor] | None
+    """Of a call's first one."""
     transfers: list[Transfer]
 
 
@@ -426,43 +398,6 @@ class Scratch:
         return kept[:size_bytes].view(dtype)
 
 
-class _Frames:
-    """Memory for a frame of each host, which is kept: memory that was used before costs less than fresh pages."""
-
-    def __init__(self, hosts: int) -> None:
-        self._hosts = hosts
-
-    @functools.cached_property
-    def rows(self) -> Sequence[Tensor]:
-        with torch.inference_mode(False):
-            return torch.empty(self._hosts, _FRAME_BYTES + 16 * self._hosts, dtype=torch.uint8).unbind(0)
-
-    @functools.cached_property
-    def _bytes(self) -> Sequence[memoryview]:
-        return [row.numpy().data for row in self.rows]
-
-    def fill(self, host: int, digest: bytes, payload: Tensor | None, text: bytes, magic: bytes = _AGREES) -> Tensor:
-        size_bytes = 0 if payload is None else payload.nbytes
-        text_at = _HEAD.size + size_bytes
-        end = text_at + len(text)
-        view = self._bytes[host]
-        _HEAD.pack_into(view, 0, magic, digest, size_bytes, len(text))
-        view[text_at:end] = text
-        if payload is not None and size_bytes:
-            self.payload(host, size_bytes).copy_(as_bytes(payload))
-        return self.rows[host][:end]
-
-    def head(self, host: int) -> tuple[bytes, bytes, int, int]:
-        return _HEAD.unpack_from(self._bytes[host])
-
-    def text(self, host: int) -> bytes:
-        _, _, size_bytes, length = self.head(host)
-        return bytes(self._bytes[host][_HEAD.size + size_bytes : _HEAD.size + size_bytes + length])
-
-    def payload(self, host: int, size_bytes: int) -> Tensor:
-        return self.rows[host][_HEAD.size : _HEAD.size + size_bytes]
-
-
 @functools.lru_cache(maxsize=1024)
 def _in_words(call: UserCall) -> bytes:
     return str(call).encode()[:_TEXT_BYTES]
@@ -473,51 +408,18 @@ def _compared(call: UserCall, facts: tuple[object, ...]) -> bytes:
     return repr((facts, call.compared)).encode()
 
 
-def _read(frame: Tensor) -> _Head:
+def _memory(x: Tensor) -> Any:
+    """Returns the bytes of contiguous `x`, which they keep alive."""
+    return as_bytes(x).numpy().data
+
+
+def _read(frame: Frame) -> _Head:
     """Parses a frame, for its words."""
-    data = frame.numpy()
-    magic, digest, size_bytes, length = _HEAD.unpack(data[: _HEAD.size].tobytes())
-    text_at = min(_HEAD.size + size_bytes, len(data))
-    text = data[text_at : text_at + length].tobytes().decode(errors="replace")
-    if magic != _DISAGREES:
-        return _Head(digest, "", [], text)
+    text = frame.text.decode(errors="replace")
+    if frame.magic != _DISAGREES:
+        return _Head(frame.digest, "", [], text)
     disagreement, suspects = json.loads(text)
-    return _Head(digest, disagreement, suspects, "")
-
-
-def _cut(tensors: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Returns what of contiguous tensors travels in the frames, and what follows, of the same the same."""
-    heads: dict[int, Tensor] = {}
-    rests: dict[int, Tensor] = {}
-    cut: dict[int, tuple[Tensor, Tensor]] = {}
-    for host, x in tensors.items():
-        if x.nbytes <= DIRECT_BYTES:
-            heads[host] = x
-            continue
-        if id(x) not in cut:
-            data = as_bytes(x)
-            cut[id(x)] = data[:DIRECT_BYTES], data[DIRECT_BYTES:]
-        heads[host], rests[host] = cut[id(x)]
-    return heads, rests
-
-
-class Transfer:
-    """A started transfer with one rank. What goes wrong with it, be it at its start, is raised by `wait`."""
-
-    def __init__(self, start: Callable[[list[Tensor], int, int], Any], x: Tensor, rank: int, tag: int) -> None:
-        self.rank = rank
-        self._work: Any = None
-        self._error: RuntimeError | None = None
-        begin_sending()
-        try:
-            self._work = start([x], rank, tag)
-        except RuntimeError as error:
-            self._error = error
-
-    def wait(self, limit: timedelta) -> None:
-        if self._error is not None:
-            raise self._error
-        self._work.wait(limit)
+    return _Head(frame.digest, disagreement, suspects, "")
 
 
 def slices_of(count: int, parts: int) -> list[slice]:

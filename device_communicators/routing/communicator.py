@@ -200,6 +200,9 @@ class Communicator(ABC):
     carries_the_device: ClassVar[bool] = False
     """True if no tensor on the group's device goes past it, so that what comes after it needs no preparing."""
 
+    sized_bytes: int = 0
+    """Up to this size it has `broadcast_sized`, and is fast at it; 0: it has none."""
+
     tells_sending: ClassVar[bool] = False
     """True if it calls `begin_sending` before anything leaves this rank: what fails earlier is of this rank only."""
 
@@ -293,6 +296,10 @@ class Communicator(ABC):
         out = x.new_empty((self.context.size, *x.shape))
         self.flat_all_gather(out, x.contiguous())
         return merge_blocks(out, dim, x.dim())
+
+    def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
+        """Returns the bytes of `src`, of which the others don't know how many there are, but for `most_bytes`."""
+        raise UnsupportedError(f"{self.name} has no broadcast_sized")
 
     # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: where `dim` is 0, at once.
 

@@ -85,6 +85,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "scatter": ("", "dim", "root"),
     "broadcast": ("root",),
     "broadcast_": ("root",),
+    "broadcast_sized": ("root",),
     "ibroadcast_": ("root",),
 }
 """The meanings of a communicator's arguments after its first tensor."""

@@ -39,6 +39,8 @@ from parallel_state.messages.wire import (
 # Kinds of transfers; 0 is send and recv of plain tensors. Frames have a tag of their own: a receive of the next one
 # may be posted before the body of this one arrives, and would take it in.
 _FRAME, _BODY = 1, 2
+_MOST_PACKED_BYTES = 1 << 20
+"""Of CPU tensors that travel with the head of a message to all."""
 _SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 """The names under which messages are counted: one call each, however many transfers it takes."""
 
@@ -166,16 +168,28 @@ class RouteTransport:
 
     def broadcast(self, encode: Callable[[], Outgoing], call: UserCall, obj: object = NOTHING) -> Exception | None:
         route, src, method, outgoing = self.route, self.route.context.rank, call.method, encode()
-        # First, and waited for, the frame, by which ranks in another call notice.
+        # First, and waited for, the head or its beginning, by which ranks in another call notice.
         name = outgoing.counted or _BROADCAST
-        route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
-        pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
+        if sized_bytes := self.sized_bytes:
+            head, pieces = wire.packed(outgoing, min(sized_bytes, _MOST_PACKED_BYTES))
+            route.run("broadcast_sized", None, head, src, len(head), part_of=name, method=method)
+            route.count(name, 0, max(FRAME_BYTES, len(head)))
+        else:
+            route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
+            pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
         for part in [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]:
             part.wait()
         route.count(name)
         return outgoing.error
 
+    @property
+    def sized_bytes(self) -> int:
+        """Returns up to how many bytes a message to all is one transfer; 0 where none is."""
+        return next((each.sized_bytes for each in self.route.communicators if each.sized_bytes), 0)
+
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
+        if call is not None and self.sized_bytes:
+            return _PackedMessage(self.route, src, counted, call)
         return _FramedMessage(self.route, src, counted, call)
 
 
@@ -207,6 +221,35 @@ class _FramedMessage(IncomingMessage):
             if tensor.device.type == "cpu":  # others by who wants them: on the caller's stream, not on this thread's
                 part.wait()
         return parts
+
+
+class _PackedMessage(_FramedMessage):
+    """A message to all that comes as one transfer of its head, and of its CPU tensors if they are small."""
+
+    _tensors: Tensor
+
+    def __enter__(self) -> Head:
+        route, src, call = self._route, self._src, self._call
+        route.check_usable()
+        method = "" if call is None else call.method
+        most_bytes = HEADER_BYTES + settings.MAX_METADATA_BYTES.get() + _MOST_PACKED_BYTES
+        data = route.run("broadcast_sized", None, None, src, most_bytes, part_of=self._counted, method=method)
+        route.count(self._counted, 1, max(FRAME_BYTES, len(data)))
+        head, self._tensors = wire.unpacked(data, route.context, src)
+        return head
+
+    def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
+        on_cpu, on_device = split_by_device(tensors)
+        sizes: list[int] = [tensor.nbytes for tensor in on_cpu]
+        expected, found_bytes = sum(sizes), self._tensors.numel()
+        if expected and not found_bytes:
+            return super().read_into(tensors)
+        if expected != found_bytes:
+            found = f"{found_bytes} bytes of tensors follow its metadata, which tells of {expected}"
+            raise wire.not_a_message(found, self._route.context, self._src)
+        for tensor, data in zip(on_cpu, self._tensors.split(sizes), strict=True):
+            wire.flat_bytes(tensor).copy_(data)
+        return [self._start(tensor) for tensor in on_device]
 
 
 # One message of a queue.

@@ -366,6 +366,24 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
     return body if rest is None else body + bytes_of(rest)
 
 
+def packed(outgoing: Outgoing, most_bytes: int) -> tuple[Tensor, list[Tensor]]:
+    """Returns a message's head, with its CPU tensors behind it if they have `most_bytes` at most, and other tensors."""
+    on_cpu, on_device = outgoing.split_by_device()
+    head = _view_of(outgoing.head + outgoing.more_head, 0)
+    if outgoing.cpu_bytes > most_bytes:
+        return head, outgoing.tensors
+    return torch.cat([head, *map(flat_bytes, on_cpu)]) if outgoing.cpu_bytes else head, list(on_device)
+
+
+def unpacked(data: Tensor, context: GroupContext, src: int) -> tuple[Head, Tensor]:
+    """Returns the head that `packed` data begins with, and the bytes of tensors behind it. Raises as parse_header."""
+    header = parse_header(bytes_of(data[:HEADER_BYTES]), context, src)
+    end = HEADER_BYTES + header.body_bytes
+    if end > len(data):
+        raise not_a_message(f"its head has {len(data)} bytes, not {end}", context, src)
+    return Head(None, bytes_of(data[:end]), header.tensors > 0), data[end:]
+
+
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:

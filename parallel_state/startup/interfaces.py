@@ -9,7 +9,6 @@ a world on one node: NCCL finds its way there by itself.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import logging
 import os
@@ -19,15 +18,20 @@ from typing import NamedTuple
 
 from device_communicators import settings
 from device_communicators.errors import format_ranks
-from device_communicators.host import namespace_id, start_time
+from device_communicators.host import (
+    INTERFACES_VARIABLE,
+    addresses_of,
+    gloo_address,
+    ipv4_of,
+    namespace_id,
+    start_time,
+)
 from parallel_state.startup.environment import ProcessEnvironment
 
 logger = logging.getLogger("parallel_state")
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
+VARIABLE = INTERFACES_VARIABLE
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_SIOCGIFADDR = 0x8915
-_LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
 class Address(NamedTuple):
@@ -70,7 +74,7 @@ def whereabouts() -> Address:
     """Returns this process' place. May take as long as the host's name takes to resolve."""
     name = socket.gethostname()
     chosen = os.environ.get(VARIABLE, "").split(",")[0].strip()
-    address = next(_addresses_of(chosen), "") if chosen else _address_of(name)
+    address = gloo_address()
     return process()._replace(address=address, name=name or "?", interface=chosen or _interface_of(address) or "?")
 
 
@@ -142,7 +146,7 @@ def first_infiniband() -> str | None:
     """Returns the first InfiniBand interface that is up and has an IPv4 address; None if there is none."""
     with contextlib.suppress(OSError):
         for _, name in sorted(socket.if_nameindex()):
-            if name.startswith("ib") and _is_up(name) and _ipv4_of(name) is not None:
+            if name.startswith("ib") and _is_up(name) and ipv4_of(name) is not None:
                 return name
     return None
 
@@ -202,24 +206,6 @@ def _is_up(name: str) -> bool:
     return False
 
 
-def _ipv4_of(name: str) -> str | None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
-        return socket.inet_ntoa(answer[20:24])
-    return None
-
-
-def _addresses_of(name: str) -> Iterator[str]:
-    """Yields an interface's addresses that other hosts can reach: that of IPv4 first, as gloo takes it."""
-    ipv4 = _ipv4_of(name)
-    if ipv4 is not None:
-        yield ipv4
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
-        for digits, _, _, scope, _, owner in map(str.split, file):
-            if owner == name and scope != _LINK_LOCAL:
-                yield str(ipaddress.IPv6Address(int(digits, 16)))
-
-
 def _names() -> str:
     """Returns the interfaces beside loopback."""
     with contextlib.suppress(OSError):
@@ -230,14 +216,5 @@ def _names() -> str:
 
 def _interface_of(address: str) -> str | None:
     with contextlib.suppress(OSError):
-        return next((name for _, name in socket.if_nameindex() if address in _addresses_of(name)), None)
+        return next((name for _, name in socket.if_nameindex() if address in addresses_of(name)), None)
     return None
-
-
-def _address_of(name: str) -> str:
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(where)
-                return str(where[0])
-    return "127.0.0.1"

@@ -129,6 +129,36 @@ def test_mixed_runs(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
         on_hosts(placement).run(_mixed, seed, 60, tp=len(placement))
 
 
+def _messages(placement: Sequence[int]) -> None:
+    """Dicts and objects from each rank: of one transfer, and of several where head or tensors are long."""
+    group = ps.get_tp_group()
+    for src in range(group.world_size):
+        for text, count in itertools.product(("", "a" * 10_000), (0, 1, 1000, 400_000)):
+            tensors = {
+                "text": text, "x": torch.arange(count, dtype=torch.float32) + src, "none": torch.empty(0, 3),
+                "row": torch.arange(2 * count).view(count, 2).T, "src": src,
+            }  # fmt: skip
+            found = group.broadcast_tensor_dict(tensors if group.rank_in_group == src else None, src)
+            assert found.keys() == tensors.keys() and (found["text"], found["src"]) == (text, src)
+            for key in ("x", "none", "row"):
+                assert torch.equal(found[key], tensors[key]) and found[key].dtype == tensors[key].dtype, (key, count)
+            obj = [text, count, {"x": tensors["x"]}]
+            found = group.broadcast_object(obj if group.rank_in_group == src else None, src)
+            assert found[:2] == [text, count] and torch.equal(found[2]["x"], tensors["x"])
+        refused = attempt(group.broadcast_object, object() if group.rank_in_group == src else None, src)
+        assert refused.kind == ("MessageEncodeError" if group.rank_in_group == src else "RemoteError"), refused
+    spec = ps.TensorDictSpec.of({"x": torch.zeros(5), "y": torch.zeros(3, dtype=torch.bfloat16)})
+    x = {"x": torch.arange(5.0), "y": torch.ones(3, dtype=torch.bfloat16)}
+    found = group.broadcast_tensor_dict(x if group.is_first_rank else None, 0, spec=spec)
+    assert all(torch.equal(found[key], x[key]) for key in x)
+    group.barrier()
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1), (0, 1, 2, 1)], ids=str)
+def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
+    on_hosts(placement).run(_messages, placement, tp=len(placement))
+
+
 CALLS: dict[str, Callable[[ps.GroupCoordinator, Tensor], object]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
     "all_gather": lambda group, x: group.all_gather(x),

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError
 from device_communicators.hierarchical.leaders import (
-    DIRECT_BYTES,
+    _AGREES,
     Leaders,
-    _cut,
     _in_words,
     _read,
     slices_of,
 )
 from device_communicators.hierarchical.reduction import Reduction
+from device_communicators.hierarchical.streams import Frame
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -49,14 +49,14 @@ def test_slices_cover_all_elements_in_order(hosts: int, count: int) -> None:
     assert [index for part in slices for index in range(count)[part]] == list(range(count))
 
 
-def _frames(calls: Sequence[Sequence[UserCall]]) -> dict[int, Tensor]:
+def _frames(calls: Sequence[Sequence[UserCall]]) -> dict[int, Frame]:
     """What each host sends in its last call, after those before it."""
     frames = {}
     for host, made in enumerate(calls):
         leaders = _leaders(len(calls), host)
         for call in made:
             leaders.begin(call)
-        frames[host] = leaders._outgoing.fill(0, leaders._digest, torch.arange(3), _in_words(made[-1]))
+        frames[host] = Frame(_AGREES, leaders._digest, 0, _in_words(made[-1]))
     return frames
 
 
@@ -90,21 +90,6 @@ def test_calls_that_differ_are_told_apart(other: UserCall) -> None:
 
 def test_variants_of_a_call_match() -> None:
     assert _differ([REDUCE], [REDUCE._replace(method="all_reduce_")]) == ("", [])
-
-
-def test_a_long_text_leaves_the_payload_alone() -> None:
-    sizes = UserCall("all_gatherv", torch.float32, sizes=tuple(range(10**6, 10**6 + 900)))
-    frame = _frames([[sizes]])[0]
-    assert _read(frame).call.startswith("all_gatherv(sizes [1000000, ") and len(frame) < 32 + 24 + 2001
-    assert frame[32:56].view(torch.int64).tolist() == [0, 1, 2]
-
-
-def test_what_follows_the_frames_is_cut_off() -> None:
-    small, large = torch.arange(10), torch.randn(DIRECT_BYTES)
-    heads, rests = _cut({1: small, 2: large, 3: large})
-    assert heads[1] is small and rests.keys() == {2, 3}
-    assert heads[2] is heads[3] and heads[2].nbytes == DIRECT_BYTES, "one frame for all that get the same"
-    assert torch.cat([heads[2], rests[2]]).view(torch.float32).equal(large)
 
 
 HALVES = (torch.bfloat16, torch.float16)

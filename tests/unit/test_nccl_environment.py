@@ -87,7 +87,7 @@ def test_switched_off_error_handling_stays_with_a_warning(
 def test_the_first_infiniband_interface_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(5, "ib2"), (4, "ib1"), (3, "ib0"), (2, "eth0"), (6, "lo")])
     monkeypatch.setattr(interfaces, "_is_up", lambda name: name != "ib0")
-    monkeypatch.setattr(interfaces, "_ipv4_of", lambda name: None if name == "ib1" else "10.0.0.1")
+    monkeypatch.setattr(interfaces, "ipv4_of", lambda name: None if name == "ib1" else "10.0.0.1")
     assert interfaces.first_infiniband() == "ib2"
     monkeypatch.setattr(interfaces, "_is_up", lambda name: False)
     assert interfaces.first_infiniband() is None
@@ -103,6 +103,6 @@ def test_a_system_that_tells_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_the_system_tells_is_understood() -> None:
     """Of loopback, which every machine has."""
-    assert interfaces._ipv4_of("lo") == "127.0.0.1"
-    assert interfaces._ipv4_of("nowhere") is None
+    assert interfaces.ipv4_of("lo") == "127.0.0.1"
+    assert interfaces.ipv4_of("nowhere") is None
     assert not interfaces._is_up("nowhere")

@@ -1,0 +1,390 @@
+"""TCP connections between the leaders of a group's hosts: messages, each way in the order in which they were sent.
+
+gloo sends once the receiver has said that it receives, and has a thread of its own that takes in what comes. Here what
+is sent goes out at once, as far as the kernel has room, and is read by the thread that waits for it, into the place
+where it belongs; nothing moves while nobody waits. A call between hosts is the shorter for that by the word of the
+receiver and two changes of thread.
+
+A message is a head of fixed size, a text, and a body. Its *kind* says what it is: that of the first message of a call
+is FRAME, whose body is read once its head and text were looked at; the others have the kinds that their receives have.
+
+Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
+of who listens and the place of who connects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from device_communicators import settings
+from device_communicators.errors import CommunicationError
+from device_communicators.host import gloo_address
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import all_gather_bytes
+
+FRAME = 0
+"""The kind of the message that a call begins with."""
+
+_HEAD = struct.Struct("<4s8sIIQ4x")
+"""Magic, digest, kind, bytes of the text, bytes of the body."""
+_BUFFER_BYTES = 64 << 10
+_DIRECT_BYTES = 16 << 10
+"""From so many missing bytes on a body is read to its place, past the buffer."""
+_SLICE_S = 0.05
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
+_TOLD_BYTES = 256
+_STRANGER_S = 2.0
+
+
+class Frame(NamedTuple):
+    """What a call's first message says beside its body."""
+
+    magic: bytes
+    digest: bytes
+    body_bytes: int
+    text: bytes
+
+
+def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int) -> bytes:
+    """Returns what comes before the body of a call's first message."""
+    return _HEAD.pack(magic, digest, FRAME, len(text), body_bytes) + text
+
+
+class Transfer:
+    """A message on its way to or from a host, with the memory that it is read from or written to."""
+
+    __slots__ = ("done", "parts", "stream")
+
+    def __init__(self, stream: Stream, *parts: Any) -> None:
+        self.stream = stream
+        self.parts = list(parts)
+        self.done = False
+
+
+class Stream:
+    """The connection to the leader of `host`."""
+
+    def __init__(self, connection: socket.socket, host: int) -> None:
+        connection.setblocking(False)
+        self.host = host
+        self.socket = connection
+        self.frame: Frame | None = None
+        """Of the next call: its head and text have come, and nobody has asked for its body."""
+        self.error = ""
+        self._sends: deque[Transfer] = deque()
+        self._receives: defaultdict[int, deque[Transfer]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[bytearray]] = defaultdict(deque)
+        """By kind: what came before somebody asked for it."""
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = 0
+        self._body: Any = None
+        """The place of what is missing of a body."""
+        self._reading: Transfer | None = None
+        """The receive that it is of; None where it comes before that."""
+        self._unasked: tuple[int, bytearray] = FRAME, bytearray()
+        """Kind and memory of a body that comes before its receive."""
+
+    @property
+    def is_sending(self) -> bool:
+        return bool(self._sends)
+
+    def send(self, head: bytes, body: Any = None) -> Transfer:
+        """Sends a message as far as there is room; `body` must not change before its end. Errors are the wait's."""
+        transfer = Transfer(self, head) if body is None else Transfer(self, head, body)
+        self._sends.append(transfer)
+        if len(self._sends) == 1:
+            self.write()
+        return transfer
+
+    def send_body(self, kind: int, body: Any) -> Transfer:
+        return self.send(_HEAD.pack(b"", b"", kind, 0, len(body)), body)
+
+    def write(self) -> None:
+        """Sends what the kernel has room for."""
+        while self._sends and not self.error:
+            transfer = self._sends[0]
+            parts = transfer.parts
+            try:
+                sent = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self.error = _in_words(error)
+                return
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = memoryview(parts[0])[sent:]
+                continue
+            transfer.done = True
+            self._sends.popleft()
+
+    def receive(self, kind: int, out: Any) -> Transfer:
+        """Receives the next message of a kind into `out`, which is as long."""
+        transfer = Transfer(self, out)
+        self._receives[kind].append(transfer)
+        self._match_early(kind)
+        return transfer
+
+    def _match_early(self, kind: int) -> None:
+        early, receives = self._early[kind], self._receives[kind]
+        while early and receives:
+            body, transfer = early.popleft(), receives.popleft()
+            out = transfer.parts[0]
+            if len(body) != len(out):
+                self.error = _other_size(len(out), len(body))
+                return
+            out[:] = body
+            transfer.done = True
+
+    def receive_body(self, out: Any) -> Transfer:
+        """Receives the body of `frame`, which is as long as `out`."""
+        self.frame, self._reading = None, Transfer(self, out)
+        transfer = self._reading
+        self._expect(out)
+        return transfer
+
+    def skip_body(self) -> None:
+        """Takes a frame that has no body."""
+        self.frame = None
+
+    def _expect(self, out: Any) -> None:
+        """Has what comes next go to `out`, some of which may be in the buffer."""
+        size = min(len(out), self._end - self._begin)
+        out[:size] = self._view[self._begin : self._begin + size]
+        self._begin += size
+        self._body = out[size:]
+        if size == len(out):
+            self._end_message()
+
+    def _end_message(self) -> None:
+        self._body = None
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.done = True
+            return
+        kind, body = self._unasked
+        self._early[kind].append(body)
+        self._match_early(kind)
+
+    def read(self) -> None:
+        """Reads what has come, until somebody must ask for a body."""
+        try:
+            if self._body is not None and len(self._body) >= _DIRECT_BYTES:
+                count = self.socket.recv_into(self._body)
+                self._body = self._body[count:]
+                if not self._body:
+                    self._end_message()
+            else:
+                if self._begin == self._end:
+                    self._begin = self._end = 0
+                elif self._begin:
+                    left = self._end - self._begin
+                    self._view[:left] = bytes(self._view[self._begin : self._end])
+                    self._begin, self._end = 0, left
+                count = self.socket.recv_into(self._view[self._end :])
+                self._end += count
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.error = _in_words(error)
+            return
+        if count == 0:
+            self.error = "Connection closed by peer"
+        self.parse()
+
+    def parse(self) -> None:
+        """Goes through what is in the buffer."""
+        while self.frame is None:
+            if self._body is not None:
+                if self._begin == self._end:
+                    return
+                self._expect(self._body)
+                continue
+            if self._end - self._begin < _HEAD.size:
+                return
+            magic, digest, kind, text_bytes, body_bytes = _HEAD.unpack_from(self._buffer, self._begin)
+            text_at = self._begin + _HEAD.size
+            if self._end - text_at < text_bytes:
+                return
+            self._begin = text_at + text_bytes
+            if kind == FRAME:
+                self.frame = Frame(magic, digest, body_bytes, bytes(self._view[text_at : self._begin]))
+                return
+            self._begin_body(kind, body_bytes)
+
+    def _begin_body(self, kind: int, size_bytes: int) -> None:
+        receives = self._receives[kind]
+        if not receives:
+            self._unasked = kind, bytearray(size_bytes)
+            self._expect(memoryview(self._unasked[1]))
+            return
+        self._reading = receives.popleft()
+        out = self._reading.parts[0]
+        if len(out) != size_bytes:
+            self.error = _other_size(len(out), size_bytes)
+        else:
+            self._expect(out)
+
+    def end_sending(self) -> None:
+        """Lets the other side know that nothing more comes, after what was sent."""
+        self._sends.clear()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+
+class StreamError(RuntimeError):
+    """A connection that broke, or what came over it is none of ours; in words that `kind_of_failure` knows."""
+
+    def __init__(self, text: str, host: int) -> None:
+        super().__init__(text)
+        self.host = host
+
+
+class Streams:
+    """The connections of one leader, by host."""
+
+    def __init__(self, by_host: dict[int, Stream], spin_s: float) -> None:
+        self.by_host = by_host
+        self._spin_s = spin_s
+        self._poll = select.poll()
+        self._masks: dict[int, int] = {}
+        self._by_descriptor = {stream.socket.fileno(): stream for stream in by_host.values()}
+
+    def wait(self, is_done: Callable[[], bool], reads: Iterable[Stream], limit: Callable[[], float]) -> None:
+        """Moves what can be moved until `is_done`; reads from `reads`, and from those that it sends to.
+
+        `limit`: is asked now and then how many seconds more there are; it may raise. Raises StreamError.
+        """
+        reads = set(reads)
+        now = time.monotonic()
+        spin_until, look_at, slice_s = now + self._spin_s, now + _SLICE_S, _SLICE_S
+        while not is_done():
+            for descriptor, stream in self._by_descriptor.items():
+                mask = select.POLLOUT if stream.is_sending else 0
+                if (stream in reads or mask) and stream.frame is None:
+                    mask |= select.POLLIN
+                if self._masks.get(descriptor, 0) != mask:
+                    self._masks[descriptor] = mask
+                    if mask:
+                        self._poll.register(descriptor, mask)
+                    else:
+                        self._poll.unregister(descriptor)
+            ready = self._poll.poll(0 if now < spin_until else 1000 * slice_s)
+            for descriptor, events in ready:
+                stream = self._by_descriptor[descriptor]
+                if events & select.POLLOUT:
+                    stream.write()
+                if events & ~select.POLLOUT:
+                    stream.read()
+            now = time.monotonic()
+            if now >= look_at:
+                slice_s = min(_SLICE_S, limit())
+                if slice_s <= 0:
+                    raise StreamError("timed out", self._awaited(reads))
+                look_at = now + slice_s
+            for stream in self.by_host.values():
+                if stream.error and (stream in reads or stream.is_sending) and not is_done():
+                    raise StreamError(stream.error, stream.host)
+
+    def _awaited(self, reads: Iterable[Stream]) -> int:
+        return next((each.host for each in self.by_host.values() if each in reads or each.is_sending), -1)
+
+    def end_sending(self) -> None:
+        for stream in self.by_host.values():
+            stream.end_sending()
+
+    def close(self) -> None:
+        for stream in self.by_host.values():
+            stream.socket.close()
+        self.by_host, self._by_descriptor = {}, {}
+
+
+def _in_words(error: OSError) -> str:
+    return f"{error.strerror or error} (closed by peer)" if isinstance(error, ConnectionError) else str(error)
+
+
+def _other_size(expected: int, found: int) -> str:
+    return f"{expected} bytes were to come, and {found} came"
+
+
+def connect(context: GroupContext, leaders: Sequence[int], host: int, spin_s: float) -> Streams:
+    """Connects the leaders of the hosts to each other. Every rank of the group calls it; others get no connections.
+
+    Raises CommunicationError on the ranks that find out why some can't be connected.
+    """
+    is_leader, started = leaders[host] == context.rank, time.monotonic()
+    deadline = started + min(context.timeout_s, settings.START_TIMEOUT_S.get())
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with contextlib.ExitStack() as stack:
+        address, listener = "", None
+        if is_leader:
+            address = gloo_address()
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=len(leaders)))
+        port = 0 if listener is None else listener.getsockname()[1]
+        told = json.dumps([address, port, token.hex()]).encode().ljust(_TOLD_BYTES)
+        texts = all_gather_bytes(context, told, "connect")
+        if listener is None:
+            return Streams({}, spin_s)
+        made: dict[int, socket.socket] = {}
+        try:
+            for other in range(host):
+                where, at, expected = json.loads(texts[leaders[other]])
+                made[other] = socket.create_connection((where, at), max(0.001, deadline - time.monotonic()))
+                made[other].sendall(_HELLO.pack(bytes.fromhex(expected), host))
+            while len(made) < len(leaders) - 1:
+                met = _accept(context, listener, token, deadline)
+                if met is not None and host < met[0] < len(leaders):
+                    made[met[0]] = met[1]
+        except OSError as error:
+            for connection in made.values():
+                connection.close()
+            missing = [context.ranks[leaders[other]] for other in range(len(leaders)) if other not in {*made, host}]
+            raise context.failure(
+                CommunicationError,
+                f"global rank {context.ranks[context.rank]} of {context} can't be connected to all other hosts, at "
+                f"{address} port {port}: {error}; global ranks {missing} are missing. Open all TCP ports between the "
+                "hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the others",
+                "connect",
+                started=started,
+                suspect_ranks=missing,
+            ) from error
+    for connection in made.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Streams({other: Stream(connection, other) for other, connection in sorted(made.items())}, spin_s)
+
+
+def _accept(
+    context: GroupContext, listener: socket.socket, token: bytes, deadline: float
+) -> tuple[int, socket.socket] | None:
+    """Returns the host that connects and its connection; None for a stranger, or if none came for a moment."""
+    if context.deaths():
+        raise TimeoutError("a rank has ended")
+    if time.monotonic() > deadline:
+        raise TimeoutError("timed out")
+    listener.settimeout(_SLICE_S)
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        return None
+    connection.settimeout(_STRANGER_S)
+    hello = b""
+    with contextlib.suppress(OSError):
+        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+    said, host = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+    if not secrets.compare_digest(said, token):
+        connection.close()
+        return None
+    return host, connection
