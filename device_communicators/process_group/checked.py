@@ -19,6 +19,7 @@ from device_communicators.process_group.started_calls import Exchange, StartedCa
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, Work, reduce_in_rank_order
 from device_communicators.routing.reductions import as_bytes, reducible
 from device_communicators.routing.user_call import current, overlap_error
+from device_communicators.routing.waiting import end_idle_threads
 
 _PLAIN = 0
 """The kind of tag of plain sends and receives; messages have headers of their own."""
@@ -215,6 +216,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         self._started.close()
+        end_idle_threads()
 
 
 def _narrowed(out: Tensor, total: Tensor, reduce_op: str) -> None:
