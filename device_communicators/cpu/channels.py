@@ -138,6 +138,11 @@ class Channels:
         self._waiting = Waiting(liveness, spin_ns, yields)
         _ALL.add(self)
 
+    @property
+    def spin_ns(self) -> int:
+        """Returns how long a reader spins before it sleeps."""
+        return self._waiting.spin_ns
+
     # The queues. `to_all` stands for a rank where it is a broadcast.
 
     def sender(self, dst: int | None, kind: int) -> Sender:

@@ -89,7 +89,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_group_enter": (c_int, (c_uint64,)),
     "ps_group_exit": (None, (c_uint64,)),
     "ps_group_is_busy": (c_int, (c_uint64,)),
-    "ps_announce": (c_int, (*_CALL, c_int)),
+    "ps_announce": (c_int, (*_CALL, c_int, c_int64)),
     "ps_compare": (c_int, _CALL),
     "ps_barrier": (c_int, _CALL),
     "ps_all_reduce": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),

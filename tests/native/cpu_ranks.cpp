@@ -308,7 +308,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
     }
     norms(world, group, 1, 64);
     norms(world, group, 37, 520);
-    CHECK(run(group, told(128, 0, 1), [](Group& self, double limit) { return self.announce(1, limit); }) ==
+    CHECK(run(group, told(128, 0, 1), [](Group& self, double limit) { return self.announce(1, limit, 0); }) ==
           Status::kDone);
     CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.compare(limit); }) == Status::kDone);
   }

@@ -16,6 +16,7 @@ from device_communicators.cpu import native
 from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError, MessageDecodeError
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Route
+from device_communicators.routing.user_call import UserCall
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import TensorDictSpec
@@ -190,3 +191,30 @@ def test_what_travels_of_a_dict_with_a_spec_is_found_by_one_look() -> None:
     ]  # fmt: skip
     for values in others:
         assert spec.plain_pieces(values) is None, values
+
+
+class Collectives:
+    """Keeps what is called on it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def enter(self, operation: str) -> None:
+        self.calls.append(("enter", operation))
+
+    def exit(self) -> None:
+        self.calls.append(("exit",))
+
+    def call(self, operation: str, *arguments: Any, user_call: UserCall) -> None:
+        self.calls.append((operation, *arguments, str(user_call)))
+
+
+def test_a_reader_waits_for_a_broadcast_as_for_a_message(tmp_path: Path) -> None:
+    """Its place among the calls is taken first, and there it waits for a sender that computes still."""
+    with messengers(tmp_path / "queue") as made:
+        for messenger in made:
+            messenger.route.context.host_memory.collectives = found = Collectives()
+            assert messenger.broadcast([1, "text"], 0) == [1, "text"]
+            announced = ("announce", 0, messenger.transport.channels.spin_ns, "broadcast_object(rank 0)")
+            assert found.calls == [("enter", "broadcast_object"), announced, ("exit",)]
+            assert announced[2] == 20_000

@@ -226,8 +226,9 @@ int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
   return with(group, word, shape, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
 }
 
-int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) { return self.announce(src, timeout_s); });
+int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src, std::int64_t spin_ns) {
+  return with(group, word, shape,
+              [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
 }
 
 // Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.

@@ -191,12 +191,17 @@ Status Group::barrier(double timeout_s) {
   return wait_all(publish(call), call);
 }
 
-Status Group::announce(int src, double timeout_s) {
+Status Group::announce(int src, double timeout_s, std::int64_t spin_ns) {
   begin(timeout_s);
   const std::uint64_t call = call_of(Kind::kMessage, 0, Method::kNone, 0, -1, src);
   RETURN_IF_FAILED(reuse(0));
   const std::uint64_t tick = publish(call);
-  return rank_ == src ? look(tick, call) : wait_one(src, tick, call);
+  if (rank_ == src) return look(tick, call);
+  const std::int64_t usual_ns = policy_.spin_ns;
+  policy_.spin_ns = spin_ns;
+  const Status status = wait_one(src, tick, call);
+  policy_.spin_ns = usual_ns;
+  return status;
 }
 
 }  // namespace parallel_state

@@ -127,8 +127,8 @@ class Group {
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s);
 
   // Takes its place among the calls for a message to all ranks, which goes another way; `src` doesn't wait, the others
-  // until `src` has come.
-  Status announce(int src, double timeout_s);
+  // until `src` has come. They spin for so long as for a message: `src` computes in between.
+  Status announce(int src, double timeout_s, std::int64_t spin_ns);
 
   // kMismatch where a rank is known to have been in another call than this one.
   Status compare(double timeout_s);
