@@ -29,6 +29,7 @@ from device_communicators.routing.communicator import DONE, Work
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 POSTED, LEFT_TO_PYTHON = _DONE, 6
+_READ, _PLAIN = 1, 2  # of what was taken
 # Of a `QueueReport`.
 _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN = range(8)
 _SLICE_S = 0.2
@@ -387,13 +388,17 @@ class Receiver(_End):
         )
         if status != _DONE:
             raise self.failed(status, operation, started)
-        return self._report[_TAKEN] != 0
+        return self._report[_TAKEN] == _READ
 
     def head(self) -> Head:
         """Returns the head of the message that `take` has found."""
         head_bytes, fingerprint, left_bytes = self._report[_HEAD_BYTES : _LEFT_BYTES + 1]
         data = self._view[:head_bytes] if head_bytes <= _HEAD_BUFFER_BYTES else self._view[:0]
         return Head(data, head_bytes, left_bytes, fingerprint)
+
+    def plain_head(self) -> memoryview | None:
+        """Returns the head of the message that `take` has found if it is that of an object without tensors."""
+        return self._view[: self._report[_HEAD_BYTES]] if self._report[_TAKEN] == _PLAIN else None
 
     @property
     def fingerprint(self) -> int:

@@ -119,7 +119,7 @@ class NativeGroup:
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
-        status = getattr(self.library, f"ps_{operation}")(self.number, user_call.word, user_call.packed_shape, *args)
+        status = getattr(self.library, f"ps_{operation}")(self.number, *user_call.words, *args)
         if status == _INTERRUPTED:
             self.library.raise_interruption()
         if status != 0:

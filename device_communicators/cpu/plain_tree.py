@@ -37,6 +37,8 @@ class _Python(ctypes.Structure):
         ("tensor_at", ctypes.c_ssize_t),
         ("dtype_names", ctypes.POINTER(_NAME)),
         ("dtype_count", ctypes.c_ssize_t),
+        *((name, _Type) for name in ("make_integer", "tuple_item", "dict_item")),
+        ("depth", ctypes.c_int),
     )
 
 
@@ -53,9 +55,47 @@ _FUNCTIONS = {
     "bytes_size": "PyBytes_Size",
     "bytes": "PyBytes_AsString",
     "forget_error": "PyErr_Clear",
+    "make_integer": "PyLong_FromLongLong",
+    "tuple_item": "PyTuple_GetItem",
+    "dict_item": "PyDict_GetItem",
 }
 _MOST_PIECES = 66  # as csrc/pack.h has tensors, and the head
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+_METH_FASTCALL = 0x80
+
+
+class _Method(ctypes.Structure):
+    """PyMethodDef."""
+
+    _fields_ = (("name", _NAME), ("function", _Type), ("flags", ctypes.c_int), ("doc", _NAME))
+
+
+class _FormWords(ctypes.Structure):
+    """`Form` of csrc/pack.h."""
+
+    _fields_ = (
+        ("keys", _Type),
+        ("layout", ctypes.POINTER(ctypes.c_int64)),
+        *((name, ctypes.c_int64) for name in ("count", "words", "entries")),
+    )
+
+
+class Form:
+    """What is known beforehand of a dict with CPU tensors: the keys of these, their dtypes and shapes.
+
+    `dtypes`: as c10::ScalarType. `entries`: of the dict, which may have other values, too.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], dtypes: Sequence[int], shapes: Sequence[Sequence[int]], entries: int
+    ) -> None:
+        self._keys = tuple(keys)
+        layout: list[int] = []
+        for dtype, shape in zip(dtypes, shapes, strict=True):
+            layout += (dtype, len(shape), *shape)
+        self._layout = (ctypes.c_int64 * len(layout))(*layout)
+        self._words = _FormWords(id(self._keys), self._layout, len(self._keys), len(layout), entries)
+        self.address = ctypes.addressof(self._words)
 
 
 class PlainObjects:
@@ -69,20 +109,25 @@ class PlainObjects:
         `dtype_names`: by c10::ScalarType; tensors of other dtypes are left to Python.
         """
         self._depth = depth
-        self._python = _python(library, most_other_keys, dtype_names)
+        self._python = _python(library, depth, most_other_keys, dtype_names)
         self._address = address = ctypes.addressof(self._python[0])
         size, whole = ctypes.c_uint64, ctypes.c_int
         self._look = _keeping_the_gil(library.ps_plain_tree, ctypes.py_object, _Type, whole)
         self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size)
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole)
-        post = _keeping_the_gil(library.ps_queue_post, _Type, ctypes.py_object, _Type, whole, size, size)
         post_list = _keeping_the_gil(
             library.ps_queue_post_list, _Type, ctypes.py_object, _Type, ctypes.c_char_p, size, size
         )
-        self.post: Callable[[int, object, int, int], int] = lambda writer, value, limit, fingerprint: post(
-            writer, value, address, depth, limit, fingerprint
+        library.ps_read_pointers_by(ctypes.cast(ctypes.pythonapi.PyLong_AsVoidPtr, _Type))
+        self.post: Callable[[int, object, int, int], int] = _method("post", library.ps_posting, address)
+        """Writes the message of an object of at most `limit` bytes if all of it has room: see ps_queue_post.
+
+        Of a queue's writer, the object, the limit, and the message's fingerprint.
+        """
+        self.post_dict: Callable[[int, dict[str, Any], int, bytes, int], int] = _method(
+            "post_dict", library.ps_posting_dict, address
         )
-        """Writes the message of an object of at most `limit` bytes if all of it has room: see ps_queue_post."""
+        """As `post`, the message of a dict of tensors: of a writer, the dict, its form, its head, a fingerprint."""
         self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
             post_list(writer, tensors, address, head, len(head), fingerprint)
         )
@@ -122,8 +167,22 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
     return ctypes.PYFUNCTYPE(ctypes.c_int, *arguments)(ctypes.cast(function, _Type).value or 0)
 
 
+def _method(name: str, function: Any, address: int) -> Any:
+    """Returns a function of the library as one of Python, with the address for `self`: called without ctypes."""
+    method = _Method(name.encode(), ctypes.cast(function, _Type), _METH_FASTCALL, None)
+    _METHODS.append(method)
+    return _new_function(ctypes.byref(method), address, None)
+
+
+_METHODS: list[_Method] = []
+"""What functions refer to as long as the process lives."""
+_new_function = ctypes.PYFUNCTYPE(ctypes.py_object, _Type, ctypes.py_object, ctypes.c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+
+
 def _python(
-    library: NativeLibrary, most_other_keys: int, dtype_names: Mapping[int, str]
+    library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
     """Returns what the library is told of Python, and what must live as long."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
@@ -136,7 +195,7 @@ def _python(
         list=id(list), dict=id(dict), leaves=leaves, leaf_count=len(leaves), others=others, other_count=len(others),
         texts=texts, text_count=len(texts), most_other_keys=most_other_keys, type_at=_type_at(), true_object=id(True),
         describe=ctypes.cast(library.ps_describe_tensor, _Type) if library.has_ops else None,
-        tensor_at=_tensor_at(), dtype_names=names, dtype_count=len(names), **types, **functions,
+        tensor_at=_tensor_at(), dtype_names=names, dtype_count=len(names), depth=depth, **types, **functions,
     )  # fmt: skip
     return python, (leaves, others, texts, names)
 

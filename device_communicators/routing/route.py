@@ -199,9 +199,14 @@ class Route:
         self._messenger = weakref.ref(messenger)
 
     @property
+    def try_messenger(self) -> Any:
+        """Returns the messenger, or None."""
+        return self._messenger()
+
+    @property
     def messenger(self) -> Any:
         """Returns what carries the group's messages, for the ops on lists of tensors."""
-        messenger = self._messenger()
+        messenger = self.try_messenger
         if messenger is None:
             raise GroupDestroyedError(f"{self.context} was destroyed; take the group anew from its getter")
         return messenger

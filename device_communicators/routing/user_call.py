@@ -112,6 +112,11 @@ class UserCall(NamedTuple):
     """Of the ranks' parts."""
 
     @property
+    def words(self) -> tuple[int, int]:
+        """Returns the two words of `Told` in csrc/call.h."""
+        return _words(self)
+
+    @property
     def kind(self) -> str:
         """Returns the first method of its class."""
         number = METHODS.get(self.method, 0)
@@ -160,6 +165,18 @@ class UserCall(NamedTuple):
         sizes = f"sizes {list(self.sizes)}" if self.sizes else ""
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         return _in_words(self.method, self.reduce_op or "", self.dim, self.root, sizes, dtype, self.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(call: UserCall) -> tuple[int, int]:
+    """Returns what takes a microsecond or two to make: a program makes the same calls again and again."""
+    return call.word, call.packed_shape
+
+
+@functools.lru_cache(maxsize=256)
+def message_call(method: str, src: int) -> UserCall:
+    """Returns the call of a message that `src` sends to all ranks."""
+    return UserCall(method, root=src)
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:

@@ -26,7 +26,7 @@ from device_communicators.errors import (
 from device_communicators.host_calls import host_call
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
-from device_communicators.routing.user_call import UserCall, transfer
+from device_communicators.routing.user_call import UserCall, message_call, transfer
 from parallel_state.collectives import checks
 from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
@@ -251,13 +251,13 @@ class _ObjectReader:
         messenger, src = self._messenger, self._src
         if head.header is not None:
             return False
-        if not head.has_tensors:
+        if head.is_plain:
             try:
-                self._plain = wire.read_plain(head.body, messenger.allow_pickle)
+                self._plain = codec.read_plain(head.body[wire.PLAIN_BYTES :], messenger.allow_pickle)
             except MessageDecodeError as error:
                 raise wire.malformed(error, messenger.route.context, src) from error
             return self._plain is not None
-        if messenger.allow_pickle or len(head.body) > wire.MOST_CACHED_BYTES:
+        if not head.has_tensors or messenger.allow_pickle or len(head.body) > wire.MOST_CACHED_BYTES:
             return False
         known = bytes(head.body)
         template = self._template = wire.template_of(known)
@@ -508,7 +508,7 @@ class Messenger:
     def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
         """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
         checks.check_no_transform(self.route.context, method)
-        call = UserCall(method, root=src)
+        call = message_call(method, src)
         with self.route.alone(call):
             if self.route.context.rank != src:
                 return self._take(self.transport.incoming(src, call=call), src)
@@ -571,6 +571,17 @@ class Messenger:
             SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
         self.route.run_list("send", on_device, dst, part_of=_SENT_LIST)
 
+    @transfer("send_tensor_dict with a spec")
+    def try_send_dict(self, tensors: dict[str, Any], form: int, head: bytes, dst: int) -> bool:
+        """Sends the tensors of a dict as send_list does, by one call into C++; False where they are left to that.
+
+        `form`: the address of the `Form` of dicts with this head.
+        """
+        context = self.route.context
+        if context.device.type != "cpu" or context.simulated:
+            return False
+        return self.transport.post(TensorList(head, tensors, _SENT_LIST, form), dst) is True
+
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
@@ -588,7 +599,7 @@ class Messenger:
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with rank `src`'s. Raises as recv_list."""
-        call = UserCall(_BROADCAST_METHOD, root=src)
+        call = message_call(_BROADCAST_METHOD, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)
 

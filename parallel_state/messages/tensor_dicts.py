@@ -12,17 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
+from device_communicators.routing.user_call import DTYPE_NUMBERS
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
-from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for, digest_of
+from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for, digest_of, head_of_sizes
 
 if TYPE_CHECKING:
+    from device_communicators.cpu.plain_tree import Form
     from parallel_state.collectives.calls import GroupMember
 
 
@@ -135,6 +137,50 @@ class TensorDictSpec:
                 )
 
 
+class _KnownForm(NamedTuple):
+    """A spec as C++ takes it."""
+
+    form: Form
+    head: bytes
+    constants: tuple[ConstantEntry, ...]
+
+    def try_send(self, group: GroupMember, tensors: dict[str, Any], dst: int) -> bool:
+        """Sends a dict that is plainly of this form by one call into C++; False for what takes more steps."""
+        for each in self.constants:
+            if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
+                return False
+        messenger = group.route.try_messenger
+        return messenger is not None and messenger.try_send_dict(tensors, self.form.address, self.head, dst)
+
+
+_MOST_FORMS = 256
+_forms: dict[str, _KnownForm | None] = {}
+"""By the digests of specs."""
+
+
+def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
+    """Returns what C++ needs to know of a spec of CPU tensors; None for another, and where nothing travels."""
+    try:
+        return _forms[spec.digest]
+    except KeyError:
+        from device_communicators.cpu.plain_tree import Form  # which brings the library's loader
+
+        known = None
+    tensors = [each for each in spec.entries if isinstance(each, TensorEntry)]
+    if spec.carried and all(each.device_type == "cpu" and each.dtype in DTYPE_NUMBERS for each in tensors):
+        dtypes, shapes = [DTYPE_NUMBERS[each.dtype] for each in tensors], [each.shape for each in tensors]
+        sizes = tuple([prod(each.shape) * each.dtype.itemsize for each in spec.carried])
+        known = _KnownForm(
+            Form([each.key for each in tensors], dtypes, shapes, len(spec.entries)),
+            head_of_sizes(spec.digest, sizes),
+            tuple(each for each in spec.entries if isinstance(each, ConstantEntry)),
+        )
+    if len(_forms) >= _MOST_FORMS:
+        _forms.clear()
+    _forms[spec.digest] = known
+    return known
+
+
 def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
     if group.rank_in_group == src:
         pieces = spec.plain_pieces(tensors) if type(tensors) is dict and _is_eager() else None
@@ -161,6 +207,9 @@ def send(
     spec: TensorDictSpec,
 ) -> None:
     if all_gather_group is None and type(tensors) is dict and _is_eager():
+        known = _known_form(spec)
+        if known is not None and known.try_send(group, tensors, dst):
+            return
         plain = spec.plain_pieces(tensors)
         if plain is not None:
             if plain:

@@ -286,8 +286,10 @@ class QueueTransport:
     def _post(self, sender: Sender, obj: object, limit: int, number: int) -> bool | Outgoing:
         """Writes all of a message at once: True. Else False, or what was packed and has no room; no tensors then."""
         if type(obj) is TensorList:
-            status = sender.post(lambda end: self._objects.post_list(end, obj.tensors, obj.head, number))
-            return status == POSTED
+            head, tensors, _, form = obj
+            if form:
+                return sender.post(lambda end: self._objects.post_dict(end, tensors, form, head, number)) == POSTED
+            return sender.post(lambda end: self._objects.post_list(end, tensors, head, number)) == POSTED
         status = sender.post(lambda end: self._objects.post(end, obj, limit, number))
         if status in (POSTED, LEFT_TO_PYTHON):
             return status == POSTED
@@ -463,6 +465,10 @@ class _QueuedMessage(IncomingMessage):
             self._head_bytes = len(expected.head)
             self._end(self._expected_bytes)
             return None
+        plain = receiver.plain_head()
+        if plain is not None:
+            self._head_bytes, self._tensor_bytes = len(plain), 0
+            return Head(None, plain, False, True)
         head = receiver.head()
         self._head_bytes = head.head_bytes
         if head.data:

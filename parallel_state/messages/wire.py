@@ -41,13 +41,11 @@ from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, TensorMetadata
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
 HEADER_BYTES = _HEADER.size
-_PLAIN_HEADER = struct.Struct(f"{_HEADER.format}{len(codec.PLAIN)}s")
+PLAIN_BYTES = HEADER_BYTES + len(codec.PLAIN)
 _INLINE_BYTES = FRAME_BYTES - HEADER_BYTES
 _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
-_PLAIN_START = [_MAGIC, _VALUE, 0, 0, 0]
-"""The first fields of the header of an object without tensors."""
 _DIGEST_BYTES = 16
 CPU = torch.device("cpu")
 NOTHING = object()
@@ -82,6 +80,8 @@ class Head(NamedTuple):
     """None where it is the beginning of the body still."""
     body: bytes | memoryview
     has_tensors: bool
+    is_plain: bool = False
+    """True where it is known to be an object's without tensors: one that begins with PLAIN_BYTES of no interest."""
 
 
 class AllGatherGroup(Protocol):
@@ -139,8 +139,11 @@ class TensorList(NamedTuple):
     """Tensors whose head both sides know."""
 
     head: bytes
-    tensors: list[Tensor]
+    tensors: Any
+    """A list, or a dict of the form below."""
     counted: str
+    form: int = 0
+    """Address of a dict's `Form`."""
 
 
 def encode(
@@ -293,26 +296,14 @@ def split_head(head: Head, context: GroupContext, src: int) -> tuple[Header, byt
     return parse_header(head.body, context, src, len(head.body)), head.body[HEADER_BYTES:]
 
 
-def read_plain(head: bytes | memoryview, allow_pickle: bool) -> tuple[Any] | None:
-    """Returns the object of a whole head without tensors; None where `split_head` and `read_body` are needed.
-
-    Raises MessageDecodeError, without its sender.
-    """
-    if len(head) < _PLAIN_HEADER.size:
-        return None
-    *start, body_bytes, tensor_bytes, metadata = _PLAIN_HEADER.unpack_from(head)
-    if start != _PLAIN_START or tensor_bytes or metadata != codec.PLAIN or body_bytes != len(head) - HEADER_BYTES:
-        return None
-    return codec.read_plain(memoryview(head)[_PLAIN_HEADER.size :], allow_pickle)
-
-
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
     """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides."""
-    return _head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
+    return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 
 
 @lru_cache(maxsize=256)
-def _head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
+def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
+    """As `head_of_list`, of the tensors' bytes."""
     body = bytes.fromhex(digest_of(form)) + struct.pack(f"<{len(sizes)}Q", *sizes)
     return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
 

@@ -143,9 +143,6 @@ def test_row_36_frames_of_a_group() -> None:
         whole.append(whole[-1][: wire.HEADER_BYTES + 200])
 
     def read(data: bytes) -> None:
-        plain = wire.read_plain(memoryview(data), False)
-        if plain is not None:
-            return
         header = wire.parse_header(data, CONTEXT, 1)
         if not header.is_error:
             wire.read_body(header, data[wire.HEADER_BYTES :][: header.body_bytes], CONTEXT, 1, False)

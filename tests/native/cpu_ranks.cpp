@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdio>
@@ -44,6 +45,7 @@ void ps_queue_writer_leave(void*);
 int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
 int ps_queue_post(void*, void*, const void*, int, std::uint64_t, std::uint64_t);
 int ps_queue_post_list(void*, void*, const void*, const char*, std::uint64_t, std::uint64_t);
+int ps_queue_post_dict(void*, void*, const void*, const Form*, const char*, std::uint64_t, std::uint64_t);
 int ps_pack(void*, const void*, int, std::uint64_t);
 int ps_packed(Piece*, int);
 int ps_queue_resume(void*, double);
@@ -567,9 +569,77 @@ Python fake_python() {
     *form = *static_cast<const TensorForm*>(tensor);
     return form->dtype == 1 ? 0 : 1;
   };
+  python.tuple_item = python.list_item;
+  python.dict_item = [](void* object, void* key) -> void* {
+    const auto& items = fake(object)->items;
+    for (std::size_t at = 0; at + 1 < items.size(); at += 2) {
+      if (items[at] == key) return items[at + 1];
+    }
+    return nullptr;
+  };
   python.tensor_at = offsetof(Fake, tensor);
   python.dtype_names = names, python.dtype_count = 3;
   return python;
+}
+
+// Random dicts of tensors and random forms: what fits is written, from where the tensors lie, and nothing else is.
+void known_dicts() {
+  const World world{0, {}};
+  Python python = fake_python();
+  Draw draw;
+  static char content[600];
+  const std::int64_t pids[] = {getpid(), getpid()};
+  const int ranks[] = {0, 1};
+  void* const liveness = ps_liveness_new(pids, 2);
+  const File memory(16 << 10);
+  char* const shared = static_cast<char*>(memory.shared);
+  std::int64_t written[8], report[8];
+  void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
+  void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
+  for (int round = 0; round < 30'000; ++round) {
+    std::deque<Fake> objects;
+    std::deque<TensorForm> tensors;
+    std::deque<std::array<std::int64_t, 3>> shapes;
+    Fake dict{kTypes + (draw(50) == 0 ? kList : kDict), {}, ""}, keys{kTypes + kList, {}, ""};
+    std::vector<std::int64_t> layout;
+    std::size_t bytes = 0;
+    bool fits = dict.type == kTypes + kDict;
+    for (std::uint64_t left = draw(5); left > 0; --left) {
+      Fake* const key = &objects.emplace_back(Fake{kTypes + kStr, {}, "k"});
+      Fake* const item = &objects.emplace_back(Fake{kTypes + kTensor, {}, ""});
+      auto& sizes = shapes.emplace_back();
+      for (auto& size : sizes) size = static_cast<std::int64_t>(draw(4));
+      TensorForm& form = tensors.emplace_back(
+          TensorForm{content, draw(600), draw(30) == 0 ? 1 : 2, static_cast<std::int64_t>(draw(4)), sizes.data()});
+      item->tensor = &form;
+      if (draw(30) == 0) item->type = kTypes + kInt;
+      dict.items.insert(dict.items.end(), {key, item});
+      if (draw(30) == 0) continue;  // a tensor that the form doesn't have
+      keys.items.push_back(draw(30) == 0 ? &objects.emplace_back(Fake{kTypes + kStr, {}, "other"}) : key);
+      fits = fits && keys.items.back() == key && item->type == kTypes + kTensor && form.dtype != 1;
+      layout.insert(layout.end(), {form.dtype, form.dims});
+      layout.insert(layout.end(), sizes.begin(), sizes.begin() + form.dims);
+      bytes += form.bytes;
+    }
+    const std::vector<std::int64_t> of_dict = layout;
+    if (!layout.empty() && draw(5) == 0) layout[draw(layout.size())] ^= static_cast<std::int64_t>(1) << draw(63);
+    if (draw(20) == 0) layout.resize(draw(layout.size() + 3));
+    const std::int64_t entries = static_cast<std::int64_t>(dict.items.size() / 2 + (draw(20) == 0 ? 1 : 0));
+    fits = fits && layout == of_dict && entries == static_cast<std::int64_t>(dict.items.size() / 2);
+    const Form form{&keys, layout.data(), static_cast<std::int64_t>(keys.items.size()),
+                    static_cast<std::int64_t>(layout.size()), entries};
+    python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
+    const int status = ps_queue_post_dict(writer, &dict, &python, &form, "head", 4, 5);
+    CHECK(fits ? status == 0 || status == 1 : status == 6);
+    if (status != 0) continue;
+    std::vector<char> came(bytes);
+    const Piece all{came.data(), came.size()};
+    CHECK(ps_queue_take(reader, nullptr, 0, "head", 4, &all, 1, 0) == 0 && report[7] == 1);
+    CHECK(written[2] == 4 && written[4] == static_cast<std::int64_t>(bytes));
+  }
+  ps_queue_writer_delete(writer);
+  ps_queue_reader_delete(reader);
+  ps_liveness_delete(liveness);
 }
 
 // Random objects, whose messages are written at once or not at all, and come as they were packed.
@@ -622,9 +692,15 @@ void packed_objects() {
       const auto* const from = static_cast<char*>(pieces[piece].address);
       packed.insert(packed.end(), from, from + pieces[piece].bytes);
     }
-    CHECK(ps_queue_take(reader, nullptr, 0, nullptr, 0, nullptr, 0, 0) == 0 && report[2] == written[2]);
-    came.resize(static_cast<std::size_t>(report[1]));
-    const Piece all{came.data(), came.size()};
+    // All of it at once, or its head first, which tells whether that is all.
+    came.resize(packed.size());
+    const std::size_t head_bytes = pieces[0].bytes + pieces[1].bytes, room = draw(2) == 0 ? 0 : came.size();
+    CHECK(ps_queue_take(reader, came.data(), room, nullptr, 0, nullptr, 0, 0) == 0 && report[2] == written[2]);
+    CHECK(report[1] == static_cast<std::int64_t>(came.size()) && report[2] == static_cast<std::int64_t>(head_bytes));
+    const auto* const tensor_count = static_cast<char*>(pieces[0].address) + 8;
+    CHECK(report[7] == (room >= head_bytes && std::count(tensor_count, tensor_count + 4, 0) == 4 ? 2 : 0));
+    const std::size_t taken = room >= head_bytes ? head_bytes : 0;
+    const Piece all{came.data() + taken, came.size() - taken};
     CHECK(ps_queue_read(reader, &all, 1, 0) == 0 && came == packed);
     const std::size_t body = pieces[0].bytes;
     CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, pieces[1].bytes, 0, 5, 1) == 1);
@@ -685,6 +761,7 @@ int main(int, char** arguments) {
   }
   hostile_messages();  // behind the forks, which give up what watches processes
   packed_objects();
+  known_dicts();
   std::printf("%ld checks, %ld wrong\n", calls.load(), wrong.load());
   return wrong != 0;
 }

@@ -1,5 +1,6 @@
 #include "pack.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -70,6 +71,16 @@ bool string(Bytes& to, const char* data, std::size_t bytes) {
 
 }  // namespace
 
+bool is_plain_head(const char* head, std::uint64_t bytes) {
+  if (bytes < kHeaderBytes + kMetadataBytes) return false;
+  constexpr unsigned char start[16] = {'P', 'S', 'M', '1'};  // an object, uncut, no tensors
+  constexpr unsigned char end[8 + kMetadataBytes] = {0, 0, 0, 0, 0, 0, 0, 0, kFormatVersion};
+  std::uint64_t body_bytes = 0;
+  for (int byte = 7; byte >= 0; --byte) body_bytes = body_bytes << 8 | static_cast<unsigned char>(head[16 + byte]);
+  return body_bytes == bytes - kHeaderBytes && std::memcmp(head, start, sizeof start) == 0 &&
+         std::memcmp(head + 24, end, sizeof end) == 0;
+}
+
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) {
   for (std::ptrdiff_t index = 0; index < count; ++index) {
     if (types[index] == type) return true;
@@ -131,6 +142,26 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
     tensor_bytes_ += form.bytes;
   }
   return true;
+}
+
+bool Packer::gather(const Python& python, void* dict, const Form& known, Piece head) {
+  python_ = &python;
+  pieces_.assign(1, head);
+  tensor_bytes_ = 0;
+  if (type_of(python, dict) != python.dict || python.dict_size(dict) != known.entries) return false;
+  const std::int64_t* at = known.layout;
+  const std::int64_t* const end = at + known.words;
+  for (std::int64_t index = 0; index < known.count; ++index) {
+    TensorForm form{};
+    void* const item = python.dict_item(dict, python.tuple_item(known.keys, index));
+    if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
+    if (!describe(item, &form) || end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims) return false;
+    if (!std::equal(form.sizes, form.sizes + form.dims, at + 2)) return false;
+    at += 2 + form.dims;
+    if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
+    tensor_bytes_ += form.bytes;
+  }
+  return at == end;
 }
 
 bool Packer::value(void* object, int depth) {

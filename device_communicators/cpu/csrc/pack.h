@@ -65,7 +65,23 @@ struct Python {
   std::ptrdiff_t tensor_at;                   // where a tensor's object has its TensorImpl; 0 where that isn't known
   const char* const* dtype_names;             // by number; null where there is none
   std::ptrdiff_t dtype_count;
+  void* (*make_integer)(long long);            // PyLong_FromLongLong
+  void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
+  void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null, and no error, where there is none
+  int depth;                                   // containers may be within each other
 };
+
+// What is known beforehand of a dict's tensors: the message of a dict of this form has a head that both sides know.
+struct Form {
+  void* keys;                  // of all tensors, a tuple of str
+  const std::int64_t* layout;  // of each: number of the dtype, number of dims, sizes
+  std::int64_t count;          // of tensors
+  std::int64_t words;          // of the layout
+  std::int64_t entries;        // of the dict, which may have other values, too
+};
+
+// Whether these bytes are the head that `Packer::pack` makes of an object without tensors.
+bool is_plain_head(const char* head, std::uint64_t bytes);
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
 
@@ -105,6 +121,8 @@ class Packer {
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit);
   // Takes in the tensors of a list, for a message whose head is known. False where that is left to Python.
   bool gather(const Python& python, void* list, Piece head);
+  // Takes in the tensors of a dict, for a message whose head is known. False where it isn't of the form.
+  bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
   const std::vector<Piece>& pieces() const { return pieces_; }
   std::uint64_t head_bytes() const { return front_.size() + body_.size(); }

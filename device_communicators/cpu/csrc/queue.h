@@ -70,7 +70,8 @@ struct QueueReport {
   std::int64_t left_bytes = 0;  // how many of its bytes weren't read yet
   std::int64_t reporter = -1;   // who gave up, after kGivenUp, and with which status of group.h
   std::int64_t reason = 0;
-  std::int64_t taken = 0;  // whether the message was the one that `ps_queue_take` was told to expect, and is read
+  std::int64_t taken = 0;  // 1: the message was the one that `ps_queue_take` was told to expect, and is read; 2: an
+                           // object without tensors, whose head is read
 };
 
 // One side of a ring: its counters, and whether the others are still there.

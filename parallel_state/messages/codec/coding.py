@@ -120,7 +120,7 @@ class Message:
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
 
 
-def read_plain(body: memoryview, allow_pickle: bool) -> tuple[Any] | None:
+def read_plain(body: bytes | memoryview, allow_pickle: bool) -> tuple[Any] | None:
     """Returns the object of metadata that began with PLAIN, of which `body` is the rest; None where `read` is needed.
 
     Raises MessageDecodeError as `read`.

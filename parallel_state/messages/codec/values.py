@@ -96,7 +96,7 @@ def pack(value: object, limit: int) -> tuple[bytes, bytes] | None:
     return None if _library.pack is None else _library.pack(value, limit)
 
 
-def from_plain(body: memoryview) -> Any:
+def from_plain(body: bytes | memoryview) -> Any:
     """Decodes a short body without Ext; raises anything for another, which `Decoder.value` may read."""
     if len(body) > _UNCHECKED_BYTES:
         raise ValueError
