@@ -1,10 +1,11 @@
 """The compiled part: `csrc/` to a shared library, once per machine and torch, and its functions.
 
 Two builds of the same sources. The *full* one has the registered ops' CPU kernels and belongs to one version of torch;
-the *plain* one knows neither torch nor Python and serves every version of both, through ctypes. A wheel may bring both
-(setup.py makes them where torch and a compiler are there); where the full one for this torch is missing, it is compiled
-at the first use into the user's cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the
-plain one carries on; without that `load` gives the reason, and what needs the library stays out of the routes.
+the *plain* one knows neither torch nor Python and serves every version of both, through ctypes or, where that takes too
+long, as functions of Python's own kind (csrc/calling.h). A wheel may bring both (setup.py makes them where torch and a
+compiler are there); where the full one for this torch is missing, it is compiled at the first use into the user's
+cache, under a lock. Without a compiler, or where PARALLEL_STATE_BUILD says never, the plain one carries on; without
+that `load` gives the reason, and what needs the library stays out of the routes.
 
 (Measured on torch 2.13, a call in place and a functional one: 0.92 and 1.50 us with torch's own ABI, 1.28 and 2.18 us
 with its stable one, which also has no way to look at requires_grad or to redispatch below autograd.)
@@ -114,9 +115,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
-    "ps_posting": (None, ()),  # these two are not called by ctypes: see plain_tree.py
-    "ps_posting_dict": (None, ()),
-    "ps_read_pointers_by": (None, (c_void_p,)),
+    "ps_set_calling": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (
         c_int,
@@ -133,6 +132,23 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 """In the full build only."""
 
+
+_METH_FASTCALL = 0x80
+_CALLED_BY_C = ("PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
+"""What `ps_set_calling` is given."""
+
+
+class _Method(ctypes.Structure):
+    """PyMethodDef."""
+
+    _fields_ = (("name", c_char_p), ("function", c_void_p), ("flags", c_int), ("doc", c_char_p))
+
+
+_new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, c_void_p)(
+    ("PyCFunction_NewEx", ctypes.pythonapi)
+)
+_METHODS: list[_Method] = []
+"""What functions refer to as long as the process lives."""
 
 QueueReport = c_int64 * 8
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
@@ -164,6 +180,15 @@ class NativeLibrary:
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
+        self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
+        self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
+
+    def method(self, name: str, itself: object = None) -> Any:
+        """Returns a function of csrc/calling.h as one of Python, which has `itself` for `self`."""
+        function = ctypes.cast(getattr(self._library, name), c_void_p)
+        method = _Method(name.encode(), function, _METH_FASTCALL, None)
+        _METHODS.append(method)
+        return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
         """Raises what a signal's handler raised, KeyboardInterrupt mostly, while a call was sleeping; if anything."""

@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,18 +120,29 @@ class NativeGroup:
         begin_sending()
         started = time.monotonic()
         status = getattr(self.library, f"ps_{operation}")(self.number, *user_call.words, *args)
+        if status != 0:
+            self._fail(status, user_call, started)
+
+    def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
+        """Takes the place of a message to all ranks among the calls; others wait for `src`. Raises as `call`."""
+        begin_sending()
+        started = time.monotonic()
+        status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
+        if status != 0:
+            self._fail(status, user_call, started)
+
+    def _fail(self, status: int, user_call: UserCall, started: float) -> NoReturn:
         if status == _INTERRUPTED:
             self.library.raise_interruption()
-        if status != 0:
-            raise self.failure(status, user_call.method, time.monotonic() - started)
+        raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
         """Keeps other threads from beginning a call until `exit`; UsageError while another call is under way."""
-        if self.library.ps_group_enter(self.number) == _BUSY:
+        if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
     def exit(self) -> None:
-        self.library.ps_group_exit(self.number)
+        self.library.exiting(self.number)
 
     @property
     def is_busy(self) -> bool:

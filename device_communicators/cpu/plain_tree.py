@@ -37,7 +37,7 @@ class _Python(ctypes.Structure):
         ("tensor_at", ctypes.c_ssize_t),
         ("dtype_names", ctypes.POINTER(_NAME)),
         ("dtype_count", ctypes.c_ssize_t),
-        *((name, _Type) for name in ("make_integer", "tuple_item", "dict_item")),
+        *((name, _Type) for name in ("tuple_item", "dict_item")),
         ("depth", ctypes.c_int),
     )
 
@@ -55,19 +55,11 @@ _FUNCTIONS = {
     "bytes_size": "PyBytes_Size",
     "bytes": "PyBytes_AsString",
     "forget_error": "PyErr_Clear",
-    "make_integer": "PyLong_FromLongLong",
     "tuple_item": "PyTuple_GetItem",
     "dict_item": "PyDict_GetItem",
 }
 _MOST_PIECES = 66  # as csrc/pack.h has tensors, and the head
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
-_METH_FASTCALL = 0x80
-
-
-class _Method(ctypes.Structure):
-    """PyMethodDef."""
-
-    _fields_ = (("name", _NAME), ("function", _Type), ("flags", ctypes.c_int), ("doc", _NAME))
 
 
 class _FormWords(ctypes.Structure):
@@ -118,14 +110,13 @@ class PlainObjects:
         post_list = _keeping_the_gil(
             library.ps_queue_post_list, _Type, ctypes.py_object, _Type, ctypes.c_char_p, size, size
         )
-        library.ps_read_pointers_by(ctypes.cast(ctypes.pythonapi.PyLong_AsVoidPtr, _Type))
-        self.post: Callable[[int, object, int, int], int] = _method("post", library.ps_posting, address)
+        self.post: Callable[[int, object, int, int], int] = library.method("ps_posting", address)
         """Writes the message of an object of at most `limit` bytes if all of it has room: see ps_queue_post.
 
         Of a queue's writer, the object, the limit, and the message's fingerprint.
         """
-        self.post_dict: Callable[[int, dict[str, Any], int, bytes, int], int] = _method(
-            "post_dict", library.ps_posting_dict, address
+        self.post_dict: Callable[[int, dict[str, Any], int, bytes, int], int] = library.method(
+            "ps_posting_dict", address
         )
         """As `post`, the message of a dict of tensors: of a writer, the dict, its form, its head, a fingerprint."""
         self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
@@ -165,20 +156,6 @@ class PlainObjects:
 
 def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
     return ctypes.PYFUNCTYPE(ctypes.c_int, *arguments)(ctypes.cast(function, _Type).value or 0)
-
-
-def _method(name: str, function: Any, address: int) -> Any:
-    """Returns a function of the library as one of Python, with the address for `self`: called without ctypes."""
-    method = _Method(name.encode(), ctypes.cast(function, _Type), _METH_FASTCALL, None)
-    _METHODS.append(method)
-    return _new_function(ctypes.byref(method), address, None)
-
-
-_METHODS: list[_Method] = []
-"""What functions refer to as long as the process lives."""
-_new_function = ctypes.PYFUNCTYPE(ctypes.py_object, _Type, ctypes.py_object, ctypes.c_void_p)(
-    ("PyCFunction_NewEx", ctypes.pythonapi)
-)
 
 
 def _python(

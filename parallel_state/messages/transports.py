@@ -360,7 +360,7 @@ class QueueTransport:
         The queue itself can't tell: a rank that is in a collective doesn't look there.
         """
         if (collectives := self.route.context.collectives) is not None:
-            collectives.call("announce", call.root, self.channels.spin_ns, user_call=call)
+            collectives.announce(call.root, self.channels.spin_ns, call)
 
     def compare(self, call: UserCall, error: CollectiveMismatchError) -> None:
         """Raises the error that names both calls, where another rank is known to have been in another one."""

@@ -235,8 +235,8 @@ class Collectives:
     def exit(self) -> None:
         self.calls.append(("exit",))
 
-    def call(self, operation: str, *arguments: Any, user_call: UserCall) -> None:
-        self.calls.append((operation, *arguments, str(user_call)))
+    def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
+        self.calls.append(("announce", src, spin_ns, str(user_call)))
 
 
 def test_a_reader_waits_for_a_broadcast_as_for_a_message(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "calling.h"
 #include "handle.h"
 #include "interrupt.h"
 
@@ -45,6 +46,11 @@ const char* ps_instruction_set() { return instruction_set(); }
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),
                         void (*let_lock)(int), unsigned long main_thread) {
   set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
+}
+
+void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
+                    void (*restore_thread)(void*)) {
+  calling = {as_pointer, make_integer, save_thread, restore_thread};
 }
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
@@ -229,6 +235,29 @@ int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
 int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src, std::int64_t spin_ns) {
   return with(group, word, shape,
               [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
+}
+
+// The three calls around a message to all ranks, as calling.h has it: `ps_group_enter(group)`, then
+// `ps_announce(group, word, shape, src, spin_ns)`, and at the end `ps_group_exit(group)`.
+void* ps_entering(void*, void* const* given, std::ptrdiff_t count) {
+  return count == 1 ? calling.make_integer(ps_group_enter(number_of(given[0]))) : nullptr;
+}
+
+void* ps_announcing(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 5) return nullptr;
+  const std::uint64_t group = number_of(given[0]), word = number_of(given[1]), shape = number_of(given[2]);
+  const auto src = static_cast<int>(number_of(given[3]));
+  const auto spin_ns = static_cast<std::int64_t>(number_of(given[4]));
+  void* const thread = calling.save_thread();  // it may have to wait
+  const int status = ps_announce(group, word, shape, src, spin_ns);
+  calling.restore_thread(thread);
+  return calling.make_integer(status);
+}
+
+void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {
+  if (count != 1) return nullptr;
+  ps_group_exit(number_of(given[0]));
+  return calling.make_integer(0);
 }
 
 // Calls and bytes of each operation that the registered ops carried themselves, in the order of `Counted`.

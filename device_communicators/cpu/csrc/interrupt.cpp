@@ -1,5 +1,7 @@
 #include "interrupt.h"
 
+#include "calling.h"
+
 #include <pthread.h>
 
 #include <atomic>
@@ -15,6 +17,8 @@ void* raised[3] = {nullptr, nullptr, nullptr};  // by the main thread, for the m
 bool in_main_thread() { return known.load(std::memory_order_acquire) && pthread_equal(pthread_self(), main_thread); }
 
 }  // namespace
+
+Calling calling;
 
 void set_interpreter(const Interpreter& interpreter, unsigned long thread) {
   if (known.load(std::memory_order_acquire)) return;

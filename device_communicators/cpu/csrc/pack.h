@@ -65,7 +65,6 @@ struct Python {
   std::ptrdiff_t tensor_at;                   // where a tensor's object has its TensorImpl; 0 where that isn't known
   const char* const* dtype_names;             // by number; null where there is none
   std::ptrdiff_t dtype_count;
-  void* (*make_integer)(long long);            // PyLong_FromLongLong
   void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
   void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null, and no error, where there is none
   int depth;                                   // containers may be within each other

@@ -9,16 +9,20 @@
 #include <memory>
 #include <utility>
 
+#include "calling.h"
 #include "handle.h"
 #include "pack.h"
 #include "queue.h"
 
 namespace {
 
+using parallel_state::calling;
 using parallel_state::Form;
 using parallel_state::Handle;
+using parallel_state::number_of;
 using parallel_state::Packer;
 using parallel_state::Piece;
+using parallel_state::pointer_of;
 using parallel_state::ProcessLiveness;
 using parallel_state::Python;
 using parallel_state::QueueReader;
@@ -74,13 +78,6 @@ int post(Opened<QueueWriter>* opened, const std::vector<Piece>& pieces, int head
 Packer& packer() {
   static thread_local Packer made;
   return made;
-}
-
-void* (*pointer_of)(void*) = nullptr;
-
-std::uint64_t word(const Python& python, void* integer) {
-  int overflow = 0;
-  return static_cast<std::uint64_t>(python.integer(integer, &overflow));
 }
 
 }  // namespace
@@ -175,25 +172,21 @@ int ps_queue_post_dict(void* writer, void* dict, const void* python, const Form*
   return post(opened, made.pieces(), 1, fingerprint);
 }
 
-// `ps_queue_post` and `ps_queue_post_dict` as functions of Python, METH_FASTCALL, which are called in a fraction of the
-// time that ctypes takes. `self` is the address of what is told of Python.
-void ps_read_pointers_by(void* (*as_pointer)(void*)) { pointer_of = as_pointer; }  // PyLong_AsVoidPtr
-
+// `ps_queue_post` and `ps_queue_post_dict` as calling.h has it; `self` is the address of what is told of Python.
 void* ps_posting(void* self, void* const* given, std::ptrdiff_t count) {  // writer, object, limit, fingerprint
   if (count != 4) return nullptr;
-  const Python& python = *static_cast<const Python*>(pointer_of(self));
-  const int status = ps_queue_post(pointer_of(given[0]), given[1], &python, python.depth, word(python, given[2]),
-                                   word(python, given[3]));
-  return python.make_integer(status);
+  const auto& python = *static_cast<const Python*>(pointer_of(self));
+  return calling.make_integer(
+      ps_queue_post(pointer_of(given[0]), given[1], &python, python.depth, number_of(given[2]), number_of(given[3])));
 }
 
 void* ps_posting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // writer, dict, form, head, fingerprint
   if (count != 5) return nullptr;
-  const Python& python = *static_cast<const Python*>(pointer_of(self));
-  const int status = ps_queue_post_dict(
-      pointer_of(given[0]), given[1], &python, static_cast<const Form*>(pointer_of(given[2])), python.bytes(given[3]),
-      static_cast<std::uint64_t>(python.bytes_size(given[3])), word(python, given[4]));
-  return python.make_integer(status);
+  const auto& python = *static_cast<const Python*>(pointer_of(self));
+  const auto* const form = static_cast<const Form*>(pointer_of(given[2]));
+  const auto head_bytes = static_cast<std::uint64_t>(python.bytes_size(given[3]));
+  return calling.make_integer(ps_queue_post_dict(pointer_of(given[0]), given[1], &python, form, python.bytes(given[3]),
+                                                 head_bytes, number_of(given[4])));
 }
 
 // Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python.
