@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from device_communicators.cpu import native_build
@@ -39,9 +40,28 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
     return target
 
 
-def plain_library(make: Callable[[Path], object]) -> Path:
-    """Returns the plain library, compiled without optimisation; `make` writes it where no earlier run has done so."""
-    return kept("plain.so", [native_build.plain_recipe().digest(), shutil.which("c++")], [], make)
+def plain_library(compiler: Sequence[str], more: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
+    """Returns the plain library with `more` sources, which take `flags`, compiled without optimisation."""
+    recipe = native_build.plain_recipe()
+    command = [*compiler, *native_build._FLAGS, *recipe.flags, "-O0"]
+
+    def archive(made: Path) -> None:
+        objects = [made.with_name(f"{source.stem}.o") for source in recipe.sources]
+        pairs = zip(recipe.sources, objects, strict=True)
+        with ThreadPoolExecutor(len(native_build.usable_cores())) as workers:
+            list(workers.map(lambda pair: _run(*command, "-c", pair[0], "-o", pair[1]), pairs))
+        _run("ar", "rcs", made, *objects)
+
+    def link(made: Path) -> None:
+        all_of_it = ("-Wl,--whole-archive", objects, "-Wl,--no-whole-archive")
+        _run(*command, *flags, "-shared", *more, *all_of_it, "-o", made, *recipe.link_flags)
+
+    objects = kept("plain.a", [*command, recipe.digest()], [], archive)
+    return kept("plain.so", [*command, *flags, recipe.digest()], more, link)
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run([*map(str, command)], check=True, timeout=native_build.BUILD_TIMEOUT_S)
 
 
 def _folder() -> Path:

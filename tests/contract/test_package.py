@@ -77,13 +77,12 @@ def environment(folder: Path, *borrowed: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_library() -> Path:
     """The library as a wheel brings it, but for -O0."""
-    if native_build.find_compiler() is None:
+    found = native_build.find_compiler()
+    if found is None:
         pytest.skip("there is no C++ compiler")
-    wrapper = compiler(tmp_path_factory.mktemp("compiler"), 'exec c++ "$@" -O0')
-    recipe = native_build.plain_recipe()
-    return compiled.plain_library(lambda path: native_build.compile_library(recipe, path, [wrapper]))
+    return compiled.plain_library(found)
 
 
 @pytest.fixture(scope="module")
