@@ -37,8 +37,11 @@ _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
         "test_torch_parallelism", "test_hybrid_sharding", "test_device_mesh", "test_transformers"
     ),
-    ("torch._dynamo",): ("test_c10d", "test_c10d_on_hosts", "test_compat_megatron"),
-    ("torch._inductor.compile_fx", "torch.distributed.fsdp"): (
+    ("torch._dynamo", "torch._decomp.decompositions_for_jvp"): (
+        "test_c10d", "test_c10d_on_hosts", "test_compat_megatron", "test_fused_norm", "test_gradients", "test_hosts",
+        "test_trace", "test_transforms",
+    ),
+    ("tests.compile.compiler_preload", "torch.distributed.fsdp"): (
         "test_bench_command", "test_benchmarks", "test_c10d_launchers"
     ),
     ("tests.compile.compiler_preload",): (
