@@ -33,7 +33,7 @@ SIZES = {
     "context_parallel_size": 2,
     "expert_model_parallel_size": 8,
 }
-ROUNDS, ROUNDS_OF_WORLDS = ((20, 100), (20, 100)) if LONG else ((8, 28), (5, 17))
+ROUNDS, ROUNDS_OF_WORLDS = ((20, 100), (20, 100)) if LONG else ((6, 20), (4, 13))
 """After which nothing may be added, and all: many more than the two threads or descriptors that are about to go."""
 AGREEMENT = 9  # operations on the store that the last of the ranks to come needs, which has the most to do
 
