@@ -6,7 +6,7 @@
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
-end, of the others the summary. Many tests have ranks that must notice something in time, with four lanes on few cores:
+end, of the others the summary. Many tests have ranks that must notice something in time, with five lanes on few cores:
 up to MOST_AGAIN that failed run once more, with the machine to themselves, and those that pass then are named. The last
 line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test. Ctrl-C ends all
 lanes with everything below them.
@@ -70,13 +70,19 @@ PROGRAMS = _files(
     "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
 """Contract tests of programs, rather than of ranks."""
+DISAGREEMENTS = _files(
+    "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
+    "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
+)  # fmt: skip
+"""Failure tests in which all ranks live and their calls differ: they wait for deadlines."""
 LANES = (
-    Lane("failures", ("tests/failure",)),
+    Lane("failures", ("tests/failure",), but=DISAGREEMENTS),
+    Lane("disagreements", DISAGREEMENTS),
     Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=3),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=3),
 )
-"""By what they wait for: the first for ranks to notice something in time, so that it goes before the others, none
+"""By what they wait for: the first two for ranks to notice something in time, so that they go before the others, none
 of which may starve: they have deadlines, too."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
