@@ -17,10 +17,19 @@ import torch
 from parallel_state.tools.bench.teams import python_path
 from tests import nccl_stand_in
 from tests.extent import LONG
-from tests.programs import Program, script
+from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).resolve().parents[2]
 DRY_S = 550
+FORK_SERVER = f"""{FORK_SERVERS}
+from multiprocessing.forkserver import ensure_running
+from tests import workers
+
+workers.modules_of_tests.add(workers.COMPILING)
+workers.fork_context()
+ensure_running()
+"""
+"""Forks it before pytest has anything open."""
 
 
 def run(folder: Path, *arguments: str, **variables: str) -> str:
@@ -34,8 +43,9 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
         **variables,
     }
     words = ["-q", "-p", "no:cacheprovider", "tests/gpu", *arguments]
-    code = f"import os, pytest, sys\nos.chdir({str(ROOT)!r})\nsys.exit(pytest.main({words!r}))\n"
-    program = Program(code, environment)  # not its fork server, which would inherit what pytest has open
+    before = FORK_SERVER if "GPU_TESTS" in variables else ""
+    code = f"import os, pytest, sys\nos.chdir({str(ROOT)!r})\n{before}sys.exit(pytest.main({words!r}))\n"
+    program = Program(code, environment)
     said = "".join(program.communicate(DRY_S))
     assert program.returncode == 0, said[-6000:]
     return said
