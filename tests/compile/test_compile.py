@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import parallel_state as ps
 from tests.contract.attempts import world
+from tests.extent import LONG
 from tests.workers import WorkerPool
 
 BACKENDS = ("aot_eager", "inductor")
@@ -307,13 +308,14 @@ def _transforms_body() -> None:
     def loss(x: Tensor) -> Tensor:
         return layer(x).square().sum()
 
-    for transformed, given in (
+    for number, (transformed, given) in enumerate((
         (torch.func.grad(loss), x),
         (torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum()), x),
         (torch.func.vmap(torch.func.grad(loss)), torch.stack([x, 2 * x])),
-    ):
+    )):  # fmt: skip
+        backend = _own_backend() if LONG or number == 0 else BACKENDS[0]  # neither sees the transform any more
         torch._dynamo.reset()
-        compiled = torch.compile(transformed, fullgraph=True, backend=_own_backend())
+        compiled = torch.compile(transformed, fullgraph=True, backend=backend)
         torch.testing.assert_close(compiled(given), transformed(given))
 
 
