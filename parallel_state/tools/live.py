@@ -33,13 +33,17 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
         print(f"{target!r} is no rank or launcher of ranks on this host, nor the id of a job that has any here{names}")
         return 2
     first, answer = next(iter(job.items()))
+    others = sorted(set(job) - {first, *answer["pids"].values()})
     job = {pid: each for pid, each in answers.items() if pid in {first, *answer["pids"].values()}}
     world, states = _states_of(job)
     if as_json:
         ranks = {rank: state._asdict() for rank, state in sorted(states.items())}
-        print(json.dumps({"world": world, "ranks": ranks, "answers": list(job.values())}, indent=1))
+        told = {"world": world, "ranks": ranks, "answers": list(job.values()), "others": others}
+        print(json.dumps(told, indent=1))
         return 0
     print("\n".join(describe(world, states, job, stacks=stacks)))
+    if others:
+        print(f"{target!r} has {len(others)} more ranks, of other worlds: ask by PID ({', '.join(map(str, others))})")
     return 0
 
 

@@ -20,7 +20,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """The wait of one rank in one collective for the last one to come."""
+    """The wait of one rank in one collective for the last one to come, or until it was done without that one."""
 
     seconds: float
     rank: int
@@ -92,7 +92,7 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
             arrows.append({**arrow, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]})
             arrows.append({**arrow, "ph": "f", "bp": "e", "pid": event["pid"], "tid": event["tid"], "ts": at})
             facts = event["args"]
-            waits.append(Wait((last["ts"] - event["ts"]) / 1e6, event["pid"], last["pid"], event["name"],
+            waits.append(Wait((at - event["ts"]) / 1e6, event["pid"], last["pid"], event["name"],
                               facts["number"], facts["group"], facts["ranks"]))  # fmt: skip
     return [*merged, *arrows], waits
 

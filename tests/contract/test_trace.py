@@ -69,12 +69,22 @@ def _all(folder: Path) -> list[dict[str, object]]:
     return found
 
 
-def test_clocks_of_hosts_are_added(tmp_path: Path) -> None:
-    args = {"group": "tp:0", "ranks": [0, 1], "number": 1, "peer": -1}
-    span = {"ph": "X", "name": "barrier", "tid": 1, "dur": 50.0, "args": args}
+_ARGS = {"group": "tp:0", "ranks": [0, 1], "number": 1, "peer": -1}
+
+
+def test_a_wait_is_from_its_own_beginning_to_the_lasts() -> None:
+    span = {"ph": "X", "name": "barrier", "tid": 1, "dur": 50.0, "args": _ARGS}
     merged, waits = command.merge([{**span, "pid": 0, "ts": 1000.0}, {**span, "pid": 1, "ts": 1040.0}])
     assert [event["ts"] for event in merged] == [0.0, 40.0, 40.0, 40.0]
     assert [(wait.rank, wait.last, wait.seconds) for wait in waits] == [(0, 1, pytest.approx(40e-6))]
+
+
+def test_who_is_done_before_the_last_comes_waits_no_longer() -> None:
+    """The root of a broadcast leaves its data behind: that another is late doesn't hold it."""
+    span = {"ph": "X", "name": "broadcast", "tid": 1, "args": _ARGS}
+    root, late = {**span, "pid": 0, "ts": 0.0, "dur": 20.0}, {**span, "pid": 1, "ts": 200_000.0, "dur": 30.0}
+    _, (wait,) = command.merge([root, late])
+    assert (wait.rank, wait.seconds) == (0, pytest.approx(20e-6))
 
 
 def test_no_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

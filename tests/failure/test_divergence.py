@@ -1,6 +1,7 @@
 """Hangs that users of engines and trainers reported, played again: every error says who it is, in what, and where.
 
-Each is a loop in which one rank, or some, took another branch. The ranks have no debug mode.
+Each is a loop in which one rank, or some, took another branch, as the report tells it; the engine itself isn't started.
+The ranks have no debug mode. Reports whose cause is a port, an interface, or /dev/shm are met in tests/clusters.
 """
 
 from __future__ import annotations
