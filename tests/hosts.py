@@ -7,10 +7,10 @@
             ...
 
 A host is a network namespace with one interface, a UTS namespace with a name of its own, a mount namespace with a
-fresh /dev/shm, and, if asked for, a PID namespace. Their interfaces meet in a bridge, in a namespace of its own:
-nothing has a name outside, and no two runs meet. Each namespace lives as long as a process that reads a pipe of ours,
-so whatever becomes of the owner, be it SIGKILL, the kernel takes all of it away. It needs root, `ip` and `tc` (Debian:
-iproute2), `unshare` and `nsenter` (util-linux); `problem()` says what is missing.
+fresh /dev/shm, and, if asked for, a PID namespace and a monotonic clock. Their interfaces meet in a bridge, in
+a namespace of its own: nothing has a name outside, and no two runs meet. Each namespace lives as long as a process that
+reads a pipe of ours, so whatever becomes of the owner, be it SIGKILL, the kernel takes all of it away. It needs root,
+`ip` and `tc` (Debian: iproute2), `unshare` and `nsenter` (util-linux); `problem()` says what is missing.
 
 Ranks are forks of the tests' fork server, so they start in milliseconds, that enter a host's namespaces.
 """
@@ -39,7 +39,10 @@ _FIRST_PORT = 20_000
 
 INTERFACE = "eth0"
 _DEADLINE_S = 20.0
-_NAMESPACES = ("net", "uts", "ipc", "pid_for_children", "mnt")  # the last one takes the way to the others away
+_NAMESPACES = ("net", "uts", "ipc", "pid_for_children", "time_for_children", "mnt")
+"""The last one takes the way to the others away."""
+CLOCK_STEP_S = 1000 if os.path.exists("/proc/self/ns/time") else 0
+"""So far the monotonic clock of a host with PIDs of its own is ahead of that of the one before."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -52,7 +55,7 @@ class Host:
     memory_of: int | None = None
     """Shares that host's /dev/shm and files: the same memory, but another address and name."""
     own_pids: bool = False
-    """Its processes have a PID namespace: others don't see them, nor does this host see others."""
+    """Its processes have a PID namespace, others don't see them, nor does this host see others; and their own clock."""
     shared_memory: str = "1g"
     """The size of /dev/shm."""
     cpus: tuple[int, ...] = ()
@@ -128,6 +131,9 @@ class Hosts:
 
     def _add(self, index: int, host: Host) -> None:
         options, steps = ["--uts", "--ipc"], [f"hostname parallel-state-host-{index}"]
+        if CLOCK_STEP_S and host.own_pids:
+            ahead_s = str(index * CLOCK_STEP_S)
+            options += ["--time", "--monotonic", ahead_s, "--boottime", ahead_s]
         enter: list[str] = []
         if host.network_of is None:
             options.append("--net")
@@ -190,6 +196,16 @@ class Hosts:
             # A burst holds the largest packet that the kernel hands down at once, of 64 KiB.
             script = f"tc qdisc replace dev {INTERFACE} root tbf rate {rate} burst 128kb limit {queue}"
         self.run_on(host, script)
+
+    def lose(self, host: int, percent: int) -> None:
+        """Drops so many of a hundred packets that the host sends to others, at the switch; 0: none. Needs nftables."""
+        script = "nft delete table bridge loss 2>/dev/null || true"
+        if percent:
+            rule = f"iifname h{self._port(host)} numgen random mod 100 < {percent} drop"
+            hook = "'{ type filter hook forward priority 0; }'"
+            script = f"nft add table bridge loss && nft add chain bridge loss forward {hook}"
+            script += f" && nft add rule bridge loss forward '{rule}'"
+        self._in_network(self._switch, script)
 
     def sent_bytes(self, host: int) -> int:
         """What the host has sent to other hosts so far, headers and acknowledgements included."""
@@ -290,7 +306,8 @@ def enter(pid: int) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     folder = os.getcwd()
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(f"/proc/{pid}/ns/{name}")) for name in _NAMESPACES]
+        there = (path for name in _NAMESPACES if os.path.exists(path := f"/proc/{pid}/ns/{name}"))
+        files = [stack.enter_context(open(path)) for path in there]
         for file in files:
             if library.setns(file.fileno(), 0) != 0:
                 error = ctypes.get_errno()

@@ -23,6 +23,7 @@ from device_communicators.host import (
     addresses_of,
     gloo_address,
     ipv4_of,
+    local_namespace,
     namespace_id,
     start_time,
 )
@@ -81,7 +82,10 @@ def whereabouts() -> Address:
 def process() -> Address:
     """Returns this process' place, without what takes a look-up of names."""
     pid = os.getpid()
-    return Address(namespace_id("net"), processes=namespace_id("pid"), pid=str(pid), born=start_time(pid))
+    processes = namespace_id("pid")
+    if processes:  # `start_time` is told by the clock of who asks
+        processes += f"/{local_namespace('time')}"
+    return Address(namespace_id("net"), processes=processes, pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
