@@ -2,8 +2,8 @@
 
 A rank is a fork of the tests' fork server that enters its host's namespaces: the command is the one that a user runs,
 with arguments, environment, output and exit code, without the seconds that an import of torch takes. Faults are in what
-surrounds it: the environment, limits, files, interfaces; versions and clocks that can't be had twice on one machine are
-changed below it (`Shim`), never in it.
+surrounds it: the environment, limits, files, interfaces. What can't be had twice on one machine is changed within the
+process before the command begins (`Shim`): versions, the wall clock, a core that is slow by itself, a hang.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ DEMO = ("benchmarks/inference/demo.py",)
 PYTHON = sys.executable
 _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM", "OMPI_", "PMI", "GLOO_", "RAY_")
 """Variables of whatever started the tests."""
+_ENTERED = ("--net", "--uts", "--ipc", "--mount")
 
 
 @dataclass
@@ -90,7 +91,8 @@ class Cluster(Hosts):
         self.agent = folder / "agent"
         self.common: dict[str, str] = {}
         """Variables of all commands."""
-        self._commands: list[Command] = []
+        self.commands: list[Command] = []
+        """All that were started, the first one first."""
 
     def __enter__(self) -> Cluster:
         super().__enter__()
@@ -102,7 +104,7 @@ class Cluster(Hosts):
                 'while [ "${1#-}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n'
                 + "".join(f"{names}) pid={self.pid(host)};;\n" for host, names in enumerate(self._patterns()))
                 + '*) echo "no host $host" >&2; exit 255;;\nesac\n'
-                f'exec nsenter -t $pid --net --uts --ipc --mount --wd="{ROOT}" sh -c "$*"\n'
+                f'exec nsenter -t $pid {" ".join(_ENTERED)} --wd="{ROOT}" sh -c "$*"\n'
             )
             self.agent.chmod(0o755)
         except BaseException:
@@ -124,7 +126,7 @@ class Cluster(Hosts):
 
     def end_commands(self) -> None:
         """Kills what was started and still runs, the last one first."""
-        for command in reversed(self._commands):
+        for command in reversed(self.commands):
             command.kill()
 
     def close(self) -> None:
@@ -136,10 +138,10 @@ class Cluster(Hosts):
         usual = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         environment = {**usual, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.common}
         environment |= variables
-        enter = ["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--ipc", "--mount", f"--wd={ROOT}"]
-        log = self.folder / f"command.{len(self._commands)}"
-        self._commands.append(Command([*enter, *command], environment, log))
-        return self._commands[-1]
+        enter = ["nsenter", "-t", str(self.pid(host)), *_ENTERED, f"--wd={ROOT}"]
+        log = self.folder / f"command.{len(self.commands)}"
+        self.commands.append(Command([*enter, *command], environment, log))
+        return self.commands[-1]
 
     def run(self, host: int, command: Sequence[str], within_s: float, **variables: str) -> Ended:
         """Runs a command on a host to its end."""

@@ -1,10 +1,12 @@
 """Fetches the launchers that the tests start: MPICH, Open MPI, Intel MPI and Ray from PyPI, SLURM from Debian.
 
+From Debian comes also nftables, for faults of a network.
+
     python -m tests.clusters.install            # each into an environment of its own, in the user's cache
     python -m tests.clusters.install show
 
-What is there stays. SLURM comes by `apt-get install`, where this is a Debian and root may; what can't be had is
-said with the reason, and its tests are skipped.
+What is there stays. Debian's packages come by `apt-get install`, where this is a Debian and root may; what can't be
+had is said with the reason, and its tests are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ RAY = "ray==2.60.0"
 WHEELS = {**{mpi.folder: mpi.requirement for mpi in MPIS}, "ray": RAY}
 PROGRAMS = {"ray": "ray"}
 """What each has in its `bin`; else `mpiexec`."""
-DEBIAN = ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge")
+DEBIAN = {
+    "slurm": ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge"),
+    "nftables": ("nftables",),
+}
+"""The packages of each."""
+DEBIAN_PROGRAMS = {"slurm": ("slurmctld", "slurmd", "srun", "munged"), "nftables": ("nft",)}
 PIP_S = 900
 
 
@@ -35,8 +42,8 @@ def path_of(name: str, word: str | None = None) -> Path:
 @cache
 def missing(name: str) -> str | None:
     """Returns the reason why a launcher can't be started here; None where it can."""
-    if name == "slurm":
-        absent = [word for word in ("slurmctld", "slurmd", "srun", "munged") if _which(word) is None]
+    if name in DEBIAN:
+        absent = [word for word in DEBIAN_PROGRAMS[name] if _which(word) is None]
         return f"{', '.join(absent)} not found (make test-clusters installs them on a Debian)" if absent else None
     return None if path_of(name).exists() else f"{name} is not installed (make test-clusters does)"
 
@@ -48,8 +55,7 @@ def _which(word: str) -> str | None:
 def install() -> list[str]:
     """Installs what is missing; returns what could not be, with the reason."""
     problems = [problem for name, wheel in WHEELS.items() if missing(name) for problem in _wheel(name, wheel)]
-    if missing("slurm"):
-        problems += _debian()
+    problems += [problem for name in DEBIAN if missing(name) for problem in _debian(name)]
     missing.cache_clear()
     return problems
 
@@ -73,19 +79,19 @@ def _wheel(name: str, wheel: str) -> list[str]:
     return []
 
 
-def _debian() -> list[str]:
+def _debian(name: str) -> list[str]:
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        return ["slurm: needs a Debian, and root"]
-    command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *DEBIAN]
+        return [f"{name}: needs a Debian, and root"]
+    command = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *DEBIAN[name]]
     done = subprocess.run(
         ["sh", "-c", f"apt-get update -q && {' '.join(command)}"],
         capture_output=True, text=True, timeout=PIP_S, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
     )  # fmt: skip
-    return [] if done.returncode == 0 else [f"slurm: apt-get: {done.stderr.strip().splitlines()[-1:]}"]
+    return [] if done.returncode == 0 else [f"{name}: apt-get: {done.stderr.strip().splitlines()[-1:]}"]
 
 
 if __name__ == "__main__":
     for found in [] if sys.argv[1:] == ["show"] else install():
         print(f"could not get {found}")
-    for each in (*WHEELS, "slurm"):
+    for each in (*WHEELS, *DEBIAN):
         print(f"{each}: {missing(each) or 'there'}")

@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--kill", type=int, default=-1, help="the rank that is killed")
     parser.add_argument("--again", action="store_true", help="the others go on as a smaller world")
     parser.add_argument("--absent", type=int, default=-1, help="a rank that never joins, and ends as the others do")
+    parser.add_argument("--hold", type=Path, help="rank 3 makes no call until this file is there")
     parser.add_argument("--until", type=int, default=0, help="goes on until the world has so many ranks")
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--size", type=int, default=-1)
@@ -48,10 +49,13 @@ def main() -> None:
         time.sleep(2 * settings.START_TIMEOUT_S.get())
         return
     start = (options.size, options.rank, method, options.local_rank)
-    run(options.folder, options.kill, options.again, start, options.until)
+    run(options.folder, options.kill, options.again, start, options.until, options.hold)
 
 
-def run(folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, ...] = (), until: int = 0) -> None:
+def run(
+    folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, ...] = (), until: int = 0,
+    hold: Path | None = None,
+) -> None:  # fmt: skip
     """Joins, computes, tells; `start` are the first arguments of init_distributed_environment."""
     explicit = bool(start) and start[1] >= 0
     facts: dict[str, Any] = {"source": "explicit" if explicit else environment.detect(rendezvous=False).source}
@@ -60,6 +64,8 @@ def run(folder: Path, victim: int = -1, again: bool = False, start: tuple[Any, .
     ps.init_distributed_environment(*start, timeout=TIMEOUT_S)
     world = ps.get_world_group()
     ps.initialize_model_parallel(*((TP, PP) if world.world_size % (TP * PP) == 0 else (world.world_size, 1)))
+    while hold is not None and world.rank == 3 and not hold.exists():
+        time.sleep(0.05)
     facts.update(compute(), start_s=time.monotonic() - began)
     write(folder / f"{world.rank}.json", facts)
     if world.rank == 0:

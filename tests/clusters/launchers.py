@@ -17,7 +17,8 @@ from tests.clusters.install import missing, path_of
 
 PORT = "20000"
 LEADER = "job-0.service.default.svc.cluster.local"
-"""Name of a job's first pod."""
+LEADER_OF_JOB_SET = "job-workers-0-0.job"
+"""Names of a job's first pod."""
 Start = Callable[[Cluster, Sequence[str]], list[Command]]
 Pod = Callable[[int], tuple[dict[str, str], str]]
 """The variables of pod 0 or 1, and the command of its container but for the program."""
@@ -89,7 +90,8 @@ def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
 def job_set(pod: int) -> tuple[dict[str, str], str]:
     """`jobset.x-k8s.io`: an indexed Job, of which the command has the number of pods, and the leader's name by rule."""
     variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
-    return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr {LEADER}'
+    leader = "$JOBSET_NAME-$REPLICATED_JOB_NAME-0-0.$JOBSET_NAME"
+    return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr "{leader}"'
 
 
 def py_torch_job(pod: int) -> tuple[dict[str, str], str]:
@@ -114,7 +116,7 @@ def pods(kind: Pod) -> Start:
 
 
 def names_with_leader(cluster: Cluster) -> str:
-    return f"127.0.0.1 localhost\n{cluster.addresses[0]} n1 {LEADER}\n{cluster.addresses[1]} n2\n"
+    return f"127.0.0.1 localhost\n{cluster.addresses[0]} n1 {LEADER} {LEADER_OF_JOB_SET}\n{cluster.addresses[1]} n2\n"
 
 
 def mpich(cluster: Cluster, program: Sequence[str]) -> list[Command]:

@@ -11,7 +11,6 @@ import itertools
 import os
 import platform
 import resource
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +21,13 @@ import pytest
 import torch
 
 from tests.check_jobs import Ended, Shim, run_check
+from tests.clusters.install import missing
 from tests.extent import LONG
 from tests.hosts import INTERFACE, Host, Hosts, problem
 
 _PORTS = itertools.count(22_000)
 CLEAN_RUNS = 100 if LONG else 2
+ROOT = Path(__file__).resolve().parents[2]
 CGROUP = Path("/sys/fs/cgroup/cpu/parallel_state_test")
 
 if problem() is not None:
@@ -106,18 +107,6 @@ def limited_by_cgroup() -> None:
     (CGROUP / "cgroup.procs").write_text(str(os.getpid()))
 
 
-def connections_out_are_dropped() -> None:
-    """A firewall that lets connections to high ports in and none out: they look as if nobody answered."""
-    connect = socket.create_connection
-
-    def filtered(address: tuple[str, int], *args: object, **options: object) -> socket.socket:
-        if int(address[1]) > 30_000:
-            raise TimeoutError("timed out")
-        return connect(address, *args, **options)  # type: ignore[arg-type]
-
-    socket.create_connection = filtered  # type: ignore[assignment]
-
-
 # Hosts with a fault.
 
 
@@ -154,6 +143,16 @@ def on_host(hosts: Hosts, host: int, do: str, undo: str) -> Iterator[None]:
         yield
     finally:
         hosts.run_on(host, undo)
+
+
+@contextlib.contextmanager
+def filtered(hosts: Hosts, host: int, rule: str) -> Iterator[None]:
+    """What the host sends meets a rule of its firewall."""
+    if problem := missing("nftables"):
+        pytest.skip(problem)
+    hook = "nft add table inet test && nft add chain inet test out '{ type filter hook output priority 0; }'"
+    with on_host(hosts, host, f"{hook} && nft add rule inet test out '{rule}'", "nft delete table inet test"):
+        yield
 
 
 @contextlib.contextmanager
@@ -215,6 +214,8 @@ class Fault:
     absent: tuple[int, ...] = ()
     around: Callable[..., contextlib.AbstractContextManager[None]] | None = None
     with_port: bool = False
+    port: int = 0
+    """The job's; 0: the next one."""
     shared_memory: str = ""
 
 
@@ -248,12 +249,18 @@ FAULTS: dict[str, Fault] = {
         "master-unreachable", "no way to", arguments=SHORT, around=lambda hosts, port: on_host(
             hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport {port} prohibit",
             "ip rule del pref 5"), with_port=True),
+    "the store's port is dropped": Fault(
+        "master-silent", "no answer", arguments=SHORT, around=lambda hosts, port: filtered(
+            hosts, 1, f"tcp dport {port} drop"), with_port=True),
+    "a port that only root may have": Fault(
+        "port-unusable", "Permission denied", arguments=SHORT, shims={0: another_user}, port=99),
     "high ports are closed": Fault(
         "link-blocked", "parallel-state-host-1", around=lambda hosts: on_host(
             hosts, 1, f"ip rule add pref 5 to {hosts.addresses[0]} ipproto tcp dport 30000-65000 blackhole",
             "ip rule del pref 5")),
     "high ports are closed one way": Fault(
-        "link-blocked", "the other direction works", shims=_all(connections_out_are_dropped, (2, 3))),
+        "link-blocked", "the other direction works",
+        around=lambda hosts: filtered(hosts, 1, "tcp flags & (syn | ack) == syn tcp dport > 30000 drop")),
     "64 MB of shared memory": Fault("shm-small", "64 MiB", shared_memory="64m"),
     "no shared memory": Fault("shm-missing", "Read-only", around=lambda hosts: on_host(
         hosts, 1, "mount -o remount,ro /dev/shm", "mount -o remount,rw /dev/shm")),
@@ -339,7 +346,7 @@ def three() -> Iterator[Hosts]:
 
 
 def run_fault(fault: Fault, hosts: Hosts) -> Ended:
-    port = next(_PORTS)
+    port = fault.port or next(_PORTS)
     around = contextlib.nullcontext() if fault.around is None else fault.around(hosts, *[port] * fault.with_port)
     with around:
         return run_check(
@@ -367,18 +374,18 @@ def test_each_fault_is_named_with_its_remedy(three: Hosts, name: str) -> None:
 
 def test_there_are_enough_faults() -> None:
     assert len(FAULTS) >= 30
+    assert f"makes {len(FAULTS) + 1} faults" in (ROOT / "docs" / "check.md").read_text(), "with lost packets"
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2)])
-def test_loss_is_named_where_the_kernel_can(three: Hosts, placement: tuple[int, ...]) -> None:
-    try:
-        three.run_on(1, f"tc qdisc add dev {INTERFACE} root netem loss 2%")
-    except Exception as error:
-        pytest.skip(f"no netem here: {error}")
+def test_loss_is_named(three: Hosts, placement: tuple[int, ...]) -> None:
+    if problem := missing("nftables"):
+        pytest.skip(problem)
+    three.lose(1, percent=2)
     try:
         ended = run_check(three, placement, port=next(_PORTS))
     finally:
-        three.run_on(1, f"tc qdisc del dev {INTERFACE} root")
+        three.lose(1, percent=0)
     assert ended.find("link-loss") is not None, str(ended)
 
 

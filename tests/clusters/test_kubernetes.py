@@ -30,7 +30,7 @@ LATE_S = 4.0
 @pytest.mark.parametrize("kind", [leader_worker_set, job_set, py_torch_job], ids=lambda kind: kind.__name__)
 def test_pods_under_torchrun(cluster: Cluster, kind: Pod) -> None:
     program = [*JOB, str(cluster.folder)]
-    _late_names(cluster, [pod(cluster, kind, host, program) for host in range(2)], "torchrun")
+    _late_names(cluster, [pod(cluster, kind, host, program) for host in range(2)], "torchrun", "cannot be retrieved")
 
 
 def test_a_process_for_each_rank(cluster: Cluster) -> None:
@@ -43,7 +43,7 @@ def test_a_process_for_each_rank(cluster: Cluster) -> None:
     _late_names(cluster, pods, "torchrun", "does not resolve yet")
 
 
-def _late_names(cluster: Cluster, pods: Sequence[Command], source: str, after: str = "") -> None:
+def _late_names(cluster: Cluster, pods: Sequence[Command], source: str, after: str) -> None:
     """The leader's name comes once a pod has said `after`; on its own host, as in a pod, it is there from the start."""
     names = names_with_leader(cluster)
     cluster.write_names(names, [0])

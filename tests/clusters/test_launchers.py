@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.clusters.cluster import DEMO, JOB, Cluster, Ended
+from tests.clusters.cluster import DEMO, JOB, PYTHON, Cluster, Ended
 from tests.clusters.launchers import LAUNCHERS, Launcher, logs
 from tests.clusters.slurm import Slurm
 
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_S = 180.0
 SOON_S = 5.0
+CHECK_S = 75
+"""The 60 s of the option, and what a rank that hangs is given to end."""
 START_S = 30
 """For the ranks that come: on a busy machine they import torch at different speeds."""
 CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
@@ -127,6 +129,40 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     found = json.loads(page.read_text())
     assert {each["code"] for each in found["findings"] if each["severity"] == "error"} == set(), found["findings"]
     assert found["world_size"] == 4, found.keys()
+    assert found["seconds"] < CHECK_S, found["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("name", "job"), [("torchrun, c10d", "echo job"), ("srun", "squeue --noheader --format %A")], ids=str
+)
+def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, name: str, job: str) -> None:
+    """From its first host: of the ranks there, and by the store of those on the other one, where rank 3 is late."""
+    launcher = next(each for each in LAUNCHERS if each.name == name)
+    if problem := launcher.problem():
+        pytest.skip(problem)
+    hold = cluster.folder / "goes on"
+    answers: list[str] = []
+
+    def ask(target: str) -> None:
+        asking = cluster.run(0, [PYTHON, "-m", "parallel_state", "debug", "--live", target], DEADLINE_S)
+        answers.append(asking.output)
+
+    def ask_until_known() -> bool:
+        if not hold.exists():
+            ask(cluster.run(0, job.split(), SOON_S).output.strip())
+            if "rank 3 is in no call" in answers[-1]:
+                if name.startswith("torchrun"):
+                    ask(str(cluster.commands[0].pid))  # its agent on the first host
+                hold.touch()
+        return False
+
+    ended = run(launcher, cluster, [*JOB, str(cluster.folder), "--hold", str(hold)], ask_until_known)
+    assert hold.exists(), f"{answers}\n{logs(cluster)}"
+    assert not any(each.code for each in ended), logs(cluster)
+    for answer in answers[-2:] if name.startswith("torchrun") else answers[-1:]:
+        assert "4 ranks, 2 of them answered on this host" in answer
+        assert "ranks [0, 1, 2] wait in all_reduce" in answer and "for ranks [3]" in answer
+        assert "rank 3 is in no call of a group, at job.py" in answer
 
 
 @pytest.mark.parametrize("launcher", [each for each in LAUNCHERS if each.name != "by hand"], ids=lambda each: each.name)

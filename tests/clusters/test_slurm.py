@@ -164,8 +164,10 @@ def test_a_heterogeneous_job(tasks: Tasks) -> None:
     """Two components of one job, which one srun starts as one world."""
     tasks.srun("-N", "1", "-n", "2", str(tasks.program), ":", "-N", "1", "-n", "1").well()
     places = tasks.places()
-    assert [(place.rank, place.world_size) for place in places] == [(0, 3), (1, 3), (2, 3)]
-    assert len({(place.master_addr, place.master_port) for place in places}) == 1
+    assert [(place.rank, place.world_size, place.local_rank) for place in places] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
+    (rank_0,) = [each["SLURMD_NODENAME"] for each in tasks.environments() if detect(each).rank == 0]
+    assert {place.master_addr for place in places} == {rank_0}
+    assert len({place.master_port for place in places}) == 1
 
 
 def test_jobs_side_by_side_have_ports_of_their_own(tasks: Tasks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from device_communicators.errors import LaunchError
 from parallel_state.tools.check import command, page, rules, system
 from parallel_state.tools.check.evidence import Evidence, outliers
 from parallel_state.tools.check.facts import (
@@ -155,6 +157,9 @@ CASES: dict[str, tuple[str, str, tuple[int, ...], Change]] = {
     "torch": ("version-torch", "2.12.0 on rank 1 (node0)", (2, 2), _set("versions.torch", "2.12.0", 1)),
     "nccl": ("version-nccl", "2.27.3 on rank 1", (2, 2), lambda arrivals: [
         with_gpus(arrivals), _set("versions.nccl", "2.27.3", 1)(arrivals)]),
+    "driver": ("version-driver", "580.65 on rank 3", (2, 2), lambda arrivals: [
+        with_gpus(arrivals), _set("versions.driver", "570.10")(arrivals),
+        _set("versions.driver", "580.65", 3)(arrivals)]),
     "no compiled part": ("compiled-missing", "no compiler", (2,), lambda arrivals: [
         _set("versions.compiled", "")(arrivals), _set("versions.compiled_problem", "no compiler")(arrivals)]),
     "small shm": ("shm-small", "64 MiB", (2, 2), _set("limits.shm_bytes", 64 << 20, 2, 3)),
@@ -210,6 +215,18 @@ def test_a_rule_names_what_is_wrong(name: str) -> None:
     found = findings(arrivals)
     assert any(words in text for text in found.get(code, ())), found
     assert len(found) <= 3, "one fault, and not a list of what follows from it"
+
+
+def test_ranks_that_could_not_be_launched_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise LaunchError("local ranks [1] ended with exit code 7 before they were ready\nwhere rank 1 was: …", rank=1)
+
+    monkeypatch.setattr(importlib.import_module("parallel_state.launch.launcher"), "launch", fails)
+    assert command.main(["--tp", "2", "--quick", "--json"]) == EXIT_CODES["error"]
+    (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["code"] == "launch-failed"]
+    assert found["found"] == "local ranks [1] ended with exit code 7 before they were ready" and found["fix"]
 
 
 def test_ranks_on_any_node_are_found_without_gpus_too_and_bound_ones_arent() -> None:

@@ -46,7 +46,7 @@ def heading(report: Report) -> str:
 def started_by(report: Report) -> str:
     facts = report.ranks[0]
     place = facts.place
-    above = " < ".join(place.started_by[:4])
+    above = ", below ".join(place.started_by[:4])
     names = {"torchrun": "torchrun's variables (RANK, WORLD_SIZE, …)", "open_mpi": "Open MPI", "pmi": "PMI",
              "slurm": "SLURM", "launch": "this command", "single": "nobody",
              "unknown": "contradictory variables"}  # fmt: skip
@@ -286,7 +286,7 @@ def _ranks(report: Report) -> str:
         variables = " ".join(f"{name}={value}" for name, value in facts.place.variables.items())
         limits = facts.limits
         rows.append((
-            str(facts.place.rank), facts.network.hostname, str(facts.pid), " < ".join(facts.place.started_by[:3]),
+            str(facts.place.rank), facts.network.hostname, str(facts.pid), ", below ".join(facts.place.started_by[:3]),
             spans(facts.cpu.affinity), str(limits.files_hard), "unlimited" if limits.memlock_bytes < 0 else
             f"{limits.memlock_bytes >> 10} KiB", facts.gpus.own, variables,
         ))  # fmt: skip
