@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CommunicationError, UnsupportedError
+from device_communicators.hierarchical import blocks
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import DIRECT_BYTES
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
@@ -34,7 +35,8 @@ from device_communicators.routing.user_call import current
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]
 ) | {"barrier"}
-_CARRIED_IF_ALONE = _CARRIED | {"all_to_all", "all_gatherv", "reduce_scatterv", "gather", "scatter"}
+_BLOCKS = frozenset(["all_to_all", "gather", "scatter"])
+_CARRIED_IF_ALONE = _CARRIED | _BLOCKS | {"all_gatherv", "reduce_scatterv"}
 
 LEAST_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS = 1 << 18, 1 << 20
 _CHUNKS = 16
@@ -46,8 +48,7 @@ SIZED_BYTES = 1 << 20
 class HierarchicalCommunicator(PartialCommunicator):
     """The ranks of several hosts.
 
-    What goes from one rank to each other (all_to_all, gather, …) gains nothing here where hosts have several ranks, and
-    what is started and waited for later goes on by itself in torch.distributed.
+    What is started and waited for later goes on by itself in torch.distributed.
     """
 
     name = "hierarchical"
@@ -59,12 +60,15 @@ class HierarchicalCommunicator(PartialCommunicator):
             raise UnsupportedError(f"{context} has no shared memory")
         self._hosts = Hosts(context, context.host_memory)
         self.sized_bytes = SIZED_BYTES if len(self._hosts.ranks) == 2 else DIRECT_BYTES
+        self._carried = _CARRIED_IF_ALONE if self._hosts.is_one_rank_each else _CARRIED
+        if self._hosts.is_meshed:
+            self._carried |= _BLOCKS
         self._lock = threading.Lock()  # a call is several exchanges, which must not mix with those of another thread
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":
             return f"a tensor on {request.device_type}"
-        if request.operation not in (_CARRIED_IF_ALONE if self._hosts.is_one_rank_each else _CARRIED):
+        if request.operation not in self._carried:
             return f"it has no {request.operation}"
         if request.reduce_op is not None and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
@@ -74,10 +78,10 @@ class HierarchicalCommunicator(PartialCommunicator):
         return f"CPU tensors over shared memory within a host, TCP between the hosts' first ranks; {self._hosts}"
 
     @contextmanager
-    def _call(self, operation: str, *facts: object, splits: Sequence[int] = ()) -> Iterator[Hosts]:
+    def _call(self, operation: str, *facts: object) -> Iterator[Hosts]:
         with self._lock:
             call = current(operation)
-            self._hosts.begin(call, operation, *facts, splits=splits)
+            self._hosts.begin(call, operation, *facts)
             try:
                 yield self._hosts
             except CommunicationError as failure:
@@ -167,7 +171,7 @@ class HierarchicalCommunicator(PartialCommunicator):
         with self._call("broadcast_sized", src) as hosts:
             return hosts.broadcast_sized(x, src, most_bytes)
 
-    # From one rank to another, where each is alone on its host: then host r is rank r.
+    # From one rank to another. Where each is alone on its host, host r is rank r.
 
     def _exchange(self, hosts: Hosts, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Sends tensors to ranks, and receives from them; this rank's own is copied."""
@@ -183,17 +187,29 @@ class HierarchicalCommunicator(PartialCommunicator):
 
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
         with self._call("gather", x.nbytes, dst) as hosts:
-            self._exchange(hosts, {dst: x}, {} if out is None else dict(enumerate(out)))
+            if hosts.is_one_rank_each:
+                self._exchange(hosts, {dst: x}, {} if out is None else dict(enumerate(out)))
+            else:
+                rows = None if out is None else as_bytes(out).view(self.context.size, x.nbytes)
+                blocks.gather(hosts, rows, as_bytes(x), dst)
 
     def flat_scatter(self, out: Tensor, x: Tensor | None, src: int) -> None:
         with self._call("scatter", out.nbytes, src) as hosts:
-            self._exchange(hosts, {} if x is None else dict(enumerate(x)), {src: out})
+            if hosts.is_one_rank_each:
+                self._exchange(hosts, {} if x is None else dict(enumerate(x)), {src: out})
+            else:
+                rows = None if x is None else as_bytes(x).view(self.context.size, out.nbytes)
+                blocks.scatter(hosts, as_bytes(out), rows, src)
 
     def flat_all_to_all(self, out: Tensor, x: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
-        row = x.shape[1:].numel()
-        with self._call("all_to_all", x.dtype, row, splits=[*input_splits, *output_splits]) as hosts:
-            sent, received = x.split(input_splits), out.split(output_splits)
-            self._exchange(hosts, dict(enumerate(sent)), dict(enumerate(received)))
+        row, mine = x.shape[1:].numel(), [*input_splits, *output_splits]
+        with self._call("all_to_all", x.dtype, row) as hosts:
+            if hosts.is_one_rank_each:
+                hosts.leaders.splits = tuple(mine)
+                sent, received = x.split(input_splits), out.split(output_splits)
+                self._exchange(hosts, dict(enumerate(sent)), dict(enumerate(received)))
+            else:
+                blocks.all_to_all(hosts, as_bytes(out), as_bytes(x), mine, row * x.itemsize)
 
     def _meet(self, operation: str, *facts: object) -> None:
         """Compares calls on an empty tensor: a rank whose tensor isn't empty must find out."""

@@ -35,6 +35,9 @@ from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 PIECE_BYTES = 4 << 20
 """The piece that is passed on to a host's ranks while the next one is on its way."""
 
+MOST_MESHED = 32
+"""Groups of more ranks have no connections but those of the leaders."""
+
 _KINDS: tuple[type[CommunicationError], ...] = (
     CommunicationError, CollectiveTimeoutError, PeerDiedError, HostUnreachableError, CollectiveMismatchError,
 )  # fmt: skip
@@ -55,7 +58,13 @@ class Hosts:
         self.host = next(index for index, ranks in enumerate(self.ranks) if context.rank in ranks)
         self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
         leaders, (spin_ns, _) = [ranks[0] for ranks in self.ranks], memory.waiting
-        self.leaders = Leaders(context, leaders, self.host, connect(context, leaders, self.host, spin_ns / 1e9))
+        others = [rank for host, ranks in enumerate(self.ranks) if host != self.host for rank in ranks]
+        self.is_meshed = context.size <= MOST_MESHED
+        """True if each rank is connected to all on other hosts; else only the leaders are."""
+        if not self.is_meshed:
+            others = [rank for rank in others if rank in leaders] if context.rank in leaders else []
+        streams = connect(context, others, spin_ns / 1e9)
+        self.leaders = Leaders(context, leaders, self.host, streams, self.ranks)
         self.is_leader = self.leaders.is_leader
         order = [rank for ranks in self.ranks for rank in ranks]
         starts = [sum(map(len, self.ranks[:host])) for host in range(len(self.ranks) + 1)]
@@ -66,7 +75,7 @@ class Hosts:
         self._order = torch.tensor(order)
         self.places = self._order.argsort()
         """The place of the block of rank r."""
-        self._local = memory.collectives
+        self.local = memory.collectives
         self._parts = 0
         self._reductions: dict[tuple[torch.dtype, str], Reduction] = {}
         self._operation = ""
@@ -82,12 +91,12 @@ class Hosts:
         if timeout_s == self.context.timeout_s:
             return
         self.context = self.leaders.context = dataclasses.replace(self.context, timeout_s=timeout_s)
-        if self._local is not None:
-            self._local.set_timeout(timeout_s)
+        if self.local is not None:
+            self.local.set_timeout(timeout_s)
 
-    def begin(self, call: UserCall, *facts: object, splits: Sequence[int] = ()) -> None:
+    def begin(self, call: UserCall, *facts: object) -> None:
         self._operation = call.method
-        self.leaders.begin(call, *facts, splits=splits)
+        self.leaders.begin(call, *facts)
 
     def abandon(self, failure: CommunicationError) -> None:
         """Ends the waits of other hosts for this one's leader after a failure, before their deadline."""
@@ -95,8 +104,8 @@ class Hosts:
             self.leaders.tell_disagreement(failure)
         elif isinstance(failure, CollectiveMismatchError):  # nor those who have gone on, and wait for this rank itself
             self.leaders.abandon(rank for rank in range(self.context.size) if rank != self.context.rank)
-        elif self.is_leader:
-            self.leaders.abandon()
+        else:
+            self.leaders.abandon(None if self.is_leader else ())
 
     def agree(self) -> None:
         """Compares the hosts' calls; on every rank, once a call, before what is large travels."""
@@ -116,7 +125,7 @@ class Hosts:
 
     def reduce(self, x: Tensor, out: Tensor, reduction: Reduction) -> Tensor:
         """Returns, on the leader, what flat `x` of the host's ranks comes to: `x`, memory of our own, or `out`."""
-        if self._local is None:
+        if self.local is None:
             return x
         self._parts = (self._parts + 1) % MOST_UNDER_WAY
         if len(self.ranks[self.host]) == 2 and reduction.op == "sum":
@@ -125,7 +134,7 @@ class Hosts:
         if reduction.widens:
             part = self.leaders.scratch.take(("part", self._parts), x.numel(), reduction.wide).copy_(x)
         source = part if reduction.widens else x
-        self._local.call(
+        self.local.call(
             "all_reduce", part.data_ptr(), source.data_ptr(), x.numel(), DTYPES[part.dtype], REDUCE_OPS[reduction.op]
         )
         return part
@@ -144,23 +153,23 @@ class Hosts:
         return part.add_(take("wide", x.numel(), reduction.wide).copy_(other))
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        if self._local is not None:
-            self._local.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
+        if self.local is not None:
+            self.local.call("all_gather", out.data_ptr(), x.data_ptr(), 1, x.nbytes)
         else:
             out.view(-1).copy_(x)
 
     def scatter(self, out: Tensor, blocks: Tensor) -> None:
         """Scatters the leader's blocks to the host's ranks."""
-        if self._local is not None:
-            self._local.call("scatter", out.data_ptr(), blocks.data_ptr() if self.is_leader else None, out.nbytes, 0)
+        if self.local is not None:
+            self.local.call("scatter", out.data_ptr(), blocks.data_ptr() if self.is_leader else None, out.nbytes, 0)
         else:
             out.copy_(blocks.view(-1))
 
     def broadcast(self, x: Tensor, src: int | None = None) -> None:
         """Broadcasts the leader's `x`, or that of `src`, within the host."""
-        if self._local is not None and x.numel():
+        if self.local is not None and x.numel():
             place = 0 if src is None else self.ranks[self.host].index(src)
-            self._local.call("broadcast", x.data_ptr(), x.nbytes, place)
+            self.local.call("broadcast", x.data_ptr(), x.nbytes, place)
 
     # Between hosts.
 
@@ -173,9 +182,9 @@ class Hosts:
                 result = transfer() or 0
             except Exception as error:
                 failure = error
-        if self._local is not None:
+        if self.local is not None:
             words = (ctypes.c_int64 * 3)(*_encode_failure(failure), result)
-            self._local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
+            self.local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
             if words[0] == _MISMATCH:
                 what = self._disagreement()
                 if not self.is_leader:
@@ -199,12 +208,12 @@ class Hosts:
         pieces = _pieces(rest)
         if parent is None:
             self.broadcast(head, src)
-            self.between(lambda: leaders.exchange_at_once(dict.fromkeys(leaders.others, head), {}))
-            sends: list[Transfer] = []
+            sends = leaders.begin_exchange(dict.fromkeys(leaders.others, head)) if self.is_leader else []
             for piece in pieces:
                 self.broadcast(piece, src)
                 if self.is_leader:
                     sends += self._sends([piece], children)
+            self.between(lambda: leaders.wait_for(leaders.end_exchange({})))
             leaders.wait_for(sends)
         else:
             receives = [leaders.recv(piece, parent) for piece in pieces] if self.is_leader else []
@@ -276,8 +285,8 @@ class Hosts:
 
     def barrier(self) -> None:
         """Waits for the host's ranks, then for other leaders; the leader's return lets its host go."""
-        if self._local is not None:
-            self._local.call("barrier")
+        if self.local is not None:
+            self.local.call("barrier")
         self.agree()
 
     def _disagreement(self) -> tuple[str, list[int]]:

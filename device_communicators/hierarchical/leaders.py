@@ -43,8 +43,9 @@ MOST_UNDER_WAY = 4
 
 _ALIGNMENT = 64  # elements; slices begin at whole cache lines
 _NOBODYS_TAG = 1 << 30
-_PAYLOADS, _RESULTS = 1, 2
-"""Kinds of what follows the frames, and of what goes back: the receives of a call are started in another order."""
+_PAYLOADS, _RESULTS, _BLOCKS = 1, 2, 3
+"""Kinds of what follows the frames, of what goes back (the receives of a call are started in another order), and of
+what goes from one rank to another."""
 _AGREES, _DISAGREES = b"PSH4", b"PSD4"
 """Magic of a frame whose text is the call in words; and of one whose text is JSON, of what the host's ranks disagree
 about and which ranks these are."""
@@ -56,9 +57,16 @@ class Leaders:
     """This rank's part in the transfers between hosts; `leaders[h]` is the rank that speaks for host h."""
 
     def __init__(
-        self, context: GroupContext, leaders: Sequence[int], host: int, streams: Streams | None = None
+        self,
+        context: GroupContext,
+        leaders: Sequence[int],
+        host: int,
+        streams: Streams | None = None,
+        ranks: Sequence[Sequence[int]] = (),
     ) -> None:
+        """`ranks`: those of each host, where they aren't the leaders alone."""
         self.context = context
+        self._ranks = ranks or [(leader,) for leader in leaders]
         self._streams = streams or Streams({}, 0.0)
         self.leaders = tuple(leaders)
         self.host = host
@@ -68,7 +76,8 @@ class Leaders:
         self._digest = b""
         self._agreed = True
         self._is_first = False
-        self._splits: tuple[int, ...] = ()
+        self.splits: tuple[int, ...] = ()
+        """Of each rank of this host, how many rows go to each rank, then how many come from each: others compare."""
         self._combined = 0
         self.scratch = Scratch()
         self.disagreement = ("", [0])
@@ -79,13 +88,12 @@ class Leaders:
     def _operation(self) -> str:
         return self._call.method
 
-    def begin(self, call: UserCall, *facts: object, splits: Sequence[int] = ()) -> None:
+    def begin(self, call: UserCall, *facts: object) -> None:
         """Starts a step of `call`; in `facts`, and in what is compared of the call, all leaders must agree.
 
-        `splits`: how many rows go to each host, then how many come from each; what one sends another must expect.
         Its deadline is a little before that of the ranks that wait for this one, so that they hear why.
         """
-        self._call, self._agreed, self._is_first, self._splits = call, False, True, tuple(splits)
+        self._call, self._agreed, self._is_first, self.splits = call, False, True, ()
         self._combined = 0
         if self.is_leader:  # with those before: hosts that came through different calls differ from then on
             self._digest = hashlib.blake2b(self._digest + _compared(call, facts), digest_size=8).digest()
@@ -96,10 +104,21 @@ class Leaders:
     def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
         """Starts to send contiguous `x`, which is unchanged until the transfer's wait."""
         begin_sending()
-        return self._streams.by_host[host].send_body(kind, _memory(x))
+        return self._stream(host).send_body(kind, memory_of(x))
 
     def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
-        return self._streams.by_host[host].receive(kind, _memory(out))
+        return self._stream(host).receive(kind, memory_of(out))
+
+    def _stream(self, host: int) -> Stream:
+        return self._streams.by_rank[self.leaders[host]]
+
+    def send_block(self, x: Tensor, rank: int) -> Transfer:
+        """Starts to send contiguous `x` to a rank on another host, which needn't be a leader, as this one."""
+        begin_sending()
+        return self._streams.by_rank[rank].send_body(_BLOCKS, memory_of(x))
+
+    def recv_block(self, out: Tensor, rank: int) -> Transfer:
+        return self._streams.by_rank[rank].receive(_BLOCKS, memory_of(out))
 
     def expect(self, received: Mapping[int, Tensor]) -> Expected:
         """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call."""
@@ -151,13 +170,13 @@ class Leaders:
         """Starts to send the frames of the call's first exchange, in which `sent` travels: contiguous."""
         begin_sending()
         self._is_first = False
-        words = _in_words(self._call) + struct.pack(f"<{len(self._splits)}q", *self._splits)
+        words = _in_words(self._call) + struct.pack(f"<{len(self.splits)}q", *self.splits)
         transfers = []
         for host in self.others:
             x = sent.get(host)
-            body = None if x is None or not x.numel() else _memory(x)
+            body = None if x is None or not x.numel() else memory_of(x)
             head = head_of(_AGREES, self._digest, words, 0 if body is None else len(body))
-            transfers.append(self._streams.by_host[host].send(head, body))
+            transfers.append(self._stream(host).send(head, body))
         return transfers
 
     def end_exchange(self, received: Mapping[int, Tensor | Callable[[int], Tensor]]) -> list[Transfer]:
@@ -165,24 +184,24 @@ class Leaders:
 
         `received` holds tensors, or what makes one of a number of bytes.
         """
-        streams = [self._streams.by_host[host] for host in self.others]
-        self._wait(lambda: all(each.frame is not None for each in streams), streams)
+        streams = {host: self._stream(host) for host in self.others}
+        self._wait(lambda: all(each.frame is not None for each in streams.values()), streams.values())
         self._agreed = True
-        frames = {each.host: each.frame for each in streams if each.frame is not None}
+        frames = {host: each.frame for host, each in streams.items() if each.frame is not None}
         if any(frame[:2] != (_AGREES, self._digest) for frame in frames.values()):
             self._compare({host: _read(frame) for host, frame in frames.items()})
-        if self._splits:
+        if self.splits:
             self._check_splits(frames)
         transfers = []
-        for stream in streams:
-            x, size_bytes = received.get(stream.host), frames[stream.host].body_bytes
+        for host, stream in streams.items():
+            x, size_bytes = received.get(host), frames[host].body_bytes
             if callable(x):
                 x = x(size_bytes)
-            self._check_size(stream.host, size_bytes, 0 if x is None else x.nbytes)
+            self._check_size(host, size_bytes, 0 if x is None else x.nbytes)
             if x is None or not x.numel():
                 stream.skip_body()
             else:
-                transfers.append(stream.receive_body(_memory(x)))
+                transfers.append(stream.receive_body(memory_of(x)))
             stream.parse()
         return transfers
 
@@ -192,15 +211,16 @@ class Leaders:
         return [*self.end_exchange(received), *sends]
 
     def _check_splits(self, frames: Mapping[int, Frame]) -> None:
-        size = len(self.leaders)
-        rows = [
-            self._splits if host == self.host else struct.unpack(f"<{2 * size}q", frames[host].text[-16 * size :])
-            for host in range(size)
-        ]
+        size = self.context.size
+        rows: dict[int, Sequence[int]] = {}
+        for host, ranks in enumerate(self._ranks):
+            count = 2 * size * len(ranks)
+            flat = self.splits if host == self.host else struct.unpack(f"<{count}q", frames[host].text[-8 * count :])
+            rows.update((rank, flat[2 * size * place :][: 2 * size]) for place, rank in enumerate(ranks))
         for src, dst in itertools.product(range(size), repeat=2):
             sent, expected = rows[src][dst], rows[dst][size + src]
             if sent != expected:
-                ranks = [self.context.ranks[self.leaders[host]] for host in (src, dst)]
+                ranks = [self.context.ranks[rank] for rank in (src, dst)]
                 raise self._mismatch(
                     f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} rows to global rank "
                     f"{ranks[1]}, which expects {expected}",
@@ -249,7 +269,7 @@ class Leaders:
         )
         words = json.dumps([what[: _TEXT_BYTES // 4], list(failure.suspect_ranks)[:_MOST_SUSPECTS]]).encode()
         for host in self.others:
-            self._streams.by_host[host].send(head_of(_DISAGREES, self._digest, words, 0))
+            self._stream(host).send(head_of(_DISAGREES, self._digest, words, 0))
         self.abandon()
 
     def all_reduce(self, part: Callable[[], Tensor], out: Tensor, reduction: Reduction) -> Iterator[None]:
@@ -332,7 +352,7 @@ class Leaders:
         except StreamError as error:
             if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
-            raise self._failure(error, self.leaders[error.host]) from error
+            raise self._failure(error, error.rank) from error
 
     def _failure(self, error: RuntimeError, rank: int) -> CommunicationError:
         """Returns the error for a failed transfer with `rank`."""
@@ -408,7 +428,7 @@ def _compared(call: UserCall, facts: tuple[object, ...]) -> bytes:
     return repr((facts, call.compared)).encode()
 
 
-def _memory(x: Tensor) -> Any:
+def memory_of(x: Tensor) -> Any:
     """Returns the bytes of contiguous `x`, which they keep alive."""
     return as_bytes(x).numpy().data
 

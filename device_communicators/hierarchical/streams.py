@@ -1,4 +1,4 @@
-"""TCP connections between the leaders of a group's hosts: messages, each way in the order in which they were sent.
+"""TCP connections between ranks of a group on different hosts: messages, each way in the order in which they were sent.
 
 gloo sends once the receiver has said that it receives, and has a thread of its own that takes in what comes. Here what
 is sent goes out at once, as far as the kernel has room, and is read by the thread that waits for it, into the place
@@ -9,7 +9,7 @@ A message is a head of fixed size, a text, and a body. Its *kind* says what it i
 is FRAME, whose body is read once its head and text were looked at; the others have the kinds that their receives have.
 
 Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
-of who listens and the place of who connects.
+of who listens and the rank of who connects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int) -> bytes:
 
 
 class Transfer:
-    """A message on its way to or from a host, with the memory that it is read from or written to."""
+    """A message on its way to or from a rank, with the memory that it is read from or written to."""
 
     __slots__ = ("done", "parts", "stream")
 
@@ -72,11 +72,11 @@ class Transfer:
 
 
 class Stream:
-    """The connection to the leader of `host`."""
+    """The connection to `rank`."""
 
-    def __init__(self, connection: socket.socket, host: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int) -> None:
         connection.setblocking(False)
-        self.host = host
+        self.rank = rank
         self.socket = connection
         self.frame: Frame | None = None
         """Of the next call: its head and text have come, and nobody has asked for its body."""
@@ -103,8 +103,7 @@ class Stream:
         """Sends a message as far as there is room; `body` must not change before its end. Errors are the wait's."""
         transfer = Transfer(self, head) if body is None else Transfer(self, head, body)
         self._sends.append(transfer)
-        if len(self._sends) == 1:
-            self.write()
+        self.write()
         return transfer
 
     def send_body(self, kind: int, body: Any) -> Transfer:
@@ -247,20 +246,20 @@ class Stream:
 class StreamError(RuntimeError):
     """A connection that broke, or what came over it is none of ours; in words that `kind_of_failure` knows."""
 
-    def __init__(self, text: str, host: int) -> None:
+    def __init__(self, text: str, rank: int) -> None:
         super().__init__(text)
-        self.host = host
+        self.rank = rank
 
 
 class Streams:
-    """The connections of one leader, by host."""
+    """The connections of one rank, by rank."""
 
-    def __init__(self, by_host: dict[int, Stream], spin_s: float) -> None:
-        self.by_host = by_host
+    def __init__(self, by_rank: dict[int, Stream], spin_s: float) -> None:
+        self.by_rank = by_rank
         self._spin_s = spin_s
         self._poll = select.poll()
         self._masks: dict[int, int] = {}
-        self._by_descriptor = {stream.socket.fileno(): stream for stream in by_host.values()}
+        self._by_descriptor = {stream.socket.fileno(): stream for stream in by_rank.values()}
 
     def wait(self, is_done: Callable[[], bool], reads: Iterable[Stream], limit: Callable[[], float]) -> None:
         """Moves what can be moved until `is_done`; reads from `reads`, and from those that it sends to.
@@ -294,21 +293,21 @@ class Streams:
                 if slice_s <= 0:
                     raise StreamError("timed out", self._awaited(reads))
                 look_at = now + slice_s
-            for stream in self.by_host.values():
+            for stream in self.by_rank.values():
                 if stream.error and (stream in reads or stream.is_sending) and not is_done():
-                    raise StreamError(stream.error, stream.host)
+                    raise StreamError(stream.error, stream.rank)
 
     def _awaited(self, reads: Iterable[Stream]) -> int:
-        return next((each.host for each in self.by_host.values() if each in reads or each.is_sending), -1)
+        return next((each.rank for each in self.by_rank.values() if each in reads or each.is_sending), -1)
 
     def end_sending(self) -> None:
-        for stream in self.by_host.values():
+        for stream in self.by_rank.values():
             stream.end_sending()
 
     def close(self) -> None:
-        for stream in self.by_host.values():
+        for stream in self.by_rank.values():
             stream.socket.close()
-        self.by_host, self._by_descriptor = {}, {}
+        self.by_rank, self._by_descriptor = {}, {}
 
 
 def _in_words(error: OSError) -> str:
@@ -319,20 +318,19 @@ def _other_size(expected: int, found: int) -> str:
     return f"{expected} bytes were to come, and {found} came"
 
 
-def connect(context: GroupContext, leaders: Sequence[int], host: int, spin_s: float) -> Streams:
-    """Connects the leaders of the hosts to each other. Every rank of the group calls it; others get no connections.
+def connect(context: GroupContext, peers: Sequence[int], spin_s: float) -> Streams:
+    """Connects this rank to `peers`, to each of which it is one, too. Every rank of the group calls it.
 
     Raises CommunicationError on the ranks that find out why some can't be connected.
     """
-    is_leader, started = leaders[host] == context.rank, time.monotonic()
+    started = time.monotonic()
     deadline = started + min(context.timeout_s, settings.START_TIMEOUT_S.get())
     token = secrets.token_bytes(_TOKEN_BYTES)
     with contextlib.ExitStack() as stack:
-        address, listener = "", None
-        if is_leader:
-            address = gloo_address()
+        address, listener = gloo_address() if peers else "", None
+        if peers:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=len(leaders)))
+            listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=len(peers)))
         port = 0 if listener is None else listener.getsockname()[1]
         told = json.dumps([address, port, token.hex()]).encode().ljust(_TOLD_BYTES)
         texts = all_gather_bytes(context, told, "connect")
@@ -340,23 +338,24 @@ def connect(context: GroupContext, leaders: Sequence[int], host: int, spin_s: fl
             return Streams({}, spin_s)
         made: dict[int, socket.socket] = {}
         try:
-            for other in range(host):
-                where, at, expected = json.loads(texts[leaders[other]])
-                made[other] = socket.create_connection((where, at), max(0.001, deadline - time.monotonic()))
-                made[other].sendall(_HELLO.pack(bytes.fromhex(expected), host))
-            while len(made) < len(leaders) - 1:
+            for other in peers:
+                if other < context.rank:
+                    where, at, expected = json.loads(texts[other])
+                    made[other] = socket.create_connection((where, at), max(0.001, deadline - time.monotonic()))
+                    made[other].sendall(_HELLO.pack(bytes.fromhex(expected), context.rank))
+            while len(made) < len(peers):
                 met = _accept(context, listener, token, deadline)
-                if met is not None and host < met[0] < len(leaders):
+                if met is not None and met[0] in peers:
                     made[met[0]] = met[1]
         except OSError as error:
             for connection in made.values():
                 connection.close()
-            missing = [context.ranks[leaders[other]] for other in range(len(leaders)) if other not in {*made, host}]
+            missing = [context.ranks[other] for other in peers if other not in made]
             raise context.failure(
                 CommunicationError,
-                f"global rank {context.ranks[context.rank]} of {context} can't be connected to all other hosts, at "
-                f"{address} port {port}: {error}; global ranks {missing} are missing. Open all TCP ports between the "
-                "hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the others",
+                f"global rank {context.ranks[context.rank]} of {context} can't be connected to all it needs on other "
+                f"hosts, at {address} port {port}: {error}; global ranks {missing} are missing. Open all TCP ports "
+                "between the hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the others",
                 "connect",
                 started=started,
                 suspect_ranks=missing,
@@ -369,7 +368,7 @@ def connect(context: GroupContext, leaders: Sequence[int], host: int, spin_s: fl
 def _accept(
     context: GroupContext, listener: socket.socket, token: bytes, deadline: float
 ) -> tuple[int, socket.socket] | None:
-    """Returns the host that connects and its connection; None for a stranger, or if none came for a moment."""
+    """Returns the rank that connects and its connection; None for a stranger, or if none came for a moment."""
     if context.deaths():
         raise TimeoutError("a rank has ended")
     if time.monotonic() > deadline:
@@ -383,8 +382,8 @@ def _accept(
     hello = b""
     with contextlib.suppress(OSError):
         hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-    said, host = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+    said, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
     if not secrets.compare_digest(said, token):
         connection.close()
         return None
-    return host, connection
+    return rank, connection

@@ -17,8 +17,8 @@ LIMIT_S = 20.0
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Streams, Streams]]:
-    pair = [Streams({host: Stream(end, host)}, 0.0) for host, end in zip((1, 0), socket.socketpair(), strict=True)]
-    pair[0].by_host[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    pair = [Streams({rank: Stream(end, rank)}, 0.0) for rank, end in zip((1, 0), socket.socketpair(), strict=True)]
+    pair[0].by_rank[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
     yield pair[0], pair[1]
     for end in pair:
         end.close()
@@ -45,7 +45,7 @@ SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 def _call(streams: Streams, seed: int, own: int) -> None:
     """Sends a frame and messages of two kinds; receives as many, the kinds in another order than they come in."""
     draw = random.Random(seed)
-    (stream,) = streams.by_host.values()
+    (stream,) = streams.by_rank.values()
     sizes = [draw.choice(SIZES) for _ in range(5)]
     first, *others = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
     theirs = [bytes([(1 - own + at) % 256]) * size for at, size in enumerate(sizes)]
@@ -81,7 +81,7 @@ def test_messages_come_whole_and_by_kind(ends: tuple[Streams, Streams]) -> None:
 
 
 def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_host.values() for end in ends)
+    (there,), (here,) = (end.by_rank.values() for end in ends)
     there.send_body(2, b"early")
     there.send_body(1, b"first")
     first, early = bytearray(5), bytearray(5)
@@ -91,7 +91,7 @@ def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -
 
 
 def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_host.values() for end in ends)
+    (there,), (here,) = (end.by_rank.values() for end in ends)
     there.send(head_of(b"PSH4", b"12345678", b"words", 4), b"body")
     there.send(head_of(b"PSD4", b"12345678", b"", 0))
     assert _frame(ends[1], here) == (b"PSH4", b"12345678", 4, b"words")
@@ -103,25 +103,25 @@ def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams,
 
 
 def test_what_was_sent_before_the_end_is_read(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_host.values() for end in ends)
+    (there,), (here,) = (end.by_rank.values() for end in ends)
     there.send(head_of(b"PSD4", bytes(8), b"no", 0))
     ends[0].end_sending()
     assert _frame(ends[1], here).text == b"no"
     here.skip_body()
     with pytest.raises(StreamError, match="closed by peer") as caught:
         _frame(ends[1], here)
-    assert caught.value.host == 0
+    assert caught.value.rank == 0
 
 
 def test_a_closed_connection_ends_a_send(ends: tuple[Streams, Streams]) -> None:
-    (there,) = ends[0].by_host.values()
+    (there,) = ends[0].by_rank.values()
     ends[1].close()
     with pytest.raises(StreamError, match="closed by peer"):
         _wait(ends[0], [there.send_body(1, bytes(1 << 20))])
 
 
 def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_host.values() for end in ends)
+    (there,), (here,) = (end.by_rank.values() for end in ends)
     there.send_body(1, b"four")
     out = bytearray(5)
     with pytest.raises(StreamError, match="5 bytes were to come, and 4 came"):
@@ -130,6 +130,6 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> 
 
 
 def test_a_wait_has_a_deadline(ends: tuple[Streams, Streams]) -> None:
-    (here,) = ends[1].by_host.values()
+    (here,) = ends[1].by_rank.values()
     with pytest.raises(StreamError, match="timed out"):
         ends[1].wait(lambda: False, [here], _limit(0.01))
