@@ -9,7 +9,8 @@ and products of 16-bit floats stay float32 until the end, between hosts too, and
 sends half as many bytes a value, and rounds at every step. With PARALLEL_STATE_ROUND_BETWEEN_HOSTS those of bfloat16
 are rounded before they travel. What a rank has that is alone on its host travels as it is.
 
-Where all ranks are alone on their hosts, each is a leader, and nothing is left to do within a host.
+Where all ranks are alone on their hosts, each is a leader, and nothing is left to do within a host. What goes from one
+rank to another (`blocks.py`, `pairs.py`) goes there directly.
 
 How a leader fared is told to its host before the result: a transfer that fails there fails on every rank at once.
 """
@@ -28,6 +29,8 @@ from device_communicators.errors import CommunicationError, UnsupportedError
 from device_communicators.hierarchical import blocks
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import DIRECT_BYTES
+from device_communicators.hierarchical.pairs import Pairs
+from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
 from device_communicators.routing.reductions import as_bytes, reduction_refusal
 from device_communicators.routing.user_call import current
@@ -35,6 +38,7 @@ from device_communicators.routing.user_call import current
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]
 ) | {"barrier"}
+_PAIRS = frozenset(["send", "recv", "isend", "irecv_"])
 _BLOCKS = frozenset(["all_to_all", "gather", "scatter"])
 _CARRIED_IF_ALONE = _CARRIED | _BLOCKS | {"all_gatherv", "reduce_scatterv"}
 
@@ -54,7 +58,7 @@ class HierarchicalCommunicator(PartialCommunicator):
     name = "hierarchical"
     tells_sending = True
 
-    def __init__(self, context: GroupContext) -> None:
+    def __init__(self, context: GroupContext, *, has_pairs: bool = True) -> None:
         super().__init__(context)
         if context.host_memory is None or context.host_memory.problem is not None:
             raise UnsupportedError(f"{context} has no shared memory")
@@ -63,6 +67,11 @@ class HierarchicalCommunicator(PartialCommunicator):
         self._carried = _CARRIED_IF_ALONE if self._hosts.is_one_rank_each else _CARRIED
         if self._hosts.is_meshed:
             self._carried |= _BLOCKS
+        self._pairs: Pairs | None = None
+        if self._hosts.is_meshed and has_pairs:
+            others = [rank for rank in range(context.size) if rank != context.rank]
+            self._pairs = Pairs(context, connect(context, others, context.host_memory.waiting[0] / 1e9))
+            self._carried |= _PAIRS
         self._lock = threading.Lock()  # a call is several exchanges, which must not mix with those of another thread
 
     def refusal(self, request: Request) -> str | None:
@@ -86,6 +95,8 @@ class HierarchicalCommunicator(PartialCommunicator):
                 yield self._hosts
             except CommunicationError as failure:
                 self._hosts.abandon(failure)
+                if self._pairs is not None:
+                    self._pairs.end_sending()
                 raise
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
@@ -211,6 +222,25 @@ class HierarchicalCommunicator(PartialCommunicator):
             else:
                 blocks.all_to_all(hosts, as_bytes(out), as_bytes(x), mine, row * x.itemsize)
 
+    # Between two ranks.
+
+    def _pair(self) -> Pairs:
+        if self._pairs is None:
+            raise UnsupportedError(f"{self.context} has no connections between each two ranks")
+        return self._pairs
+
+    def send(self, x: Tensor, dst: int) -> None:
+        self._pair().isend(x.contiguous(), dst, self.context.tag(0)).wait()
+
+    def recv(self, out: Tensor, src: int) -> None:
+        self._pair().irecv(out, src, self.context.tag(0)).wait()
+
+    def isend(self, x: Tensor, dst: int, tag: int) -> Work:
+        return self._pair().isend(x, dst, tag).begin()
+
+    def irecv_(self, out: Tensor, src: int, tag: int) -> Work:
+        return self._pair().irecv(out, src, tag).begin()
+
     def _meet(self, operation: str, *facts: object) -> None:
         """Compares calls on an empty tensor: a rank whose tensor isn't empty must find out."""
         with self._call(operation, 0, *facts) as hosts:
@@ -226,11 +256,13 @@ class HierarchicalCommunicator(PartialCommunicator):
 
     def close(self) -> None:
         self._hosts.leaders.close()
+        if self._pairs is not None:
+            self._pairs.close()
 
 
 def over_hosts(context: GroupContext) -> HierarchicalCommunicator:
     """Returns the communicator of a group for who carries its calls without a route."""
-    return HierarchicalCommunicator(context)
+    return HierarchicalCommunicator(context, has_pairs=False)
 
 
 def _chunk(count: int) -> int:

@@ -20,18 +20,17 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of
+from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of, memory_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
-from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending
 from device_communicators.routing.waiting import abandon
 
@@ -426,11 +425,6 @@ def _in_words(call: UserCall) -> bytes:
 @functools.lru_cache(maxsize=1024)
 def _compared(call: UserCall, facts: tuple[object, ...]) -> bytes:
     return repr((facts, call.compared)).encode()
-
-
-def memory_of(x: Tensor) -> Any:
-    """Returns the bytes of contiguous `x`, which they keep alive."""
-    return as_bytes(x).numpy().data
 
 
 def _read(frame: Frame) -> _Head:

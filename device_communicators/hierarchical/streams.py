@@ -25,10 +25,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from device_communicators import settings
 from device_communicators.errors import CommunicationError
 from device_communicators.host import gloo_address
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.waiting import all_gather_bytes
 
 FRAME = 0
@@ -39,7 +42,7 @@ _HEAD = struct.Struct("<4s8sIIQ4x")
 _BUFFER_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
 """From so many missing bytes on a body is read to its place, past the buffer."""
-_SLICE_S = 0.05
+SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _TOLD_BYTES = 256
@@ -55,6 +58,11 @@ class Frame(NamedTuple):
     text: bytes
 
 
+def memory_of(x: Tensor) -> Any:
+    """Returns the bytes of contiguous `x`, which they keep alive."""
+    return as_bytes(x).numpy().data
+
+
 def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int) -> bytes:
     """Returns what comes before the body of a call's first message."""
     return _HEAD.pack(magic, digest, FRAME, len(text), body_bytes) + text
@@ -63,12 +71,18 @@ def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int) -> bytes:
 class Transfer:
     """A message on its way to or from a rank, with the memory that it is read from or written to."""
 
-    __slots__ = ("done", "parts", "stream")
+    __slots__ = ("begun", "done", "found", "parts", "stream", "text")
 
     def __init__(self, stream: Stream, *parts: Any) -> None:
         self.stream = stream
         self.parts = list(parts)
         self.done = False
+        self.text: bytes | None = b""
+        """Of a receive: the text that the message must have; None if any will do."""
+        self.found: bytes | None = None
+        """The message's text, if that isn't empty."""
+        self.begun: Callable[[int], object] | None = None
+        """Called with the message's size when its head is there."""
 
 
 class Stream:
@@ -83,7 +97,7 @@ class Stream:
         self.error = ""
         self._sends: deque[Transfer] = deque()
         self._receives: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        self._early: defaultdict[int, deque[bytearray]] = defaultdict(deque)
+        self._early: defaultdict[int, deque[tuple[bytes, bytearray]]] = defaultdict(deque)
         """By kind: what came before somebody asked for it."""
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -92,8 +106,8 @@ class Stream:
         """The place of what is missing of a body."""
         self._reading: Transfer | None = None
         """The receive that it is of; None where it comes before that."""
-        self._unasked: tuple[int, bytearray] = FRAME, bytearray()
-        """Kind and memory of a body that comes before its receive."""
+        self._unasked: tuple[int, bytes, bytearray] = FRAME, b"", bytearray()
+        """Kind, text and memory of a body that comes before its receive."""
 
     @property
     def is_sending(self) -> bool:
@@ -106,8 +120,20 @@ class Stream:
         self.write()
         return transfer
 
-    def send_body(self, kind: int, body: Any) -> Transfer:
-        return self.send(_HEAD.pack(b"", b"", kind, 0, len(body)), body)
+    @property
+    def is_receiving(self) -> bool:
+        """Returns True if something is to be received that has not come, or not wholly."""
+        return self._reading is not None or any(self._receives.values())
+
+    def handle(self, events: int) -> None:
+        """Writes or reads, as poll has found that it can."""
+        if events & select.POLLOUT:
+            self.write()
+        if events & ~select.POLLOUT:
+            self.read()
+
+    def send_body(self, kind: int, body: Any, text: bytes = b"") -> Transfer:
+        return self.send(_HEAD.pack(b"", b"", kind, len(text), len(body)) + text, body)
 
     def write(self) -> None:
         """Sends what the kernel has room for."""
@@ -121,7 +147,7 @@ class Stream:
             except OSError as error:
                 self.error = _in_words(error)
                 return
-            while parts and sent >= len(parts[0]):
+            while parts and sent >= len(parts[0]):  # of an empty body, too
                 sent -= len(parts.pop(0))
             if parts:
                 parts[0] = memoryview(parts[0])[sent:]
@@ -129,9 +155,15 @@ class Stream:
             transfer.done = True
             self._sends.popleft()
 
-    def receive(self, kind: int, out: Any) -> Transfer:
-        """Receives the next message of a kind into `out`, which is as long."""
+    def receive(
+        self, kind: int, out: Any, text: bytes | None = b"", begun: Callable[[int], object] | None = None
+    ) -> Transfer:
+        """Receives the next message of a kind into `out`, which is as long.
+
+        One with another text than `text` is not written there; see the transfer's `found`.
+        """
         transfer = Transfer(self, out)
+        transfer.text, transfer.begun = text, begun
         self._receives[kind].append(transfer)
         self._match_early(kind)
         return transfer
@@ -139,10 +171,9 @@ class Stream:
     def _match_early(self, kind: int) -> None:
         early, receives = self._early[kind], self._receives[kind]
         while early and receives:
-            body, transfer = early.popleft(), receives.popleft()
-            out = transfer.parts[0]
-            if len(body) != len(out):
-                self.error = _other_size(len(out), len(body))
+            (text, body), transfer = early.popleft(), receives.popleft()
+            out = self._place_of(transfer, text, len(body))
+            if out is None:
                 return
             out[:] = body
             transfer.done = True
@@ -173,8 +204,8 @@ class Stream:
         if reading is not None:
             reading.done = True
             return
-        kind, body = self._unasked
-        self._early[kind].append(body)
+        kind, text, body = self._unasked
+        self._early[kind].append((text, body))
         self._match_early(kind)
 
     def read(self) -> None:
@@ -221,20 +252,32 @@ class Stream:
             if kind == FRAME:
                 self.frame = Frame(magic, digest, body_bytes, bytes(self._view[text_at : self._begin]))
                 return
-            self._begin_body(kind, body_bytes)
+            self._begin_body(kind, bytes(self._view[text_at : self._begin]), body_bytes)
 
-    def _begin_body(self, kind: int, size_bytes: int) -> None:
+    def _begin_body(self, kind: int, text: bytes, size_bytes: int) -> None:
         receives = self._receives[kind]
         if not receives:
-            self._unasked = kind, bytearray(size_bytes)
-            self._expect(memoryview(self._unasked[1]))
+            self._unasked = kind, text, bytearray(size_bytes)
+            self._expect(memoryview(self._unasked[2]))
             return
-        self._reading = receives.popleft()
-        out = self._reading.parts[0]
-        if len(out) != size_bytes:
-            self.error = _other_size(len(out), size_bytes)
-        else:
+        transfer = receives.popleft()
+        out = self._place_of(transfer, text, size_bytes)
+        if out is not None:
+            self._reading = transfer
             self._expect(out)
+
+    def _place_of(self, transfer: Transfer, text: bytes, size_bytes: int) -> Any:
+        """Returns where a receive's message goes; None if it is none that may come."""
+        out = transfer.parts[0]
+        transfer.found = text or None
+        if transfer.text is not None and text != transfer.text:
+            out = memoryview(bytearray(size_bytes))  # past it, as the text tells the receiver
+        elif len(out) != size_bytes:
+            self.error = _other_size(len(out), size_bytes)
+            return None
+        if transfer.begun is not None:
+            transfer.begun(size_bytes)
+        return out
 
     def end_sending(self) -> None:
         """Lets the other side know that nothing more comes, after what was sent."""
@@ -256,7 +299,7 @@ class Streams:
 
     def __init__(self, by_rank: dict[int, Stream], spin_s: float) -> None:
         self.by_rank = by_rank
-        self._spin_s = spin_s
+        self.spin_s = spin_s
         self._poll = select.poll()
         self._masks: dict[int, int] = {}
         self._by_descriptor = {stream.socket.fileno(): stream for stream in by_rank.values()}
@@ -268,7 +311,7 @@ class Streams:
         """
         reads = set(reads)
         now = time.monotonic()
-        spin_until, look_at, slice_s = now + self._spin_s, now + _SLICE_S, _SLICE_S
+        spin_until, look_at, slice_s = now + self.spin_s, now + SLICE_S, SLICE_S
         while not is_done():
             for descriptor, stream in self._by_descriptor.items():
                 mask = select.POLLOUT if stream.is_sending else 0
@@ -282,14 +325,10 @@ class Streams:
                         self._poll.unregister(descriptor)
             ready = self._poll.poll(0 if now < spin_until else 1000 * slice_s)
             for descriptor, events in ready:
-                stream = self._by_descriptor[descriptor]
-                if events & select.POLLOUT:
-                    stream.write()
-                if events & ~select.POLLOUT:
-                    stream.read()
+                self._by_descriptor[descriptor].handle(events)
             now = time.monotonic()
             if now >= look_at:
-                slice_s = min(_SLICE_S, limit())
+                slice_s = min(SLICE_S, limit())
                 if slice_s <= 0:
                     raise StreamError("timed out", self._awaited(reads))
                 look_at = now + slice_s
@@ -306,6 +345,7 @@ class Streams:
 
     def close(self) -> None:
         for stream in self.by_rank.values():
+            stream.error = stream.error or "the group was closed"
             stream.socket.close()
         self.by_rank, self._by_descriptor = {}, {}
 
@@ -373,7 +413,7 @@ def _accept(
         raise TimeoutError("a rank has ended")
     if time.monotonic() > deadline:
         raise TimeoutError("timed out")
-    listener.settimeout(_SLICE_S)
+    listener.settimeout(SLICE_S)
     try:
         connection, _ = listener.accept()
     except TimeoutError:

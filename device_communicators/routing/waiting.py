@@ -130,6 +130,11 @@ _END_S = 1.0
 _HELPERS = _Helpers()
 
 
+def run_in_thread(job: Callable[[], object]) -> None:
+    """Runs `job`, which raises nothing, in a thread that may be used again."""
+    _HELPERS.run(job)
+
+
 def end_idle_threads() -> None:
     """Ends the threads that wait for the next wait: when a group that had some is closed."""
     _HELPERS.end_idle()

@@ -1,0 +1,136 @@
+"""Sends and receives between two ranks, over a pair of sockets in one process: each rank is a thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from device_communicators.errors import CollectiveMismatchError
+from device_communicators.hierarchical.pairs import ANSWERED_BYTES, Pairs
+from device_communicators.hierarchical.streams import Stream, Streams
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.waiting import TransferError
+
+LIMIT_S = 20.0
+SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
+
+
+@pytest.fixture
+def pairs() -> Iterator[tuple[Pairs, Pairs]]:
+    made = []
+    for rank, end in enumerate(socket.socketpair()):
+        context = GroupContext("test", (0, 1), rank, torch.device("cpu"), 5.0)
+        made.append(Pairs(context, Streams({1 - rank: Stream(end, 1 - rank)}, 0.0)))
+    yield made[0], made[1]
+    for each in made:
+        each.close()
+
+
+def _both(*calls: Callable[[], Any]) -> list[Any]:
+    """What the ranks return, or raise."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = calls[rank]()
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 1, SMALL, LARGE])
+def test_tensors_come_by_tag(pairs: tuple[Pairs, Pairs], count: int) -> None:
+    def send() -> None:
+        started = [pairs[0].isend(torch.full((count,), each, dtype=torch.int16), 1, each).begin() for each in range(4)]
+        for each in started:
+            each.wait()
+
+    def receive() -> list[torch.Tensor]:
+        outs = [torch.empty(count, dtype=torch.int16) for _ in range(4)]
+        for tag in (2, 0, 3, 1):
+            pairs[1].irecv(outs[tag], 0, tag).wait()
+        return outs
+
+    sent, outs = _both(send, receive)
+    assert sent is None
+    assert all(torch.equal(out, torch.full((count,), tag, dtype=torch.int16)) for tag, out in enumerate(outs))
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_what_was_started_moves_while_nobody_waits(pairs: tuple[Pairs, Pairs], count: int) -> None:
+    out = torch.zeros(count)
+    received = pairs[1].irecv(out, 0, 0).begin()
+    sent = pairs[0].isend(torch.ones(count), 1, 0).begin()
+    until = time.monotonic() + LIMIT_S
+    while not (received.is_completed() and sent.is_completed()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert int(out.sum()) == count
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+def test_ranks_that_receive_first_may_both_send(pairs: tuple[Pairs, Pairs], count: int) -> None:
+    def exchange(rank: int) -> torch.Tensor:
+        out = torch.zeros(count)
+        received = pairs[rank].irecv(out, 1 - rank, 0).begin()
+        pairs[rank].isend(torch.full((count,), float(rank)), 1 - rank, 0).wait()
+        received.wait()
+        return out
+
+    for rank, out in enumerate(_both(lambda: exchange(0), lambda: exchange(1))):
+        assert torch.equal(out, torch.full((count,), 1.0 - rank))
+
+
+def test_threads_wait_at_once(pairs: tuple[Pairs, Pairs]) -> None:
+    def run(rank: int, tag: int) -> int:
+        total = 0
+        for number in range(50):
+            if (number + tag) % 2 == rank:
+                pairs[rank].isend(torch.full((number * 1000,), tag), 1 - rank, tag).wait()
+            else:
+                out = torch.empty(number * 1000, dtype=torch.int64)
+                pairs[rank].irecv(out, 1 - rank, tag).wait()
+                total += int((out == tag).all())
+        return total
+
+    found = _both(*(lambda rank=rank, tag=tag: run(rank, tag) for rank in (0, 1) for tag in (0, 1, 2)))  # type: ignore[misc]
+    assert found == [25] * 6
+
+
+@pytest.mark.parametrize("sent", [SMALL, LARGE])
+@pytest.mark.parametrize("expected", [SMALL // 2, 2 * LARGE])
+def test_another_size_is_named_on_the_receiver_and_of_a_large_one_on_both(
+    pairs: tuple[Pairs, Pairs], sent: int, expected: int
+) -> None:
+    out = torch.zeros(expected)
+    there, here = _both(
+        pairs[0].isend(torch.ones(sent), 1, 0).wait,
+        pairs[1].irecv(out, 0, 0).wait,
+    )
+    assert isinstance(here, CollectiveMismatchError) and here.suspect_ranks == (0,), here
+    assert f"this rank is in recv of {expected} × float32, and global rank 0 in send of {sent} × float32" in str(here)
+    assert not out.any()
+    if sent == LARGE:
+        assert f"this rank is in send of {sent} × float32, and global rank 1 in recv of {expected}" in str(there)
+    else:
+        assert there is None
+
+
+def test_a_peer_that_goes_ends_the_wait(pairs: tuple[Pairs, Pairs]) -> None:
+    received = pairs[1].irecv(torch.zeros(3), 0, 0)
+    pairs[0].close()
+    with pytest.raises(TransferError, match="closed by peer"):
+        received.wait()
