@@ -30,12 +30,14 @@ def all_to_all(hosts: Hosts, out: Tensor, x: Tensor, mine: Sequence[int], row_by
         if hosts.local is None:
             taken[0].copy_(given[0])
             return
-        flat = torch.cat(given)
-        found = flat.new_empty(sum(map(len, taken)))
+        side_by_side, place = _side_by_side(x, sent, own), _side_by_side(out, received, own)
+        flat = torch.cat(given) if side_by_side is None else side_by_side
+        found = flat.new_empty(sum(map(len, taken))) if place is None else place
         sizes = ((ctypes.c_size_t * len(own))(*map(len, each)) for each in (taken, given))
         hosts.local.call("all_to_all", found.data_ptr(), flat.data_ptr(), *sizes)
-        for block, part in zip(taken, found.split([len(each) for each in taken]), strict=True):
-            block.copy_(part)
+        if place is None:
+            for block, part in zip(taken, found.split([len(each) for each in taken]), strict=True):
+                block.copy_(part)
 
     _exchange(hosts, dict(enumerate(sent)), dict(enumerate(received)), at_home)
 
@@ -43,6 +45,7 @@ def all_to_all(hosts: Hosts, out: Tensor, x: Tensor, mine: Sequence[int], row_by
 def gather(hosts: Hosts, out: Tensor | None, x: Tensor, dst: int) -> None:
     """Gathers the bytes `x` of all ranks to the rows of `out` on `dst`."""
     own = hosts.ranks[hosts.host]
+    hosts.meet()
 
     def at_home() -> None:
         if out is not None:
@@ -58,16 +61,29 @@ def gather(hosts: Hosts, out: Tensor | None, x: Tensor, dst: int) -> None:
 def scatter(hosts: Hosts, out: Tensor, x: Tensor | None, src: int) -> None:
     """Scatters the rows of bytes `x` of `src` to the bytes `out` of all ranks."""
     own = hosts.ranks[hosts.host]
+    hosts.meet()
 
     def at_home() -> None:
         if x is not None and hosts.local is None:
             out.copy_(x[src])
         elif hosts.local is not None and src in own:
-            rows = None if x is None else x[list(own)]
+            rows = None if x is None else x[own[0] : own[-1] + 1] if _are_consecutive(own) else x[list(own)]
             address = None if rows is None else rows.data_ptr()
             hosts.local.call("scatter", out.data_ptr(), address, out.nbytes, own.index(src))
 
     _exchange(hosts, {} if x is None else dict(enumerate(x)), {src: out}, at_home)
+
+
+def _are_consecutive(ranks: Sequence[int]) -> bool:
+    return ranks[-1] - ranks[0] == len(ranks) - 1
+
+
+def _side_by_side(x: Tensor, blocks: Sequence[Tensor], ranks: Sequence[int]) -> Tensor | None:
+    """Returns the blocks of `ranks` as one part of `x`, which consists of all blocks; None where they are scattered."""
+    if not _are_consecutive(ranks):
+        return None
+    begin = sum(map(len, blocks[: ranks[0]]))
+    return x[begin : begin + sum(len(blocks[rank]) for rank in ranks)]
 
 
 def _exchange(

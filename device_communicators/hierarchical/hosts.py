@@ -283,10 +283,14 @@ class Hosts:
             self.broadcast(piece)
         return sends
 
-    def barrier(self) -> None:
-        """Waits for the host's ranks, then for other leaders; the leader's return lets its host go."""
+    def meet(self) -> None:
+        """Compares the calls of the host's ranks: before their leader tells others theirs, in which all must be."""
         if self.local is not None:
             self.local.call("barrier")
+
+    def barrier(self) -> None:
+        """Waits for the host's ranks, then for other leaders; the leader's return lets its host go."""
+        self.meet()
         self.agree()
 
     def _disagreement(self) -> tuple[str, list[int]]:
