@@ -66,6 +66,13 @@ bool copied(Bytes& to, const char* data, std::size_t bytes) {
 }
 
 bool string(Bytes& to, const char* data, std::size_t bytes) {
+  if (bytes < 32) {  // as most
+    char* const at = to.add(1 + bytes);
+    if (at == nullptr) return false;
+    at[0] = static_cast<char>(0xa0 | bytes);
+    std::memcpy(at + 1, data, bytes);
+    return true;
+  }
   return sized(to, bytes, 0xa0, 32, 0xd9, 0xda) && copied(to, data, bytes);
 }
 
@@ -201,14 +208,14 @@ bool Packer::text(void* object) {
   return false;
 }
 
-// The size is asked for again and again: nothing here runs Python code, but without a GIL another thread might.
+// Nothing here runs Python code, but without a GIL another thread might: an item that is no longer there is null.
 bool Packer::list(void* object, int depth) {
   const std::ptrdiff_t size = python_->list_size(object);
   if (!array(body_, static_cast<std::uint64_t>(size))) return false;
   for (std::ptrdiff_t index = 0; index < size; ++index) {
-    if (python_->list_size(object) != size || !value(python_->list_item(object, index), depth)) return false;
+    if (!value(python_->list_item(object, index), depth)) return false;
   }
-  return true;
+  return python_->list_size(object) == size;
 }
 
 bool Packer::dict(void* object, int depth) {
@@ -221,6 +228,10 @@ bool Packer::dict(void* object, int depth) {
   void* item = nullptr;
   while (python.dict_next(object, &position, &key, &item) != 0) {
     const void* const type = type_of(python, key);
+    if (type == python.str_type) {
+      if (++count > size || !text(key) || !value(item, depth)) return false;
+      continue;
+    }
     const bool fit =
         large ? is_among(type, python.texts, python.text_count) : is_among(type, python.leaves, python.leaf_count);
     if (!fit || ++count > size || !value(key, 0) || !value(item, depth)) return false;
