@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_communicators.cpu import native
 from tests.check_jobs import run_check
 from tests.hosts import Hosts, problem
 from tests.programs import FORK_SERVERS, Program
@@ -40,6 +42,8 @@ def test_alone_it_starts_local_ranks(tmp_path: Path) -> None:
 
 
 def _several_faults() -> None:
+    with contextlib.suppress(native.NativeUnavailableError):
+        native.load()  # of the torch that is there: for another one it would be compiled
     torch.__version__ = "2.9.1"
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (16 << 10, 16 << 10))
 
