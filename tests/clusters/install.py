@@ -1,6 +1,6 @@
 """Fetches the launchers that the tests start: MPICH, Open MPI, Intel MPI and Ray from PyPI, SLURM from Debian.
 
-From Debian comes also nftables, for faults of a network.
+From Debian come also PMIx, for SLURM, and nftables, for faults of a network.
 
     python -m tests.clusters.install            # each into an environment of its own, in the user's cache
     python -m tests.clusters.install show
@@ -11,6 +11,7 @@ had is said with the reason, and its tests are skipped.
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import subprocess
@@ -27,10 +28,15 @@ PROGRAMS = {"ray": "ray"}
 """What each has in its `bin`; else `mpiexec`."""
 DEBIAN = {
     "slurm": ("slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge"),
+    "pmix": ("libpmix-dev",),
     "nftables": ("nftables",),
 }
-"""The packages of each."""
-DEBIAN_PROGRAMS = {"slurm": ("slurmctld", "slurmd", "srun", "munged"), "nftables": ("nft",)}
+"""The packages of each. SLURM opens PMIx's library by the name that its development package has."""
+DEBIAN_PROGRAMS = {
+    "slurm": ("slurmctld", "slurmd", "srun", "munged"),
+    "pmix": ("/usr/lib/*/pmix2/lib/libpmix.so",),
+    "nftables": ("nft",),
+}
 PIP_S = 900
 
 
@@ -49,6 +55,8 @@ def missing(name: str) -> str | None:
 
 
 def _which(word: str) -> str | None:
+    if word.startswith("/"):
+        return next(glob.iglob(word), None)
     return shutil.which(word, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 

@@ -35,6 +35,8 @@ class Slurm:
         (folder / "key").write_bytes(secrets.token_bytes(128))
         (folder / "key").chmod(0o400)
         (folder / "slurm.conf").write_text(self._configuration())
+        # PMIx makes a folder there under the step's name: of each host's own, as /tmp isn't.
+        (folder / "mpi.conf").write_text("PMIxCliTmpDirBase=/dev/shm\n")
         cluster.common.update(self.variables)
         munge = ["munged", "-F", "-f", f"--socket={folder}/munge", f"--key-file={folder}/key"]
         munge += [f"--log-file={folder}/munge.log", f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/seed"]

@@ -87,11 +87,14 @@ def _same(found: Sequence[ProcessEnvironment], counts: Sequence[int], master: st
         (["-N", "2", "-n", "3"], [2, 1]),
         (["-N", "3", "-n", "7"], [5, 1, 1]),
         (["-N", "2", "-n", "4", "--mpi=pmi2"], [3, 1]),
+        (["-N", "2", "-n", "4", "--mpi=pmix"], [3, 1]),
         (["-N", "2", "--ntasks-per-node", "2", "-c", "3"], [2, 2]),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_a_step_of_its_own(tasks: Tasks, options: list[str], counts: list[int]) -> None:
+    if "--mpi=pmix" in options and (problem := missing("pmix")):
+        pytest.skip(problem)
     tasks.srun(*options).well()
     _same(tasks.places(), counts)
 
@@ -191,9 +194,12 @@ def test_ranks_without_srun_are_told_so(tasks: Tasks) -> None:
         detect(stale)
 
 
-def test_pmi2_and_uneven_nodes_in_a_real_job(tasks: Tasks) -> None:
-    """Three ranks on a node and one on another, over PMI-2, which is none of our business."""
-    command = ["srun", "-N", "2", "-n", "4", "--mpi=pmi2", "--ntasks-per-node", "2", PYTHON, *JOB, str(tasks.folder)]
+@pytest.mark.parametrize("mpi", ["pmi2", "pmix"])
+def test_an_mpi_of_srun_and_uneven_nodes_in_a_real_job(tasks: Tasks, mpi: str) -> None:
+    """Three ranks on a node and one on another; what else srun offers them is none of our business."""
+    if mpi == "pmix" and (problem := missing("pmix")):
+        pytest.skip(problem)
+    command = ["srun", "-N", "2", "-n", "4", f"--mpi={mpi}", "--ntasks-per-node", "2", PYTHON, *JOB, str(tasks.folder)]
     ended = tasks.cluster.run(0, command, DEADLINE_S)
     tasks.cluster.folder, before = tasks.folder, tasks.cluster.folder
     try:
