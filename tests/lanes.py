@@ -80,10 +80,10 @@ LANES = (
     Lane("disagreements", DISAGREEMENTS),
     Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=3),
-    Lane("compiles", ("tests/compile", *COMPILERS), niceness=3),
+    Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
 )
 """By what they wait for: the first two for ranks to notice something in time, so that they go before the others, none
-of which may starve: they have deadlines, too."""
+of which may starve: they have deadlines, too. The last has the most to do, and goes before the two above it."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(

@@ -200,7 +200,8 @@ class _Group:
         if len(members.ranks) > 1 and self.collectives is None:
             self._gloo = self.make_gloo()  # now, while all ranks are here: who transfers first needn't wait for others
             if memory.problem is None and len(memory.hosts) < len(members.ranks):
-                self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo))
+                address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
+                self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo), address)
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[], None] = lambda: None
         """Has the compiled backend refuse all later calls with `failed`; set by it."""

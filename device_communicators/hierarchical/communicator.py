@@ -58,11 +58,12 @@ class HierarchicalCommunicator(PartialCommunicator):
     name = "hierarchical"
     tells_sending = True
 
-    def __init__(self, context: GroupContext, *, has_pairs: bool = True) -> None:
+    def __init__(self, context: GroupContext, *, has_pairs: bool = True, address: str | None = None) -> None:
+        """`address`: at which other hosts reach this rank; None for that which gloo tells them."""
         super().__init__(context)
         if context.host_memory is None or context.host_memory.problem is not None:
             raise UnsupportedError(f"{context} has no shared memory")
-        self._hosts = Hosts(context, context.host_memory)
+        self._hosts = Hosts(context, context.host_memory, address)
         self.sized_bytes = SIZED_BYTES if len(self._hosts.ranks) == 2 else DIRECT_BYTES
         self._carried = _CARRIED_IF_ALONE if self._hosts.is_one_rank_each else _CARRIED
         if self._hosts.is_meshed:
@@ -70,7 +71,12 @@ class HierarchicalCommunicator(PartialCommunicator):
         self._pairs: Pairs | None = None
         if self._hosts.is_meshed and has_pairs:
             others = [rank for rank in range(context.size) if rank != context.rank]
-            self._pairs = Pairs(context, connect(context, others, context.host_memory.waiting[0] / 1e9))
+            try:
+                streams = connect(context, others, context.host_memory.waiting[0] / 1e9, address)
+            except BaseException:
+                self._hosts.leaders.close()
+                raise
+            self._pairs = Pairs(context, streams)
             self._carried |= _PAIRS
         self._lock = threading.Lock()  # a call is several exchanges, which must not mix with those of another thread
 
@@ -93,8 +99,11 @@ class HierarchicalCommunicator(PartialCommunicator):
             self._hosts.begin(call, operation, *facts)
             try:
                 yield self._hosts
-            except CommunicationError as failure:
-                self._hosts.abandon(failure)
+            except BaseException as failure:  # Ctrl-C, too: what has begun can't be gone on with
+                if isinstance(failure, CommunicationError):
+                    self._hosts.abandon(failure)
+                else:
+                    self._hosts.leaders.abandon()
                 if self._pairs is not None:
                     self._pairs.end_sending()
                 raise
@@ -260,9 +269,9 @@ class HierarchicalCommunicator(PartialCommunicator):
             self._pairs.close()
 
 
-def over_hosts(context: GroupContext) -> HierarchicalCommunicator:
-    """Returns the communicator of a group for who carries its calls without a route."""
-    return HierarchicalCommunicator(context, has_pairs=False)
+def over_hosts(context: GroupContext, address: str | None) -> HierarchicalCommunicator:
+    """Returns the communicator of a group for who carries its calls without a route; `address` as the class has it."""
+    return HierarchicalCommunicator(context, has_pairs=False, address=address)
 
 
 def _chunk(count: int) -> int:

@@ -52,7 +52,7 @@ class Hosts:
     Blocks of all ranks lie *by host*: those of a host side by side, `blocks[h]`, one's own at `mine`.
     """
 
-    def __init__(self, context: GroupContext, memory: HostMemory) -> None:
+    def __init__(self, context: GroupContext, memory: HostMemory, address: str | None = None) -> None:
         self.context = context
         self.ranks = memory.hosts
         self.host = next(index for index, ranks in enumerate(self.ranks) if context.rank in ranks)
@@ -63,7 +63,7 @@ class Hosts:
         """True if each rank is connected to all on other hosts; else only the leaders are."""
         if not self.is_meshed:
             others = [rank for rank in others if rank in leaders] if context.rank in leaders else []
-        streams = connect(context, others, spin_ns / 1e9)
+        streams = connect(context, others, spin_ns / 1e9, address)
         self.leaders = Leaders(context, leaders, self.host, streams, self.ranks)
         self.is_leader = self.leaders.is_leader
         order = [rank for ranks in self.ranks for rank in ranks]
@@ -297,7 +297,8 @@ class Hosts:
         """Returns on every rank of a host what its leader found the hosts' calls to be."""
         words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
         if self.is_leader:
-            mine = json.dumps(self.leaders.disagreement).encode()[:_WORDS_BYTES]
+            what, suspects = self.leaders.disagreement
+            mine = json.dumps([what[: _WORDS_BYTES // 8], suspects]).encode()
             words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         self.broadcast(words)
         what, suspects = json.loads(words.numpy().tobytes().rstrip(b"\0"))

@@ -19,7 +19,7 @@ import json
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ what goes from one rank to another."""
 _AGREES, _DISAGREES = b"PSH4", b"PSD4"
 """Magic of a frame whose text is the call in words; and of one whose text is JSON, of what the host's ranks disagree
 about and which ranks these are."""
+_END_OF_WORDS = b"\0"
+"""Of a frame's text; then come the splits."""
 _TEXT_BYTES = 2000
 _MOST_SUSPECTS = 64
 
@@ -169,7 +171,7 @@ class Leaders:
         """Starts to send the frames of the call's first exchange, in which `sent` travels: contiguous."""
         begin_sending()
         self._is_first = False
-        words = _in_words(self._call) + struct.pack(f"<{len(self.splits)}q", *self.splits)
+        words = _in_words(self._call) + _END_OF_WORDS + struct.pack(f"<{len(self.splits)}q", *self.splits)
         transfers = []
         for host in self.others:
             x = sent.get(host)
@@ -184,7 +186,7 @@ class Leaders:
         `received` holds tensors, or what makes one of a number of bytes.
         """
         streams = {host: self._stream(host) for host in self.others}
-        self._wait(lambda: all(each.frame is not None for each in streams.values()), streams.values())
+        self._wait(lambda: [each for each in streams.values() if each.frame is None])
         self._agreed = True
         frames = {host: each.frame for host, each in streams.items() if each.frame is not None}
         if any(frame[:2] != (_AGREES, self._digest) for frame in frames.values()):
@@ -333,9 +335,9 @@ class Leaders:
         """Waits until all are done, one fails, or a rank of the failure domain has ended."""
         pending = [transfer for transfer in transfers if not transfer.done]
         if pending:
-            self._wait(lambda: all(each.done for each in pending), [each.stream for each in pending])
+            self._wait(lambda: {each.stream for each in pending if not each.done})
 
-    def _wait(self, is_done: Callable[[], bool], streams: Iterable[Stream]) -> None:
+    def _wait(self, awaited: Callable[[], Collection[Stream]]) -> None:
         noticed: list[float] = []
 
         def limit() -> float:
@@ -347,7 +349,7 @@ class Leaders:
             return self._deadline - now
 
         try:
-            self._streams.wait(is_done, streams, limit)
+            self._streams.wait(awaited, limit)
         except StreamError as error:
             if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
@@ -429,7 +431,7 @@ def _compared(call: UserCall, facts: tuple[object, ...]) -> bytes:
 
 def _read(frame: Frame) -> _Head:
     """Parses a frame, for its words."""
-    text = frame.text.decode(errors="replace")
+    text = frame.text.partition(_END_OF_WORDS)[0].decode(errors="replace")
     if frame.magic != _DISAGREES:
         return _Head(frame.digest, "", [], text)
     disagreement, suspects = json.loads(text)

@@ -101,6 +101,13 @@ class Pairs:
             run_in_thread(self._move_on)
 
     def _move_on(self) -> None:
+        try:
+            self._move_what_is_left()
+        except BaseException:
+            self._is_moved = False
+            raise
+
+    def _move_what_is_left(self) -> None:
         time.sleep(_UNWAITED_S)  # most callers wait soon
         poll, masks = select.poll(), dict[int, tuple[int, Stream]]()
         while True:
@@ -194,6 +201,9 @@ class PairTransfer:
                 raise died(context, self.operation, started) from error
             self._pairs.end_sending()  # as the group can't be used further: others needn't wait for their deadline
             raise TransferError(str(error), self._peer) from error
+        except (KeyboardInterrupt, SystemExit):  # another receive would get this one's message
+            self._pairs.end_sending()
+            raise
         found = next((each.found for each in self._transfers if each.found not in (None, self._text)), None)
         if found is not None:
             raise self._mismatch(found)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import select
 import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -45,8 +46,10 @@ _DIRECT_BYTES = 16 << 10
 SLICE_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
-_TOLD_BYTES = 256
+_TOLD_BYTES = 512
 _STRANGER_S = 2.0
+"""What who connects has to say whose it is; meanwhile others may."""
+_BACKLOG = 128
 
 
 class Frame(NamedTuple):
@@ -141,7 +144,7 @@ class Stream:
             transfer = self._sends[0]
             parts = transfer.parts
             try:
-                sent = self.socket.sendmsg(parts)
+                sent = self.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -236,7 +239,7 @@ class Stream:
 
     def parse(self) -> None:
         """Goes through what is in the buffer."""
-        while self.frame is None:
+        while self.frame is None and not self.error:
             if self._body is not None:
                 if self._begin == self._end:
                     return
@@ -246,6 +249,9 @@ class Stream:
                 return
             magic, digest, kind, text_bytes, body_bytes = _HEAD.unpack_from(self._buffer, self._begin)
             text_at = self._begin + _HEAD.size
+            if text_bytes > _BUFFER_BYTES - _HEAD.size:
+                self.error = f"a text of {text_bytes} bytes was to come, more than there may be"
+                return
             if self._end - text_at < text_bytes:
                 return
             self._begin = text_at + text_bytes
@@ -257,7 +263,11 @@ class Stream:
     def _begin_body(self, kind: int, text: bytes, size_bytes: int) -> None:
         receives = self._receives[kind]
         if not receives:
-            self._unasked = kind, text, bytearray(size_bytes)
+            try:
+                self._unasked = kind, text, bytearray(size_bytes)
+            except (MemoryError, OverflowError):
+                self.error = f"there is no memory for {size_bytes} bytes that came before they were asked for"
+                return
             self._expect(memoryview(self._unasked[2]))
             return
         transfer = receives.popleft()
@@ -280,7 +290,8 @@ class Stream:
         return out
 
     def end_sending(self) -> None:
-        """Lets the other side know that nothing more comes, after what was sent."""
+        """Lets the other side know that nothing more comes, after what was sent; ends this side's waits, too."""
+        self.error = self.error or "a call of this rank in this group failed"
         self._sends.clear()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
@@ -303,16 +314,20 @@ class Streams:
         self._poll = select.poll()
         self._masks: dict[int, int] = {}
         self._by_descriptor = {stream.socket.fileno(): stream for stream in by_rank.values()}
+        self._owner = os.getpid()
 
-    def wait(self, is_done: Callable[[], bool], reads: Iterable[Stream], limit: Callable[[], float]) -> None:
-        """Moves what can be moved until `is_done`; reads from `reads`, and from those that it sends to.
+    def wait(self, awaited: Callable[[], Collection[Stream]], limit: Callable[[], float]) -> None:
+        """Moves what can be moved until nothing is `awaited`; reads from those, and from those that it sends to.
 
-        `limit`: is asked now and then how many seconds more there are; it may raise. Raises StreamError.
+        A rank of which nothing is awaited any more may end its connection. `limit` is asked now and then how many
+        seconds more there are; it may raise. Raises StreamError.
         """
-        reads = set(reads)
         now = time.monotonic()
         spin_until, look_at, slice_s = now + self.spin_s, now + SLICE_S, SLICE_S
-        while not is_done():
+        while reads := awaited():
+            for stream in (*reads, *self.by_rank.values()):
+                if stream.error and (stream in reads or stream.is_sending):
+                    raise StreamError(stream.error, stream.rank)
             for descriptor, stream in self._by_descriptor.items():
                 mask = select.POLLOUT if stream.is_sending else 0
                 if (stream in reads or mask) and stream.frame is None:
@@ -325,19 +340,14 @@ class Streams:
                         self._poll.unregister(descriptor)
             ready = self._poll.poll(0 if now < spin_until else 1000 * slice_s)
             for descriptor, events in ready:
-                self._by_descriptor[descriptor].handle(events)
+                if descriptor in self._by_descriptor:  # else it was closed
+                    self._by_descriptor[descriptor].handle(events)
             now = time.monotonic()
             if now >= look_at:
                 slice_s = min(SLICE_S, limit())
-                if slice_s <= 0:
-                    raise StreamError("timed out", self._awaited(reads))
+                if slice_s <= 0 and (late := awaited()):
+                    raise StreamError("timed out", min(each.rank for each in late))
                 look_at = now + slice_s
-            for stream in self.by_rank.values():
-                if stream.error and (stream in reads or stream.is_sending) and not is_done():
-                    raise StreamError(stream.error, stream.rank)
-
-    def _awaited(self, reads: Iterable[Stream]) -> int:
-        return next((each.rank for each in self.by_rank.values() if each in reads or each.is_sending), -1)
 
     def end_sending(self) -> None:
         for stream in self.by_rank.values():
@@ -346,6 +356,9 @@ class Streams:
     def close(self) -> None:
         for stream in self.by_rank.values():
             stream.error = stream.error or "the group was closed"
+            if os.getpid() == self._owner:  # a fork of this process may hold the socket, too
+                with contextlib.suppress(OSError):
+                    stream.socket.shutdown(socket.SHUT_WR)
             stream.socket.close()
         self.by_rank, self._by_descriptor = {}, {}
 
@@ -358,72 +371,127 @@ def _other_size(expected: int, found: int) -> str:
     return f"{expected} bytes were to come, and {found} came"
 
 
-def connect(context: GroupContext, peers: Sequence[int], spin_s: float) -> Streams:
+def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address: str | None = None) -> Streams:
     """Connects this rank to `peers`, to each of which it is one, too. Every rank of the group calls it.
 
-    Raises CommunicationError on the ranks that find out why some can't be connected.
+    `address`: at which others reach this rank; None for that which gloo tells them. Raises CommunicationError on all
+    ranks where one can't listen, and on those that find out why some can't be connected.
     """
     started = time.monotonic()
-    deadline = started + min(context.timeout_s, settings.START_TIMEOUT_S.get())
     token = secrets.token_bytes(_TOKEN_BYTES)
     with contextlib.ExitStack() as stack:
-        address, listener = gloo_address() if peers else "", None
+        listener, port, problem = None, 0, ""
         if peers:
-            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-            listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=len(peers)))
-        port = 0 if listener is None else listener.getsockname()[1]
-        told = json.dumps([address, port, token.hex()]).encode().ljust(_TOLD_BYTES)
-        texts = all_gather_bytes(context, told, "connect")
-        if listener is None:
-            return Streams({}, spin_s)
+            try:
+                address = gloo_address() if address is None else address
+                family = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM)[0][0]
+                listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=_BACKLOG))
+                port = listener.getsockname()[1]
+            except OSError as error:
+                problem = f"{error}"[: _TOLD_BYTES // 4]
+        told = json.dumps([address or "", port, token.hex(), problem]).encode().ljust(_TOLD_BYTES)
+        places = [json.loads(text) for text in all_gather_bytes(context, told, "connect")]
+        for rank, (at, _, _, what) in enumerate(places):
+            if what:
+                text = f"global rank {context.ranks[rank]} of {context} can't listen at {at!r}: {what}"
+                raise _not_connected(context, text, [rank], started)
         made: dict[int, socket.socket] = {}
+        deadline = time.monotonic() + min(context.timeout_s, settings.START_TIMEOUT_S.get())
+        other, where = -1, ""
         try:
             for other in peers:
                 if other < context.rank:
-                    where, at, expected = json.loads(texts[other])
-                    made[other] = socket.create_connection((where, at), max(0.001, deadline - time.monotonic()))
-                    made[other].sendall(_HELLO.pack(bytes.fromhex(expected), context.rank))
-            while len(made) < len(peers):
-                met = _accept(context, listener, token, deadline)
-                if met is not None and met[0] in peers:
-                    made[met[0]] = met[1]
+                    where = f" at {places[other][0]} port {places[other][1]}"
+                    made[other] = _greet(context, places[other], deadline)
+            other, where = -1, f", which {address} port {port} is open for"
+            if listener is not None:
+                _accept(context, listener, token, [each for each in peers if each > context.rank], made, deadline)
         except OSError as error:
             for connection in made.values():
                 connection.close()
-            missing = [context.ranks[other] for other in peers if other not in made]
-            raise context.failure(
-                CommunicationError,
-                f"global rank {context.ranks[context.rank]} of {context} can't be connected to all it needs on other "
-                f"hosts, at {address} port {port}: {error}; global ranks {missing} are missing. Open all TCP ports "
-                "between the hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads to the others",
-                "connect",
-                started=started,
-                suspect_ranks=missing,
-            ) from error
+            missing = [other] if other >= 0 else [each for each in peers if each not in made]
+            names = ", ".join(str(context.ranks[rank]) for rank in missing)
+            own = context.ranks[context.rank]
+            text = f"global rank {own} of {context} can't be connected to global ranks {names}{where}: {error}"
+            raise _not_connected(context, text, missing, started) from error
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return Streams({other: Stream(connection, other) for other, connection in sorted(made.items())}, spin_s)
 
 
+def _not_connected(context: GroupContext, text: str, missing: Sequence[int], started: float) -> CommunicationError:
+    return context.failure(
+        CommunicationError,
+        f"{text}. Open all TCP ports between the hosts, and set GLOO_SOCKET_IFNAME on each to the interface that leads "
+        "to the others",
+        "connect",
+        started=started,
+        suspect_ranks=[context.ranks[rank] for rank in missing],
+    )
+
+
+def _greet(context: GroupContext, place: Sequence[Any], deadline: float) -> socket.socket:
+    """Connects to a rank that listens at `place`."""
+    address, port, token, _ = place
+    connection = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
+    connection.sendall(_HELLO.pack(bytes.fromhex(token), context.rank), socket.MSG_NOSIGNAL)
+    return connection
+
+
 def _accept(
-    context: GroupContext, listener: socket.socket, token: bytes, deadline: float
-) -> tuple[int, socket.socket] | None:
-    """Returns the rank that connects and its connection; None for a stranger, or if none came for a moment."""
-    if context.deaths():
-        raise TimeoutError("a rank has ended")
-    if time.monotonic() > deadline:
-        raise TimeoutError("timed out")
-    listener.settimeout(SLICE_S)
+    context: GroupContext,
+    listener: socket.socket,
+    token: bytes,
+    peers: Sequence[int],
+    made: dict[int, socket.socket],
+    deadline: float,
+) -> None:
+    """Adds the connections of `peers`, all of which connect, to `made`; those of strangers end."""
+    said: dict[int, tuple[socket.socket, bytearray, float]] = {}
+    """By descriptor: who has not said whose it is, as much as it has, and until when it may."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    listener.setblocking(False)
     try:
-        connection, _ = listener.accept()
-    except TimeoutError:
+        while not all(peer in made for peer in peers):
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * SLICE_S)]
+            now = time.monotonic()
+            if context.deaths():
+                raise TimeoutError("a rank has ended")
+            if now > deadline:
+                raise TimeoutError("timed out")
+            for descriptor in ready:
+                if descriptor == listener.fileno():
+                    with contextlib.suppress(BlockingIOError, ConnectionError):
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        said[connection.fileno()] = connection, bytearray(), now + _STRANGER_S
+                        poll.register(connection, select.POLLIN)
+            for descriptor, (connection, hello, until) in list(said.items()):
+                rank = _read_hello(connection, hello, token) if descriptor in ready else None
+                if rank is None and now < until:
+                    continue
+                poll.unregister(descriptor)
+                del said[descriptor]
+                if rank is not None and rank in peers and rank not in made:
+                    made[rank] = connection
+                else:
+                    connection.close()
+    finally:
+        for connection, _, _ in said.values():
+            connection.close()
+
+
+def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> int | None:
+    """Adds what has come to `hello`; returns the rank that it is of, -1 for a stranger, None if more must come."""
+    try:
+        come = connection.recv(_HELLO.size - len(hello))
+    except BlockingIOError:
         return None
-    connection.settimeout(_STRANGER_S)
-    hello = b""
-    with contextlib.suppress(OSError):
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-    said, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-    if not secrets.compare_digest(said, token):
-        connection.close()
-        return None
-    return rank, connection
+    except OSError:
+        return -1
+    hello += come
+    if not come or len(hello) < _HELLO.size:
+        return None if come else -1
+    said, rank = _HELLO.unpack(hello)
+    return int(rank) if secrets.compare_digest(said, token) else -1

@@ -434,6 +434,45 @@ def test_hosts_that_do_not_meet_fail_together(hosts: Hosts, cut: str) -> None:
     assert kinds & {"CollectiveTimeoutError", "CollectiveMismatchError"}
 
 
+def _interrupted(what: str) -> list[Outcome]:
+    """Rank 0 is interrupted in its first call; of the others those that wait for it."""
+    ps.init_distributed_environment()
+    ps.initialize_model_parallel(_world_size())
+    group = ps.get_tp_group()
+    group.barrier()
+    calls: list[Callable[[], object]] = [lambda: group.all_reduce(torch.ones(3))] * 2
+    if what == "recv":
+        calls = [lambda: group.recv((3,), torch.float32, 2)] * 2
+    if group.rank:
+        if what == "recv" or group.rank == 1:
+            time.sleep(1.0)  # the call of rank 0 can't end before
+        # What rank 0 had sent before it was interrupted is enough for one more sum.
+        return [attempt(call) for call in calls][1:] if what == "all_reduce" else []
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            calls[0]()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return [attempt(calls[1])]
+
+
+@pytest.mark.parametrize("what", ["recv", "all_reduce"])
+def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
+    """What it interrupts isn't gone on with: the next receive would get the first one's message."""
+    with hosts.ranks((0, 1, 1) if what == "all_reduce" else (0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="30") as ranks:
+        told = ranks.run(_interrupted, what, timeout_s=60.0)
+    assert told[0][0].kind in ("GroupFailedError", "CommunicationError"), told
+    for outcomes in told:
+        for outcome in outcomes:
+            assert outcome.kind != "ok" and outcome.seconds < 15.0, told
+
+
 OWNER = """
 import time
 from tests.contract.test_hosts import _routes

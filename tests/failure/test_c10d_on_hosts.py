@@ -63,6 +63,19 @@ def _compare_with_gloo() -> int:
         return len(found[0])
 
 
+def _sum_of_ranks() -> list[float]:
+    with torch_world() as world:
+        x = torch.full((4,), float(world.rank + 1))
+        dist.all_reduce(x)
+        return list(x.tolist())
+
+
+def test_the_address_is_that_on_the_way_to_the_store() -> None:
+    """Without GLOO_SOCKET_IFNAME, where a host's own name leads to its loopback."""
+    with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1), GLOO_SOCKET_IFNAME="") as ranks:
+        assert ranks.run(_sum_of_ranks, timeout_s=DEADLINE_S) == [[10.0] * 4] * 4
+
+
 @pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1)], ids=str)
 def test_collectives_and_transfers_give_what_gloo_gives(placement: Sequence[int]) -> None:
     with Hosts(2) as hosts, hosts.ranks(placement) as ranks:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from device_communicators.hierarchical import streams
+from device_communicators.hierarchical.streams import _HEAD as HEAD
 from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of
 
 LIMIT_S = 20.0
@@ -29,12 +34,12 @@ def _limit(limit_s: float = LIMIT_S) -> Callable[[], float]:
     return lambda: until - time.monotonic()
 
 
-def _wait(streams: Streams, transfers: Sequence[Transfer]) -> None:
-    streams.wait(lambda: all(each.done for each in transfers), [each.stream for each in transfers], _limit())
+def _wait(ends: Streams, transfers: Sequence[Transfer]) -> None:
+    ends.wait(lambda: {each.stream for each in transfers if not each.done}, _limit())
 
 
-def _frame(streams: Streams, stream: Stream) -> Frame:
-    streams.wait(lambda: stream.frame is not None, [stream], _limit())
+def _frame(end: Streams, stream: Stream) -> Frame:
+    end.wait(lambda: [stream] if stream.frame is None else [], _limit())
     assert stream.frame is not None
     return stream.frame
 
@@ -42,23 +47,23 @@ def _frame(streams: Streams, stream: Stream) -> Frame:
 SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 
-def _call(streams: Streams, seed: int, own: int) -> None:
+def _call(end: Streams, seed: int, own: int) -> None:
     """Sends a frame and messages of two kinds; receives as many, the kinds in another order than they come in."""
     draw = random.Random(seed)
-    (stream,) = streams.by_rank.values()
+    (stream,) = end.by_rank.values()
     sizes = [draw.choice(SIZES) for _ in range(5)]
     first, *others = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
     theirs = [bytes([(1 - own + at) % 256]) * size for at, size in enumerate(sizes)]
     sends = [stream.send(head_of(b"PSH4", bytes(8), b"call %d" % seed, len(first)), first)]
     sends += [stream.send_body(1 + at % 2, body) for at, body in enumerate(others)]
-    frame = _frame(streams, stream)
+    frame = _frame(end, stream)
     assert (frame.text, frame.body_bytes) == (b"call %d" % seed, sizes[0])
     outs = [bytearray(size) for size in sizes]
     receives = [stream.receive_body(memoryview(outs[0]))]
     stream.parse()
     order = (1, 3, 2, 4) if draw.random() < 0.5 else (2, 4, 1, 3)
     receives += [stream.receive(1 + (at - 1) % 2, memoryview(outs[at])) for at in order]
-    _wait(streams, [*sends, *receives])
+    _wait(end, [*sends, *receives])
     assert outs == theirs, seed
 
 
@@ -132,4 +137,95 @@ def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> 
 def test_a_wait_has_a_deadline(ends: tuple[Streams, Streams]) -> None:
     (here,) = ends[1].by_rank.values()
     with pytest.raises(StreamError, match="timed out"):
-        ends[1].wait(lambda: False, [here], _limit(0.01))
+        ends[1].wait(lambda: [here], _limit(0.01))
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Streams, dict[int, Stream]]]:
+    """The connections of rank 0 to ranks 1 and 2, and their ends of these."""
+    pairs = {rank: socket.socketpair() for rank in (1, 2)}
+    here = Streams({rank: Stream(pair[0], rank) for rank, pair in pairs.items()}, 0.0)
+    theirs = {rank: Stream(pair[1], 0) for rank, pair in pairs.items()}
+    yield here, theirs
+    here.close()
+    for stream in theirs.values():
+        stream.socket.close()
+
+
+def test_strangers_hold_nobody_up() -> None:
+    """Silent ones, one with another token, one who leaves; and who is expected, whose words come one by one."""
+    context = SimpleNamespace(deaths=lambda: False)
+    token, made, began = bytes(range(16)), dict[int, socket.socket](), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
+
+        def meet() -> socket.socket:
+            return stack.enter_context(socket.create_connection(listener.getsockname(), LIMIT_S))
+
+        for _ in range(20):
+            meet()
+        meet().sendall(bytes(20))
+        meet().close()
+        peer = meet()
+
+        def speak() -> None:
+            for byte in struct.pack("<16sI", token, 3):
+                peer.sendall(bytes([byte]))
+                time.sleep(0.005)
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        streams._accept(context, listener, token, [3], made, began + LIMIT_S)  # type: ignore[arg-type]
+        speaker.join()
+        assert list(made) == [3] and made[3].getpeername() == peer.getsockname()
+        made[3].close()
+    assert time.monotonic() - began < 10 * streams._STRANGER_S, "each of twenty would take as long"
+
+
+def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Stream]]) -> None:
+    here, theirs = three
+    outs = {rank: bytearray(4) for rank in (1, 2)}
+    receives = [here.by_rank[rank].receive(1, memoryview(out)) for rank, out in outs.items()]
+    theirs[1].send_body(1, b"soon")
+    theirs[1].socket.close()
+    later = threading.Timer(0.2, lambda: theirs[2].send_body(1, b"late"))
+    later.start()
+    _wait(here, receives)
+    assert outs == {1: b"soon", 2: b"late"}
+    later.join()
+
+
+def test_who_is_late_is_named_and_not_who_has_come(three: tuple[Streams, dict[int, Stream]]) -> None:
+    here, theirs = three
+    theirs[1].send_body(1, b"soon")
+    receives = [here.by_rank[rank].receive(1, memoryview(bytearray(4))) for rank in (1, 2)]
+    with pytest.raises(StreamError, match="timed out") as caught:
+        here.wait(lambda: {each.stream for each in receives if not each.done}, _limit(0.3))
+    assert caught.value.rank == 2
+
+
+def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dict[int, Stream]]) -> None:
+    here, _ = three
+    one, two = (here.by_rank[rank] for rank in (1, 2))
+    failing = threading.Timer(0.1, one.end_sending)
+    failing.start()
+    with pytest.raises(StreamError, match="a call of this rank in this group failed"):
+        _wait(here, [one.receive(1, memoryview(bytearray(4)))])
+    closing = threading.Timer(0.1, here.close)
+    closing.start()
+    with pytest.raises(StreamError, match="the group was closed"):
+        _wait(here, [two.receive(1, memoryview(bytearray(4)))])
+    failing.join()
+    closing.join()
+
+
+def test_a_text_or_body_that_has_no_room_breaks_the_stream(ends: tuple[Streams, Streams]) -> None:
+    (there,), (here,) = (end.by_rank.values() for end in ends)
+    there.send(HEAD.pack(b"PSH4", bytes(8), 0, 1 << 20, 0))
+    with pytest.raises(StreamError, match="a text of 1048576 bytes"):
+        _frame(ends[1], here)
+    (back,) = ends[0].by_rank.values()
+    here.error = ""
+    here.send(HEAD.pack(b"", bytes(8), 7, 0, 1 << 62))
+    with pytest.raises(StreamError, match="there is no memory for"):
+        _frame(ends[0], back)
