@@ -93,8 +93,13 @@ def _exchange(
     leaders, own = hosts.leaders, hosts.ranks[hosts.host]
     transfers = leaders.begin_exchange({}) if hosts.is_leader else []
     transfers += [leaders.send_block(x, rank) for rank, x in sent.items() if rank not in own and x.numel()]
-    hosts.between(lambda: leaders.wait_for(leaders.end_exchange({})))
-    transfers += [leaders.recv_block(x, rank) for rank, x in received.items() if rank not in own and x.numel()]
+
+    def receive() -> None:
+        transfers.extend(leaders.recv_block(x, rank) for rank, x in received.items() if rank not in own and x.numel())
+
+    hosts.between(lambda: leaders.wait_for(leaders.end_exchange({}, receive)))
+    if not hosts.is_leader:
+        receive()
     at_home()
     leaders.wait_for(transfers)
 

@@ -180,10 +180,13 @@ class Leaders:
             transfers.append(self._stream(host).send(head, body))
         return transfers
 
-    def end_exchange(self, received: Mapping[int, Tensor | Callable[[int], Tensor]]) -> list[Transfer]:
+    def end_exchange(
+        self, received: Mapping[int, Tensor | Callable[[int], Tensor]], follows: Callable[[], None] | None = None
+    ) -> list[Transfer]:
         """Waits for the others' frames, compares the calls, and starts to receive what travels in them.
 
-        `received` holds tensors, or what makes one of a number of bytes.
+        `received` holds tensors, or what makes one of a number of bytes. `follows` starts to receive what comes next,
+        before any of it is read.
         """
         streams = {host: self._stream(host) for host in self.others}
         self._wait(lambda: [each for each in streams.values() if each.frame is None])
@@ -203,6 +206,9 @@ class Leaders:
                 stream.skip_body()
             else:
                 transfers.append(stream.receive_body(memory_of(x)))
+        if follows is not None:
+            follows()
+        for stream in streams.values():
             stream.parse()
         return transfers
 
