@@ -174,10 +174,12 @@ class RouteTransport:
             head, pieces = wire.packed(outgoing, min(sized_bytes, _MOST_PACKED_BYTES))
             route.run("broadcast_sized", None, head, src, len(head), part_of=name, method=method)
             route.count(name, 0, max(FRAME_BYTES, len(head)))
+            parts = _broadcast_each(route, pieces, src, name, method)
         else:
             route.run("broadcast_", outgoing.frame, outgoing.frame, src, part_of=name, method=method)
             pieces = ([] if outgoing.rest is None else [outgoing.rest]) + outgoing.tensors
-        for part in [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]:
+            parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
+        for part in parts:
             part.wait()
         route.count(name)
         return outgoing.error
@@ -191,6 +193,17 @@ class RouteTransport:
         if call is not None and self.sized_bytes:
             return _PackedMessage(self.route, src, counted, call)
         return _FramedMessage(self.route, src, counted, call)
+
+
+def _broadcast_each(route: Route, tensors: Sequence[Tensor], src: int, name: str, method: str) -> list[Handle]:
+    """Broadcasts those of the CPU one after the other, as the communicators do that know hosts; starts the others."""
+    parts = []
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            route.run("broadcast_", tensor, tensor, src, part_of=name, method=method)
+        else:
+            parts.append(route.start("ibroadcast_", tensor, src, part_of=name, method=method))
+    return parts
 
 
 class _FramedMessage(IncomingMessage):
@@ -243,7 +256,8 @@ class _PackedMessage(_FramedMessage):
         sizes: list[int] = [tensor.nbytes for tensor in on_cpu]
         expected, found_bytes = sum(sizes), self._tensors.numel()
         if expected and not found_bytes:
-            return super().read_into(tensors)
+            method = "" if self._call is None else self._call.method
+            return _broadcast_each(self._route, tensors, self._src, self._counted, method)
         if expected != found_bytes:
             found = f"{found_bytes} bytes of tensors follow its metadata, which tells of {expected}"
             raise wire.not_a_message(found, self._route.context, self._src)
