@@ -135,7 +135,7 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 _METH_FASTCALL = 0x80
 _CALLED_BY_C = ("PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
-"""What `ps_set_calling` is given."""
+"""Functions of Python that `ps_set_calling` is given."""
 
 
 class _Method(ctypes.Structure):
@@ -148,7 +148,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
     ("PyCFunction_NewEx", ctypes.pythonapi)
 )
 _METHODS: list[_Method] = []
-"""What functions refer to as long as the process lives."""
+"""Objects that functions refer to as long as the process lives."""
 
 QueueReport = c_int64 * 8
 """What the library tells of a queue's calls: the struct of that name in queue.h."""

@@ -73,7 +73,7 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """What is known beforehand of a dict with CPU tensors: the keys of these, their dtypes and shapes.
+    """The form of a dict with CPU tensors, known beforehand: the keys of these, their dtypes and shapes.
 
     `dtypes`: as c10::ScalarType. `entries`: of the dict, which may have other values, too.
     """

@@ -90,7 +90,8 @@ class HierarchicalCommunicator(PartialCommunicator):
         return None
 
     def __str__(self) -> str:
-        return f"CPU tensors over shared memory within a host, TCP between the hosts' first ranks; {self._hosts}"
+        between = "ranks of different hosts" if self._hosts.is_meshed else "the hosts' first ranks"
+        return f"CPU tensors over shared memory within a host, TCP between {between}; {self._hosts}"
 
     @contextmanager
     def _call(self, operation: str, *facts: object) -> Iterator[Hosts]:

@@ -38,7 +38,7 @@ DIRECT_BYTES = 64 << 10
 """Of a broadcast, what the host that has it sends to all others itself."""
 
 MOST_UNDER_WAY = 4
-"""How many chunks of a reduction have begun at most, and have not ended."""
+"""The most chunks of a reduction that have begun, and have not ended."""
 
 _ALIGNMENT = 64  # elements; slices begin at whole cache lines
 _NOBODYS_TAG = 1 << 30
@@ -393,7 +393,7 @@ class Leaders:
 
 
 class Expected(NamedTuple):
-    """What an exchange brings."""
+    """The receives of an exchange."""
 
     in_frames: Mapping[int, Tensor] | None
     """Of a call's first one."""
@@ -401,7 +401,7 @@ class Expected(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """What a frame says beside its payload."""
+    """The facts of a frame beside its payload."""
 
     digest: bytes
     disagreement: str

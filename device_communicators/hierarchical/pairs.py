@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.hierarchical.streams import SLICE_S, Stream, StreamError, Streams, Transfer, memory_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
@@ -201,7 +201,9 @@ class PairTransfer:
                 raise died(context, self.operation, started) from error
             self._pairs.end_sending()  # as the group can't be used further: others needn't wait for their deadline
             raise TransferError(str(error), self._peer) from error
-        except (KeyboardInterrupt, SystemExit):  # another receive would get this one's message
+        except CommunicationError:
+            raise
+        except BaseException:  # Ctrl-C, or of a signal's handler: another receive would get this one's message
             self._pairs.end_sending()
             raise
         found = next((each.found for each in self._transfers if each.found not in (None, self._text)), None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from device_communicators.cpu.native_group import reducible_in_memory
 
 ONE_ROUND_BYTES = 64 << 10
-"""What each host may send to all others in one round; above, each reduces a slice, in two rounds.
+"""The most that each host sends to all others in one round; above, each reduces a slice, in two rounds.
 
 Of two and three hosts on one machine with two cores, one round took 0.3 to 0.7 of the time of two up to here, and from
 256 KiB on the same. Of two hosts whose sums travel in the tensor's dtype, one round sends no more than two do.

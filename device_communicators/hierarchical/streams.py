@@ -48,12 +48,12 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _TOLD_BYTES = 512
 _STRANGER_S = 2.0
-"""What who connects has to say whose it is; meanwhile others may."""
+"""The time in which a connection must say whose it is; meanwhile others may."""
 _BACKLOG = 128
 
 
 class Frame(NamedTuple):
-    """What a call's first message says beside its body."""
+    """The facts of a call's first message beside its body."""
 
     magic: bytes
     digest: bytes
@@ -384,7 +384,9 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
         if peers:
             try:
                 address = gloo_address() if address is None else address
-                family = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM)[0][0]
+                if not address:
+                    raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
+                family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
                 listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=_BACKLOG))
                 port = listener.getsockname()[1]
             except OSError as error:

@@ -36,10 +36,10 @@ _CHANNEL_BITS = 18
 _NUMBERS = 1 << 10
 _ANSWER, _DATA = 1, 2
 _SPLITS = ("number", "in_frame")
-"""What a frame has in place of a call's splits."""
+"""The content of a frame in place of a call's splits."""
 
 FRAME_ROOM_BYTES = 64 << 10
-"""How much of a tensor goes along in the frame. On a link of 1 Gbit it takes longer than the answer."""
+"""Bytes of a tensor that go along in the frame. On a link of 1 Gbit it takes longer than the answer."""
 
 
 class CheckedPairs:

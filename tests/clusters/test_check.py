@@ -147,7 +147,7 @@ def on_host(hosts: Hosts, host: int, do: str, undo: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filtered(hosts: Hosts, host: int, rule: str) -> Iterator[None]:
-    """What the host sends meets a rule of its firewall."""
+    """Has what the host sends meet a rule of its firewall."""
     if problem := missing("nftables"):
         pytest.skip(problem)
     hook = "nft add table inet test && nft add chain inet test out '{ type filter hook output priority 0; }'"

@@ -105,7 +105,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 @pytest.fixture(scope="module")
 def said(copy: Path) -> str:
-    """What the copy prints: of a program that uses what was added, and of its tests."""
+    """The output of the copy: of a program that uses what was added, and of its tests."""
     files = [file for each in SELECTED.values() for file in each]
     chosen = " or ".join(f"({words})" for words in SELECTED)
     done = subprocess.run(

@@ -582,20 +582,33 @@ Python fake_python() {
   return python;
 }
 
+// A queue in memory of its own, of which both ends are here.
+struct Ends {
+  const std::int64_t pids[2] = {getpid(), getpid()};
+  const int ranks[2] = {0, 1};
+  void* const liveness = ps_liveness_new(pids, 2);
+  const File memory{16 << 10};
+  char* const shared = static_cast<char*>(memory.shared);
+  std::int64_t written[8], report[8];
+  void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
+  void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
+
+  Ends() = default;
+  Ends(const Ends&) = delete;
+  ~Ends() {
+    ps_queue_writer_delete(writer);
+    ps_queue_reader_delete(reader);
+    ps_liveness_delete(liveness);
+  }
+};
+
 // Random dicts of tensors and random forms: what fits is written, from where the tensors lie, and nothing else is.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();
   Draw draw;
   static char content[600];
-  const std::int64_t pids[] = {getpid(), getpid()};
-  const int ranks[] = {0, 1};
-  void* const liveness = ps_liveness_new(pids, 2);
-  const File memory(16 << 10);
-  char* const shared = static_cast<char*>(memory.shared);
-  std::int64_t written[8], report[8];
-  void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
-  void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
+  Ends queue;
   for (int round = 0; round < 30'000; ++round) {
     std::deque<Fake> objects;
     std::deque<TensorForm> tensors;
@@ -629,17 +642,14 @@ void known_dicts() {
     const Form form{&keys, layout.data(), static_cast<std::int64_t>(keys.items.size()),
                     static_cast<std::int64_t>(layout.size()), entries};
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
-    const int status = ps_queue_post_dict(writer, &dict, &python, &form, "head", 4, 5);
+    const int status = ps_queue_post_dict(queue.writer, &dict, &python, &form, "head", 4, 5);
     CHECK(fits ? status == 0 || status == 1 : status == 6);
     if (status != 0) continue;
     std::vector<char> came(bytes);
     const Piece all{came.data(), came.size()};
-    CHECK(ps_queue_take(reader, nullptr, 0, "head", 4, &all, 1, 0) == 0 && report[7] == 1);
-    CHECK(written[2] == 4 && written[4] == static_cast<std::int64_t>(bytes));
+    CHECK(ps_queue_take(queue.reader, nullptr, 0, "head", 4, &all, 1, 0) == 0 && queue.report[7] == 1);
+    CHECK(queue.written[2] == 4 && queue.written[4] == static_cast<std::int64_t>(bytes));
   }
-  ps_queue_writer_delete(writer);
-  ps_queue_reader_delete(reader);
-  ps_liveness_delete(liveness);
 }
 
 // Random objects, whose messages are written at once or not at all, and come as they were packed.
@@ -649,14 +659,7 @@ void packed_objects() {
   Draw draw;
   static char content[600];
   static const std::int64_t shapes[] = {2, 300, 1, 7};
-  const std::int64_t pids[] = {getpid(), getpid()};
-  const int ranks[] = {0, 1};
-  void* const liveness = ps_liveness_new(pids, 2);
-  const File memory(16 << 10);
-  char* const shared = static_cast<char*>(memory.shared);
-  std::int64_t written[8], report[8];
-  void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
-  void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
+  Ends queue;
   for (int round = 0; round < 30'000; ++round) {
     std::deque<Fake> objects;
     std::deque<TensorForm> tensors;
@@ -680,7 +683,7 @@ void packed_objects() {
     Fake* const object = make(make, static_cast<int>(draw(4)));
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
     const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
-    const int status = ps_queue_post(writer, object, &python, static_cast<int>(draw(5)), limit, 5);
+    const int status = ps_queue_post(queue.writer, object, &python, static_cast<int>(draw(5)), limit, 5);
     CHECK(status == 0 || status == 1 || status == 6);
     Piece pieces[70];
     if (status == 6) continue;
@@ -695,19 +698,18 @@ void packed_objects() {
     // All of it at once, or its head first, which tells whether that is all.
     came.resize(packed.size());
     const std::size_t head_bytes = pieces[0].bytes + pieces[1].bytes, room = draw(2) == 0 ? 0 : came.size();
-    CHECK(ps_queue_take(reader, came.data(), room, nullptr, 0, nullptr, 0, 0) == 0 && report[2] == written[2]);
-    CHECK(report[1] == static_cast<std::int64_t>(came.size()) && report[2] == static_cast<std::int64_t>(head_bytes));
+    CHECK(ps_queue_take(queue.reader, came.data(), room, nullptr, 0, nullptr, 0, 0) == 0 &&
+          queue.report[2] == queue.written[2]);
+    CHECK(queue.report[1] == static_cast<std::int64_t>(came.size()) &&
+          queue.report[2] == static_cast<std::int64_t>(head_bytes));
     const auto* const tensor_count = static_cast<char*>(pieces[0].address) + 8;
-    CHECK(report[7] == (room >= head_bytes && std::count(tensor_count, tensor_count + 4, 0) == 4 ? 2 : 0));
+    CHECK(queue.report[7] == (room >= head_bytes && std::count(tensor_count, tensor_count + 4, 0) == 4 ? 2 : 0));
     const std::size_t taken = room >= head_bytes ? head_bytes : 0;
     const Piece all{came.data() + taken, came.size() - taken};
-    CHECK(ps_queue_read(reader, &all, 1, 0) == 0 && came == packed);
+    CHECK(ps_queue_read(queue.reader, &all, 1, 0) == 0 && came == packed);
     const std::size_t body = pieces[0].bytes;
     CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, pieces[1].bytes, 0, 5, 1) == 1);
   }
-  ps_queue_writer_delete(writer);
-  ps_queue_reader_delete(reader);
-  ps_liveness_delete(liveness);
 }
 
 }  // namespace

@@ -179,7 +179,7 @@ def test_slices_that_were_seen_before_need_their_group(tmp_path: Path, group: An
 
 
 def test_what_travels_of_a_dict_with_a_spec_is_found_by_one_look() -> None:
-    """Where that isn't certain, the checks that tell what is wrong are made."""
+    """The checks that tell what is wrong are made where that isn't certain."""
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.ones(3).t()}
     spec = TensorDictSpec.of(fit)
     pieces = spec.plain_pieces(dict(reversed(fit.items())))
@@ -195,7 +195,7 @@ def test_what_travels_of_a_dict_with_a_spec_is_found_by_one_look() -> None:
 
 
 def test_a_dict_with_a_spec_leaves_by_one_call(tmp_path: Path) -> None:
-    """What isn't plainly of the form is left to the checks, and nothing of it is sent."""
+    """A dict that isn't plainly of the form is left to the checks, and nothing of it is sent."""
     fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
     spec = TensorDictSpec.of(fit)
     known = tensor_dicts._known_form(spec)

@@ -33,7 +33,7 @@ def pairs() -> Iterator[tuple[Pairs, Pairs]]:
 
 
 def _both(*calls: Callable[[], Any]) -> list[Any]:
-    """What the ranks return, or raise."""
+    """Runs the ranks; returns what they return, or raise."""
     found: list[Any] = [None] * len(calls)
 
     def run(rank: int) -> None:
