@@ -29,7 +29,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import NEWS_S
+from device_communicators.liveness.health import NEWS_S, describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
@@ -249,8 +249,7 @@ def _not_connected(
         "timeout_s": settings.START_TIMEOUT_S.get(),
     }
     if deaths:
-        text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-        kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
+        kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
         return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
     where = interfaces.in_words(met.places[place.rank]) if place.rank in met.places else "?"
     what = (

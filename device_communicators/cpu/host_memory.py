@@ -26,10 +26,17 @@ from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.errors import CommunicationError, PeerDiedError, plain
+from device_communicators.errors import CommunicationError, plain
 from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
-from device_communicators.liveness.health import HAS_PIDFDS, NEWS_S, FailureDomain, Watcher
+from device_communicators.liveness.health import (
+    HAS_PIDFDS,
+    NEWS_S,
+    FailureDomain,
+    Watcher,
+    describe_deaths,
+    kind_of_deaths,
+)
 from device_communicators.routing.waiting import gather_bytes
 
 logger = logging.getLogger("parallel_state")
@@ -108,13 +115,10 @@ class HostMemory:
                 raise
             # A connection breaks with its rank, or a moment before that is heard of.
             deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NEWS_S)
-            who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
             raise self.members.failure(
-                kind,
+                kind_of_deaths(deaths, CommunicationError),
                 f"the ranks of {self.members} could not look for shared memory together: "
-                f"{who or plain(error)}. Look for the first "
-                "rank that failed",
+                f"{describe_deaths(deaths) or plain(error)}. Look for the first rank that failed",
                 "attach",
                 suspect_ranks=[death.rank for death in deaths],
                 elapsed_s=time.monotonic() - started,

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from device_communicators.errors import CommunicationError, PeerDiedError
+
 logger = logging.getLogger("parallel_state")
 
 NEWS_S = 0.5
@@ -76,6 +78,16 @@ class Death:
     """True for a rank whose host is not heard of."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
     """On the monotonic clock of this host: since when it is known."""
+
+
+def describe_deaths(deaths: Iterable[Death]) -> str:
+    """Returns the deaths as errors name them: "global rank 3 has ended; global rank 5 has ended"."""
+    return "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
+
+
+def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
+    """Returns the class of the error for a wait that these deaths ended: PeerDiedError if one of them is certain."""
+    return PeerDiedError if any(death.certain for death in deaths) else otherwise
 
 
 class FailureDomain:

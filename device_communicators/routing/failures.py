@@ -14,7 +14,7 @@ from device_communicators.errors import (
     HostUnreachableError,
     PeerDiedError,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher
+from device_communicators.liveness.health import NEWS_S, Watcher, describe_deaths, kind_of_deaths
 from device_communicators.routing.communicator import GroupContext
 
 ADVICE: dict[type[CommunicationError], str] = {
@@ -52,15 +52,11 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
     """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
     deaths = context.deaths()
     elapsed = time.monotonic() - started
-    who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-    if any(death.certain for death in deaths):
-        kind: type[CommunicationError] = PeerDiedError
-    else:
-        kind = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
+    uncertain = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
     return context.failure(
-        kind,
-        f"{operation} of {context} failed after {elapsed:.3f} s: {who}. The group can't be used further; look at that "
-        "rank's log",
+        kind_of_deaths(deaths, uncertain),
+        f"{operation} of {context} failed after {elapsed:.3f} s: {describe_deaths(deaths)}. The group can't be used "
+        "further; look at that rank's log",
         operation,
         suspect_ranks=[death.rank for death in deaths],
         elapsed_s=elapsed,
@@ -94,8 +90,7 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
     """Blames the dead: a rank that lives and left a group left it, most likely, because another rank has ended."""
     deaths = watcher.deaths()
     if deaths:
-        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-        failure.args = (f"{failure.args[0]}. Of the world, {who}",)
+        failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
         failure.suspect_ranks = tuple(death.rank for death in deaths)
 
 

@@ -27,7 +27,7 @@ from device_communicators.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher
+from device_communicators.liveness.health import NEWS_S, Watcher, describe_deaths, kind_of_deaths
 
 T = TypeVar("T")
 Request = Mapping[str, str]
@@ -265,10 +265,10 @@ class Agreement:
         """Returns the error for ranks that didn't come."""
         who = f"rank {self._rank} makes {what} of global ranks {format_ranks(ranks)}, but"
         if deaths := self._watcher.deaths_of(watched):
-            text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
             return self._error(
-                f"{who} {text}. Make groups without it, or start again with those that are left (reinitialize)",
-                PeerDiedError if any(death.certain for death in deaths) else CommunicationError,
+                f"{who} {describe_deaths(deaths)}. Make groups without it, or start again with those that are left "
+                "(reinitialize)",
+                kind_of_deaths(deaths, CommunicationError),
                 [death.rank for death in deaths],
                 started,
                 timeout_s,
@@ -320,11 +320,11 @@ class Agreement:
     ) -> CommunicationError:
         asked = f" ({words})" if words else ""
         deaths = self._watcher.await_death_of(watched, NEWS_S)  # a connection breaks a moment before its server's end
-        who = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
         return self._error(
             f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree doesn't answer: "
-            f"{who or str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or the launcher",
-            PeerDiedError if any(death.certain for death in deaths) else CommunicationError,
+            f"{describe_deaths(deaths) or str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or "
+            "the launcher",
+            kind_of_deaths(deaths, CommunicationError),
             [death.rank for death in deaths],
             started,
             timeout_s,
@@ -350,8 +350,8 @@ class Agreement:
         except dist.DistStoreError:
             deaths = self._watcher.deaths_of(watched)
             if deaths:
-                text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-                return self._decide(key, {"kind": "dead", "ranks": [death.rank for death in deaths], "text": text})
+                dead = {"ranks": [death.rank for death in deaths], "text": describe_deaths(deaths)}
+                return self._decide(key, {"kind": "dead", **dead})
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
             return self._decide(key, {"kind": "missing", "ranks": missing})
 

@@ -29,13 +29,12 @@ from device_communicators import limits, settings
 from device_communicators.errors import (
     CommunicationError,
     GroupDestroyedError,
-    PeerDiedError,
     SettingError,
     UnsupportedError,
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher
+from device_communicators.liveness.health import NEWS_S, Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
 from parallel_state.process_groups.options import GroupOptions
@@ -341,8 +340,7 @@ class ProcessGroupPool:
             text = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
             late = isinstance(error, AbandonedError) and not text
             own = f"they did not connect within {start_timeout_s:g} s" if late else _cause_of(error)
-            kind = PeerDiedError if any(death.certain for death in deaths) else CommunicationError
-            raise kind(
+            raise kind_of_deaths(deaths, CommunicationError)(
                 f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {text or own}. "
                 "Look at the log of that rank, and at the network between the hosts; all of them may try again. For a "
                 f"slow network, raise {settings.START_TIMEOUT_S.name}",

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.errors import PeerDiedError, RendezvousError, format_ranks
+from device_communicators.errors import RendezvousError, format_ranks
+from device_communicators.liveness.health import describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import StartWatch
@@ -199,12 +200,10 @@ def _wait_for(
     missing: list[int] = []
     with contextlib.suppress(dist.DistError):
         missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]
-    text = "; ".join(f"global rank {death.rank} {death.reason}" for death in deaths)
-    kind = PeerDiedError if any(death.certain for death in deaths) else RendezvousError
-    raise kind(
+    silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
+    raise kind_of_deaths(deaths, RendezvousError)(
         f"rank {rank} of {world_size} finds out whether the hosts reach each other, but "
-        f"{text or f'ranks {format_ranks(missing)} did not take part until the deadline of the start'}; "
-        "look at the logs of these ranks",
+        f"{describe_deaths(deaths) or silent}; look at the logs of these ranks",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=[death.rank for death in deaths] or missing,
