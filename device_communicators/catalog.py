@@ -16,14 +16,28 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 
 from device_communicators import settings
 from device_communicators.routing.communicator import Communicator, GroupContext
-from device_communicators.routing.route import OP, Paths, Route
+from device_communicators.routing.route import Route
 
 logger = logging.getLogger("parallel_state")
+
+
+class Paths(NamedTuple):
+    """The ways to a communicator in each state of the program, in a few words."""
+
+    eager: str
+    compiled: str
+    captured: str | None
+    """None for what the host does: a replay would not do it, so it is refused while a graph is recorded."""
+
+
+OP = Paths("registered op, Python", "the same op", None)
+"""CPU tensors, unless a row says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Row:
     module: str
     class_name: str
     paths: Paths = OP
-    """The way to it in each state of the program: what `explain()` prints, and what a capture refuses."""
+    """What `explain()` prints, and what a capture refuses."""
     device: str = "any"
     """Device of the groups that may have it: `any`, `accelerator` (any but the CPU) or a type, such as `cuda`."""
     partial: bool = False
@@ -199,7 +213,7 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
     reasons = [_turned_off(context, row) or _other_device(context, row) or row.unfit(context) for row in rows]
     possible = [reason is None for reason in reasons]
     reasons = _vote(context, rows, reasons)
-    communicators, paths = [], {}
+    communicators, paths = [], [("", *Paths._fields)]
     for i, row in enumerate(rows):
         if reasons[i] is None and row.agree is not None:
             reasons[i] = row.agree(context)
@@ -208,14 +222,21 @@ def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
             reasons[i] = made.admit()
             if reasons[i] is None:
                 communicators.append(made)
-                paths[row.name] = _KERNEL if row.paths is OP and made.has_native_ops else row.paths
+                ways = _KERNEL if row.paths is OP and made.has_native_ops else row.paths
+                paths.append((row.name, ways.eager, ways.compiled, ways.captured or "not recordable: the host does it"))
         if possible[i] and reasons[i] is not None and context.rank == 0 and row.asked_for():
             logger.warning("%s goes without %s, which was asked for: %s", context, row.name, reasons[i])
     for made in communicators:
         made.beside(communicators)
     _warn_of_no_shared_memory(context)
     refusals = {row.name: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
-    return Route(context, communicators, refusals, paths)
+    return Route(context, communicators, refusals, _aligned(paths))
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows as lines, in columns of equal widths."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _warn_of_no_shared_memory(context: GroupContext) -> None:

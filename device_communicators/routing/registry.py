@@ -15,7 +15,6 @@ from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing import observers, recorder, stalls
 from device_communicators.routing.meters import METERS, measure, tell
 from device_communicators.routing.route import Route
-from device_communicators.routing.route import on_failure as after_failure
 
 logger = logging.getLogger("parallel_state")
 
@@ -96,13 +95,13 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
         return None
 
 
-def _record_failure() -> None:
+def _record_failure(_: observers.FailureEvent) -> None:
     folder = settings.DEBUG_DIR.get()
     if folder:
         write_record(folder)
 
 
-after_failure.append(_record_failure)
+observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from device_communicators.routing.failures import (
 )
 from device_communicators.routing.recorder import PAIRS, Operation, Recorder, call_site
 from device_communicators.routing.reports import explained, publish
-from device_communicators.routing.stalls import WAITS, add_calls, end_wait
+from device_communicators.routing.stalls import add_calls, waiting_for
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
     METHODS,
@@ -65,55 +65,11 @@ from device_communicators.routing.waiting import TransferError
 if TYPE_CHECKING:
     from device_communicators.cpu.native_group import NativeGroup
 
-STATES = ("eager", "compiled", "captured")
-
-
-class Paths(NamedTuple):
-    """The ways to a communicator in each state, in a few words."""
-
-    eager: str
-    compiled: str
-    captured: str | None
-    """None for what the host does: a replay would not do it, so it is refused while a graph is recorded."""
-
-
-_HOST = "not recordable: the host does it"
-
-OP = Paths("registered op, Python", "the same op", None)
-"""CPU tensors, unless a row says otherwise."""
-
-
-def table(paths: Mapping[str, Paths]) -> list[str]:
-    """Lines: a communicator in each, a state in each column."""
-    rows = [("", *STATES)]
-    rows += [(name, one.eager, one.compiled, one.captured or _HOST) for name, one in paths.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def is_capturing(context: GroupContext) -> bool:
-    """Returns True if this thread records a CUDA graph on the group's device now."""
-    return context.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def check_recordable(context: GroupContext, operation: str) -> None:
-    """Raises UnsupportedError while a graph is recorded: the host does `operation` then, and no replay does."""
-    if is_capturing(context):
-        raise UnsupportedError(
-            f"{operation} on {context} is done by the host and can't be recorded in a CUDA graph: a replay would not "
-            "do it. Call it before or after the capture"
-        )
-
-
 _RECENT = 8
 _MOST_CHOSEN = 4096
 
 _Kind = tuple[str, torch.dtype | None, str, str | None]
 """A request without its size."""
-
-
-on_failure: list[Callable[[], object]] = []
-"""Called when a group fails for the first time."""
 
 
 @dataclass
@@ -124,23 +80,31 @@ class Traffic:
     bytes: int = 0
 
 
-class _Alone:
-    """See `Route.alone`; a class, as generators take 3 µs more."""
+class _Turn:
+    """Makes a call this thread's, and the group's only one: ranks can't agree in which order threads come.
 
-    __slots__ = ("_before", "_call", "_entered", "_holder", "_mine", "_route")
+    A class, as generators take 3 µs more.
+    """
 
-    def __init__(self, route: Route, call: UserCall) -> None:
+    __slots__ = ("_before", "_call", "_entered", "_has_steps", "_holder", "_is_outermost", "_route")
+
+    def __init__(self, route: Route, call: UserCall, has_steps: bool = False) -> None:
+        """`has_steps`: whether collectives of this thread may begin within the call, as steps of it."""
         self._route = route
         self._call = call
+        self._has_steps = has_steps
         self._entered: NativeGroup | None = None
 
     def __enter__(self) -> None:
-        route, call, me = self._route, self._call, threading.get_ident()
-        self._mine = route._turn.acquire(blocking=False)
+        route, call, thread = self._route, self._call, threading.get_ident()
+        self._is_outermost = route._turn.acquire(blocking=False)
         self._holder = route._holder
-        if not self._mine and self._holder != me:
+        if not self._is_outermost and self._holder != thread:
             raise overlap_error(call.method, str(route.context))
-        self._before, route._holder = swap(call), me
+        self._before = swap(call)
+        if not self._has_steps:
+            return
+        route._holder = thread
         collectives = route.context.collectives
         if collectives is not None and not self._holder:
             try:
@@ -155,7 +119,7 @@ class _Alone:
             self._entered.exit()
         self._route._holder = self._holder
         swap(self._before)
-        if self._mine:
+        if self._is_outermost:
             self._route._turn.release()
 
 
@@ -167,13 +131,13 @@ class Route:
         context: GroupContext,
         communicators: Sequence[Communicator],
         refusals: Mapping[str, str],
-        paths: Mapping[str, Paths] | None = None,
+        paths: Sequence[str] = (),
     ) -> None:
         self.context = context
         self.refusals = refusals
         """Name of each communicator that the group doesn't have -> the reason."""
-        self.paths = paths or {}
-        """Name of each communicator that it has -> its row of the table of paths."""
+        self.paths = paths
+        """Lines: the way to each communicator that it has, eagerly, compiled and captured."""
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
         self._chosen: dict[_Kind | tuple[_Kind, int], Communicator] = {}
@@ -266,7 +230,7 @@ class Route:
         is under way, or the CommunicationError that happened.
         """
         call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, -1)
-        with self._turn_of(call):
+        with nullcontext() if call is None else _Turn(self, call):
             started = time.monotonic()
             begin_sending()
             try:
@@ -274,25 +238,18 @@ class Route:
                 communicator, record = self._begin(operation, tensor, reduce_op, part_of, call)
                 if call is None:
                     record.peer = args[-1]
-                thread = threading.get_ident()
-                before, WAITS[thread] = WAITS.get(thread), (self, record)
-                try:
+                with waiting_for(self, record):
                     carry = getattr(communicator, form or operation)
                     if observers.IN_PROFILER:
                         carry = observers.profiled(carry, self.context, operation, tensor)
                     with nullcontext() if call is None else communicator.turn(call.method):
                         result = carry(*args)
                     record.ended_s = time.monotonic()
-                finally:
-                    end_wait(thread, before)
                 if observers.ON_OPERATION or observers.OF_PYTHON:
                     observers.tell_of_operation(self.context, record, tensor)
                 return result
             except Exception as error:
-                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
-                if failure is error:
-                    raise
-                raise failure from error
+                self._raise_failure(error, operation if call is None else call.method, started)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
         """Runs `operation` (send, recv or broadcast_) of tensors: in one launch if one communicator carries them all.
@@ -323,7 +280,7 @@ class Route:
         meet, where the arguments don't tell it.
         """
         call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, dim)
-        with self._turn_of(call):
+        with nullcontext() if call is None else _Turn(self, call):
             started = time.monotonic()
             begin_sending()
             try:
@@ -332,39 +289,16 @@ class Route:
                     record.peer = args[-2]
                 work = getattr(communicator, operation)(tensor, *args)
             except Exception as error:
-                failure = self.failure_of(error, operation if call is None else call.method, started, sent=has_sent())
-                if failure is error:
-                    raise
-                raise failure from error
+                self._raise_failure(error, operation if call is None else call.method, started)
         return Handle(self, record, work, tensor)
 
     def served_operations(self) -> list[Operation]:
         """Returns the last operations that came past this route."""
         return [] if self._server is None else self._server.operations(self.context.key)
 
-    @contextmanager
-    def _turn_of(self, call: UserCall | None) -> Iterator[None]:
-        """Makes `call` this thread's, and the group's only one: ranks can't agree in which order threads come.
-
-        Transfers between two ranks, None, have tags or queues of their own.
-        """
-        if call is None:
-            yield
-            return
-        mine = self._turn.acquire(blocking=False)
-        if not mine and self._holder != threading.get_ident():
-            raise overlap_error(call.method, str(self.context))
-        before = swap(call)
-        try:
-            yield
-        finally:
-            swap(before)
-            if mine:
-                self._turn.release()
-
-    def alone(self, call: UserCall) -> _Alone:
+    def alone(self, call: UserCall) -> _Turn:
         """Keeps other threads from beginning a collective of the group: `with` it around one of several steps."""
-        return _Alone(self, call)
+        return _Turn(self, call, has_steps=True)
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
@@ -383,7 +317,7 @@ class Route:
         self, operation: str, tensor: Tensor | None, reduce_op: str | None, part_of: str | None, call: UserCall | None
     ) -> tuple[Communicator, Operation]:
         self.check_usable(operation)
-        if tensor is None or tensor.is_cpu:
+        if self._on_cuda and (tensor is None or tensor.is_cpu):
             self.check_recordable(operation)
         communicator = self._carrier(operation, tensor, reduce_op)
         if call is not None and self._serves_ops and communicator is not self._communicators[0]:
@@ -414,9 +348,12 @@ class Route:
         return communicator
 
     def check_recordable(self, operation: str) -> None:
-        """Raises UnsupportedError for the host's `operation` while a CUDA graph is recorded."""
-        if self._on_cuda:
-            check_recordable(self.context, operation)
+        """Raises UnsupportedError while this thread records a CUDA graph: the host does `operation`, and no replay."""
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{operation} on {self.context} is done by the host and can't be recorded in a CUDA graph: a replay "
+                "would not do it. Call it before or after the capture"
+            )
 
     def note(
         self,
@@ -494,6 +431,12 @@ class Route:
             self._poison(died(self.context, operation, time.monotonic()))
             if self.first_failure is not None:
                 raise self.first_failure
+
+    def _raise_failure(self, error: Exception, operation: str, started: float) -> NoReturn:
+        failure = self.failure_of(error, operation, started, sent=has_sent())
+        if failure is error:
+            raise error
+        raise failure from error
 
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
@@ -582,8 +525,6 @@ class Route:
             failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
             if self.context.collectives is not None and not isinstance(failure, PeerDiedError):
                 self.context.collectives.give_up(failure)
-            for listener in on_failure:
-                listener()
             observers.tell_of_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
@@ -626,8 +567,7 @@ class Route:
         if not self.communicators:
             lines.append("  (one rank: nothing to carry)")
         lines += [f"  -  {name}: not used, {reason}" for name, reason in self.refusals.items()]
-        if self.paths:
-            lines += [f"     {line}" for line in table(self.paths)]
+        lines += [f"     {line}" for line in self.paths]
         return "\n".join(lines)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from device_communicators.host_calls import host_call
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.stalls import WAITS, Waiting, end_wait
+from device_communicators.routing.stalls import Waiting, waiting_for
 
 WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
 
@@ -100,21 +100,18 @@ class Handle:
             if self._route.is_parents:
                 self._route.check_usable()  # raises; the work is another process'
             started = time.monotonic()
-            thread = threading.get_ident()
-            before, WAITS[thread] = WAITS.get(thread), (self._route, self._record)
-            try:
-                self._work.wait()
-                self._record.ended_s = time.monotonic()
-                if observers.ON_OPERATION or observers.OF_PYTHON:
-                    observers.tell_of_operation(self._route.context, self._record, self._tensor)
-            except Exception as error:
-                self._error = self._route.failure_of(error, self._record.name, started, self._record)
-                self._tensor = None
-                if self._error is error:
-                    raise
-                raise self._error from error
-            finally:
-                end_wait(thread, before)
+            with waiting_for(self._route, self._record):
+                try:
+                    self._work.wait()
+                    self._record.ended_s = time.monotonic()
+                    if observers.ON_OPERATION or observers.OF_PYTHON:
+                        observers.tell_of_operation(self._route.context, self._record, self._tensor)
+                except Exception as error:
+                    self._error = self._route.failure_of(error, self._record.name, started, self._record)
+                    self._tensor = None
+                    if self._error is error:
+                        raise
+                    raise self._error from error
             self._work = self._tensor = None
 
 

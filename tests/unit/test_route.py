@@ -21,8 +21,10 @@ from device_communicators.errors import (
     UsageError,
 )
 from device_communicators.liveness.health import FailureDomain, Watcher
+from device_communicators.routing import observers
 from device_communicators.routing import route as routing
 from device_communicators.routing.communicator import Communicator, GroupContext, Request
+from device_communicators.routing.observers import FailureEvent
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
 from device_communicators.routing.user_call import begin_locally
@@ -113,12 +115,12 @@ def told() -> Iterator[list[int]]:
     """Grows by one with each call of those that hear of a group's first failure."""
     calls: list[int] = []
 
-    def hear() -> None:
+    def hear(_: FailureEvent) -> None:
         calls.append(1)
 
-    routing.on_failure.append(hear)
+    observers.ON_FAILURE.append(hear)
     yield calls
-    routing.on_failure.remove(hear)
+    observers.ON_FAILURE.remove(hear)
 
 
 def _call(route: Route) -> Tensor:
