@@ -167,7 +167,7 @@ _WARNED: set[str] = set()
 
 CATALOG: tuple[Row, ...] = (
     Row(
-        "simulated", "device_communicators.routing.simulated", "SimulatedCommunicator",
+        "simulated", "device_communicators.simulated", "SimulatedCommunicator",
         Paths("registered op, copies", "the same op", "recorded"), simulated=True,
     ),
     Row("fake", "device_communicators.process_group.device", "FakeGroupCommunicator", fake=True),

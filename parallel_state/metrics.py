@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from device_communicators.errors import UnsupportedError
-from device_communicators.routing import meters
+from device_communicators.routing import observers
 from device_communicators.routing.registry import routes
 from device_communicators.routing.route import Route
 
@@ -34,13 +34,13 @@ def disable() -> None:
 
 def is_enabled() -> bool:
     """Returns True if operations are measured now."""
-    return meters.METERS.is_on
+    return observers.METERS.is_on
 
 
 def _switch(on: bool) -> None:
-    meters.measure(on)
+    observers.measure(on)
     for route in routes():
-        meters.tell(route.context)
+        observers.switch_native_meter(route.context)
 
 
 def snapshot() -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _of_group(route: Route) -> dict[str, Any]:
     traffic, collectives = route.traffic(), context.collectives
     meter = None if collectives is None else collectives.meter()
     taken = {} if meter is None else meter.taken
-    by_python: dict[str, float] = meters.METERS.took_s.get(context.name, {})
+    by_python: dict[str, float] = observers.METERS.took_s.get(context.name, {})
     operations: dict[str, Any] = {}
     for name in sorted({*traffic, *taken, *by_python}):
         counted, row = traffic.get(name), taken.get(name)

@@ -19,11 +19,12 @@ LOWER_ROOMS: dict[str, tuple[str, ...]] = {
     "cpu": ("routing",),
     "machine": ("cuda",),
     "process_group": ("routing",),
+    "simulated": ("routing",),
     "hierarchical": ("cpu",),
     "nccl": ("cuda",),
     "peer": ("machine",),
     "c10d": ("hierarchical",),
-    "catalog": ("peer", "nccl", "hierarchical", "process_group", "cpu", "machine"),
+    "catalog": ("peer", "nccl", "hierarchical", "process_group", "simulated", "cpu", "machine"),
 }
 
 UPPER_ROOMS: dict[str, tuple[str, ...]] = {

@@ -1,13 +1,18 @@
-"""Users' own functions that are told of each operation of a group, and of each group's first failure.
+"""Hooks on each operation of a group, and on each group's first failure: users' own, and this process' meters.
 
-Nothing is told, and nothing costs anything, while there are none. A function that raises is logged, and no operation
+Nothing is called, and nothing costs anything, while there are none. A hook that raises is logged, and no operation
 fails by it.
+
+Meters add up what the calls of groups take, and how long they wait for others. What goes over shared memory is measured
+in C++, wherever it is called from (csrc/handle.h); of other ways it is known what a call took, and not what of it was
+waiting.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,3 +112,32 @@ def tell_of_failure(context: GroupContext, error: CommunicationError) -> None:
             hook(event)
         except Exception:
             logger.exception("%r, which on_failure was given, failed", hook)
+
+
+class _Meters:
+    """Seconds that Python measures, by group and method."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.took_s: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    def note(self, event: OperationEvent) -> None:
+        self.took_s[event.group][event.operation] += event.ended_s - event.started_s
+
+
+METERS = _Meters()
+
+
+def measure(on: bool) -> None:
+    """Begins to measure the operations of all groups of this process, or ends it. What was measured stays."""
+    if on and not METERS.is_on:
+        OF_PYTHON.append(METERS.note)
+    elif METERS.is_on and not on:
+        OF_PYTHON.remove(METERS.note)
+    METERS.is_on = on
+
+
+def switch_native_meter(context: GroupContext) -> None:
+    """Has the compiled part of a group measure if Python does; it is one switch for all groups."""
+    if context.collectives is not None:
+        context.collectives.library.ps_measure_calls(int(METERS.is_on))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,23 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
 """Operations in which ranks may hold tensors of different shapes, or only one of them holds any."""
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OWN = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        _HERE,
-        os.path.join(os.path.dirname(_HERE), "parallel_state"),
-        os.path.dirname(os.path.abspath(torch.__file__)),
-    )
-)
-"""The folders of this library's two packages, which lie side by side, and of torch."""
-
-
 PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
 """Operations of two ranks: they have the number of the last one of all ranks, by which records are compared."""
 
@@ -84,17 +69,6 @@ class Recorder:
     def last(self, others: Iterable[Operation] = ()) -> list[Operation]:
         """Returns the last operations, with those recorded elsewhere, in the order of their numbers."""
         return sorted([*self._operations, *others], key=lambda each: each.sequence)[-RECORDS:]
-
-
-def call_site() -> str:
-    """Returns the caller's line: that of the first frame outside of this library and of torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(OWN) and not path.startswith("<"):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "?"
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:

@@ -13,7 +13,7 @@ from device_communicators import forks, settings
 from device_communicators.errors import GroupDestroyedError, GroupNotInitializedError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing import observers, recorder, stalls
-from device_communicators.routing.meters import METERS, measure, tell
+from device_communicators.routing.observers import METERS, measure, switch_native_meter
 from device_communicators.routing.route import Route
 
 logger = logging.getLogger("parallel_state")
@@ -118,7 +118,7 @@ def register_route(route: Route) -> None:
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
     if METERS.is_on:
-        tell(route.context)
+        switch_native_meter(route.context)
     former = _ROUTES.get(route.context.key)
     if former is not None:
         former.serve_ops(False)

@@ -31,6 +31,7 @@ from device_communicators.errors import (
     UsageError,
     plain,
 )
+from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
 from device_communicators.routing.failures import (
@@ -43,7 +44,7 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.recorder import PAIRS, Operation, Recorder, call_site
+from device_communicators.routing.recorder import PAIRS, Operation, Recorder
 from device_communicators.routing.reports import explained, publish
 from device_communicators.routing.stalls import add_calls, waiting_for
 from device_communicators.routing.started import Handle

@@ -3,9 +3,10 @@
 Collectives compare themselves; a transfer, or a collective that was started, meets nobody who could tell. So a thread
 of each process looks whether it has waited for long, and writes to the store in which call, and from which line; where
 it has made no call for long, it writes where its main thread is. A rank that comes to its deadline, or to the soft
-limit (PARALLEL_STATE_SLOW_S), reads what the others wrote, and asks those of its own host, whose answers are newer: see
-`asking`. Who is stopped can't tell; those that wait on its host do, by what the kernel says of it. Nothing is concluded
-before: a rank that is waited for may still come, in another thread, or after a collective that doesn't wait for all.
+limit (PARALLEL_STATE_SLOW_S), reads what the others wrote, and asks those of its own host, whose answers are newer
+(`liveness.questions`). A process that is stopped can't tell; those that wait on its host do, by what the kernel says of
+it. Nothing is concluded before: a rank that is waited for may still come, in another thread, or after a collective that
+doesn't wait for all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any, NamedTuple, Protocol
 
 from device_communicators import settings
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher
-from device_communicators.routing import asking, places
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.recorder import Operation
 
@@ -186,17 +187,17 @@ class Stalls:
         last = self._last_operation()
         if failed is not None and not self._has_gone_on(last):
             return failed
-        frames = places.frames_of(threading.main_thread().ident)
+        frames = stacks.frames_of(threading.main_thread().ident)
         idle_s = now - self._last_call_s
         if idle_s >= SLOW_S and self._calls == self._calls_so_far():
-            return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
+            return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
         if last is None:
-            return State(place=places.in_words(frames), is_compiling=places.is_compiling(frames))
+            return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames))
         context, operation = last
         # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
         has_failed = operation.ended_s is None and operation.name not in _STARTED
         key = group_key(context) if has_failed else ""
-        return State(key, context.name, call_in_words(context, operation), places.in_words(frames), idle_s=-1)
+        return State(key, context.name, call_in_words(context, operation), stacks.in_words(frames), idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
         """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
@@ -224,7 +225,7 @@ class Stalls:
             ],
             "threads": [
                 {"name": thread.name, "waits": str(waits[thread.ident]) if thread.ident in waits else "",
-                 "frames": places.frames_of(thread.ident)[: places.MOST_FRAMES]}
+                 "frames": stacks.frames_of(thread.ident)[: stacks.MOST_FRAMES]}
                 for thread in threading.enumerate()[:_MOST_THREADS]
                 if not thread.name.startswith("parallel_state-")
             ],
@@ -287,8 +288,8 @@ class Stalls:
         idle_s = now - self._last_call_s
         is_first = self._published_at < self._last_call_s
         if is_first or now - self._published_at >= self._moved_s:
-            frames = places.frames_of(threading.main_thread().ident)
-            state = State(place=places.in_words(frames), is_compiling=places.is_compiling(frames), idle_s=idle_s)
+            frames = stacks.frames_of(threading.main_thread().ident)
+            state = State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
             if self._published is None or is_first or state[:-1] != self._published[:-1]:
                 self._publish(state)
             self._published_at = now
@@ -359,14 +360,14 @@ class _Process:
 
     def __init__(self) -> None:
         self._worlds: list[Stalls] = []
-        self._answers: asking.AnswerThread | None = None
+        self._answers: questions.AnswerThread | None = None
         self._lock = threading.Lock()
 
     def add(self, world: Stalls) -> None:
         with self._lock:
             self._worlds.append(world)
             if self._answers is None:
-                self._answers = asking.AnswerThread(self._answer)
+                self._answers = questions.AnswerThread(self._answer)
 
     def remove(self, world: Stalls) -> None:
         with self._lock:
@@ -426,7 +427,7 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
 
 
 def _state_of(route: Waiting, operation: Operation, thread: int | None) -> State:
-    place = places.in_words(places.frames_of(thread))
+    place = stacks.in_words(stacks.frames_of(thread))
     return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
 
 
@@ -450,9 +451,9 @@ def _of_all(published: Mapping[int, State], pids: Mapping[int, int], key: str) -
     """
     found = {rank: State(obstacle=obstacle) for rank, pid in pids.items() if (obstacle := condition_of(pid))}
     asked = {rank: pid for rank, pid in pids.items() if rank not in found}
-    answers = asking.ask(asked, f"state {key}", _ANSWER_S)
+    answers = questions.ask(asked, f"state {key}", _ANSWER_S)
     found |= {rank: State(*answer) for rank, answer in answers.items() if isinstance(answer, list)}
-    silent = {rank: State(obstacle=SILENT.format(pid=pid)) for rank, pid in asked.items()} if asking.IS_THERE else {}
+    silent = {rank: State(obstacle=SILENT.format(pid=pid)) for rank, pid in asked.items()} if questions.IS_THERE else {}
     return {**silent, **published, **found}
 
 
@@ -477,7 +478,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
     if watcher is None:
         return
     stalls: Stalls | None = watcher.stalls
-    place = places.in_words(places.frames_here())
+    place = stacks.in_words(stacks.frames_here())
     own = None
     if stalls is not None and operation is not None:
         own = State(group_key(context), context.name, call_in_words(context, operation), place)

@@ -1,6 +1,6 @@
 """`python -m parallel_state debug --live PID|JOB`: what the ranks of a running job are at, while they run.
 
-A thread of each rank of this host answers over a socket (`routing.asking`), with its stacks. Of other hosts' ranks it
+A thread of each rank of this host answers over a socket (`liveness.questions`), with its stacks. Of other hosts' ranks
 is known what they publish in the store: those that wait, or make no call, for longer than a second. Nobody is stopped.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from device_communicators.errors import format_ranks
+from device_communicators.liveness import questions
 from device_communicators.liveness.condition import condition_of
-from device_communicators.routing import asking
 from device_communicators.routing.stalls import SILENT, State
 
 _ANSWER_S = 0.5
@@ -24,8 +24,9 @@ _MOST_SHOWN = 256
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
     """Prints what the ranks of the job are at; 0, or 2 where `target` names none of this host's."""
-    pids = asking.listening()
-    answers = {pid: each for pid, each in asking.ask({pid: pid for pid in pids}, "describe", _ANSWER_S).items() if each}
+    pids = questions.listening()
+    described = questions.ask({pid: pid for pid in pids}, "describe", _ANSWER_S)
+    answers = {pid: each for pid, each in described.items() if each}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job:
@@ -81,7 +82,7 @@ def _states_of(job: dict[int, Any]) -> tuple[list[int], dict[int, State]]:
     states: dict[int, State] = {}
     if set(world) - set(pids):
         first = next(iter(job))
-        told = asking.ask({first: first}, "published", _PUBLISHED_S).get(first) or {}
+        told = questions.ask({first: first}, "published", _PUBLISHED_S).get(first) or {}
         states = {int(rank): State(*state) for rank, state in told.items() if int(rank) not in pids}
     for rank, pid in pids.items():
         obstacle = condition_of(pid)

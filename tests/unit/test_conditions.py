@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
-from device_communicators.routing import asking, places
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 
@@ -89,41 +89,41 @@ def test_a_process_answers_and_one_that_is_slow_does_not() -> None:
             raise KeyError(question)
         return question.upper()
 
-    thread = asking.AnswerThread(answer)
+    thread = questions.AnswerThread(answer)
     try:
         own = os.getpid()
-        assert own in asking.listening()
-        assert asking.ask({3: own, 4: 1 << 22}, "state", 2.0) == {3: "STATE"}
-        assert "KeyError" in asking.ask({0: own}, "wrong", 2.0)[0]["error"]
+        assert own in questions.listening()
+        assert questions.ask({3: own, 4: 1 << 22}, "state", 2.0) == {3: "STATE"}
+        assert "KeyError" in questions.ask({0: own}, "wrong", 2.0)[0]["error"]
         started = time.monotonic()
-        assert asking.ask({0: own}, "slow", 0.1) == {}
+        assert questions.ask({0: own}, "slow", 0.1) == {}
         assert time.monotonic() - started < 1.0
         release.set()
-        assert asking.ask({0: own}, "state", 2.0) == {0: "STATE"}
+        assert questions.ask({0: own}, "state", 2.0) == {0: "STATE"}
     finally:
         release.set()
         thread.close()
-    assert os.getpid() not in asking.listening()
-    assert asking.ask({0: os.getpid()}, "state", 0.5) == {}
+    assert os.getpid() not in questions.listening()
+    assert questions.ask({0: os.getpid()}, "state", 0.5) == {}
 
 
 def test_places_name_the_callers_lines() -> None:
-    def load() -> list[places.Frame]:
-        return places.frames_here()
+    def load() -> list[stacks.Frame]:
+        return stacks.frames_here()
 
     frames = load()
-    assert "test_conditions.py:" in places.in_words(frames)
-    assert " in load, called by test_conditions.py:" in places.in_words(frames)
-    assert not places.is_compiling(frames)
-    assert places.is_compiling([*frames, ("/x/torch/_inductor/codecache.py", 1, "load")])
-    assert places.in_words([]) == "its end"
+    assert "test_conditions.py:" in stacks.in_words(frames)
+    assert " in load, called by test_conditions.py:" in stacks.in_words(frames)
+    assert not stacks.is_compiling(frames)
+    assert stacks.is_compiling([*frames, ("/x/torch/_inductor/codecache.py", 1, "load")])
+    assert stacks.in_words([]) == "its end"
 
 
 def test_a_wait_in_the_standard_library_has_its_line_before_the_callers() -> None:
     frames = [(threading.__file__, 3, "wait"), (threading.__file__, 2, "join"), ("/home/me/train.py", 7, "main")]
-    assert places.in_words(frames) == "threading.py:3 in wait, called by train.py:7 in main"
+    assert stacks.in_words(frames) == "threading.py:3 in wait, called by train.py:7 in main"
 
 
 def test_a_decorator_of_the_library_is_no_place_of_the_caller() -> None:
     frames = [(contextlib.__file__, 81, "inner"), ("/home/me/train.py", 7, "main")]
-    assert places.in_words(frames) == "train.py:7 in main"
+    assert stacks.in_words(frames) == "train.py:7 in main"

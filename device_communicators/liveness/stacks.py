@@ -1,4 +1,4 @@
-"""Places of threads in the program: the lines in which they are, the caller's first, and if they are compiling."""
+"""Stacks of threads: the lines of the program in which they are, the caller's first, and if they are compiling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import sysconfig
 import traceback
 from types import FrameType
 
-from device_communicators.routing.recorder import OWN
+import torch
 
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_OWN = (f"{_ROOT}/device_communicators/", f"{_ROOT}/parallel_state/", f"{_TORCH}/")
+"""The folders of this library's two packages, which lie side by side, and of torch."""
 _FRAMES = 4
 MOST_FRAMES = 40
 _STANDARD_LIBRARY = os.path.join(sysconfig.get_paths()["stdlib"], "")
@@ -21,10 +25,21 @@ _COMPILERS = (
 )  # fmt: skip
 """Files whose functions are on a thread's stack while it compiles, and not while it runs what was compiled."""
 
-_WITHIN = (*OWN, contextlib.__file__)
+_WITHIN = (*_OWN, contextlib.__file__)
 
 Frame = tuple[str, int, str]
 """File, line and function."""
+
+
+def call_site() -> str:
+    """Returns the caller's line: that of the first frame outside of this library and of torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_OWN) and not path.startswith("<"):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "?"
 
 
 def frames_of(thread: int | None) -> list[Frame]:
