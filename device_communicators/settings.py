@@ -199,6 +199,11 @@ ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "Whether what the bfloat16 tensors of a host's ranks come to is rounded to bfloat16 before it travels to other "
     "hosts, in half the bytes, or travels as float32. The same on all ranks.",
 )  # fmt: skip
+EARLY_BYTES: Setting[int] = Setting(
+    "PARALLEL_STATE_EARLY_BYTES", 64 << 20, _bytes, "a number of bytes",
+    "How much that a rank of another host sends to this one may be kept here before it is received; what is more stays "
+    "with its sender, whose call ends when it is received. 0: nothing is sent before.",
+)  # fmt: skip
 BUILD: Setting[str] = Setting(
     "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
     "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
@@ -255,8 +260,8 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, BUILD, SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES,
-    AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, EARLY_BYTES, BUILD, SYMMETRIC_BYTES, HUGE_PAGES,
+    SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from device_communicators.hierarchical.pairs import Pairs
 from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import DONE, GroupContext, PartialCommunicator, Request, Work
 from device_communicators.routing.reductions import as_bytes, reduction_refusal
-from device_communicators.routing.user_call import current
+from device_communicators.routing.user_call import current, overlap_error
 
 _CARRIED = frozenset(
     ["all_reduce", "all_reduce_", "reduce_scatter", "all_gather", "broadcast", "broadcast_", "broadcast_sized"]
@@ -78,7 +78,8 @@ class HierarchicalCommunicator(PartialCommunicator):
                 raise
             self._pairs = Pairs(context, streams)
             self._carried |= _PAIRS
-        self._lock = threading.Lock()  # a call is several exchanges, which must not mix with those of another thread
+        # A call is several exchanges, which must not mix with those of another thread, or of a signal's handler.
+        self._lock, self._is_in_call = threading.RLock(), False
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":
@@ -95,10 +96,13 @@ class HierarchicalCommunicator(PartialCommunicator):
 
     @contextmanager
     def _call(self, operation: str, *facts: object) -> Iterator[Hosts]:
+        call = current(operation)
         with self._lock:
-            call = current(operation)
-            self._hosts.begin(call, operation, *facts)
+            if self._is_in_call:
+                raise overlap_error(call.method, str(self.context))
             try:
+                self._is_in_call = True
+                self._hosts.begin(call, operation, *facts)
                 yield self._hosts
             except BaseException as failure:  # Ctrl-C, too: what has begun can't be gone on with
                 if isinstance(failure, CommunicationError):
@@ -108,6 +112,8 @@ class HierarchicalCommunicator(PartialCommunicator):
                 if self._pairs is not None:
                     self._pairs.end_sending()
                 raise
+            finally:
+                self._is_in_call = False
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

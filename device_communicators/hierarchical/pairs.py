@@ -1,10 +1,12 @@
 """Sends and receives between two ranks of a group over several hosts, by a connection of each two.
 
 A message says what the sender's call is: where the receiver's differs, nothing is written, and both ranks raise. The
-sender of up to ANSWERED_BYTES is done once the kernel has it; of more once the receiver has said what its call is.
+sender of up to ANSWERED_BYTES is done once the kernel has it; of more once the receiver has said what its call is. What
+the receiver has no room for before its call (PARALLEL_STATE_EARLY_BYTES) is sent when it has said so, however small.
 
 Any thread may wait, and several at once: each moves what it can. What was started and isn't waited for is moved by a
-thread of its own after a moment.
+thread of its own after a moment. A signal's handler may interrupt a thread anywhere, in the middle of a message too, so
+it can't send or receive in the group that it interrupts.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import contextlib
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError, UsageError
 from device_communicators.hierarchical.streams import SLICE_S, Stream, StreamError, Streams, Transfer, memory_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
@@ -38,17 +40,43 @@ class Pairs:
         self.context = context
         self.streams = streams
         self.lock = threading.RLock()
+        self._inside: dict[int, str] = {}
+        """By thread: the operation that it is in."""
         self._waiters = 0
         self._is_moved = False
         """True while a thread moves what nobody waits for."""
 
     def isend(self, x: Tensor, dst: int, tag: int) -> PairTransfer:
-        with self.lock:
+        with self.entered("send"), self.lock:
             return _Send(self, x, dst, tag)
 
     def irecv(self, out: Tensor, src: int, tag: int) -> PairTransfer:
-        with self.lock:
+        with self.entered("recv"), self.lock:
             return _Recv(self, out, src, tag)
+
+    @contextlib.contextmanager
+    def entered(self, operation: str) -> Iterator[None]:
+        """Refuses a handler of this thread's signals, and ends the connections where one raises: `with` it in a call.
+
+        Else another receive would get the message of the one that was interrupted, or the rest of it.
+        """
+        thread = threading.get_ident()
+        if thread in self._inside:
+            raise UsageError(
+                f"{operation} of {self.context} must not begin in a signal handler while the thread that it interrupts "
+                f"sends or receives in the group, but it interrupted its {self._inside[thread]}. Nothing was sent; "
+                "call it when that has ended, or in a group of its own (make_sub_group)"
+            )
+        try:
+            self._inside[thread] = operation
+            yield
+        except CommunicationError:
+            raise
+        except BaseException:  # Ctrl-C, or of a signal's handler
+            self.end_sending()
+            raise
+        finally:
+            self._inside.pop(thread, None)
 
     def move(self, is_done: Callable[[], bool], limit: Callable[[], float], spin_s: float) -> None:
         """Moves what can be moved until `is_done`. `limit` as of Streams.wait. Raises StreamError."""
@@ -181,6 +209,10 @@ class PairTransfer:
         return self.is_completed()
 
     def wait(self) -> None:
+        with self._pairs.entered(self.operation):
+            self._wait()
+
+    def _wait(self) -> None:
         context, started = self._pairs.context, time.monotonic()
         deadline, noticed = started + context.timeout_s, list[float]()
 
@@ -201,11 +233,6 @@ class PairTransfer:
                 raise died(context, self.operation, started) from error
             self._pairs.end_sending()  # as the group can't be used further: others needn't wait for their deadline
             raise TransferError(str(error), self._peer) from error
-        except CommunicationError:
-            raise
-        except BaseException:  # Ctrl-C, or of a signal's handler: another receive would get this one's message
-            self._pairs.end_sending()
-            raise
         found = next((each.found for each in self._transfers if each.found not in (None, self._text)), None)
         if found is not None:
             raise self._mismatch(found)
@@ -229,9 +256,18 @@ class _Send(PairTransfer):
 
     def __init__(self, pairs: Pairs, x: Tensor, dst: int, tag: int) -> None:
         super().__init__(pairs, x, dst, tag)
+        stream, nothing = self._stream, memoryview(bytearray())
+        if not stream.has_room(x.nbytes):
+            self._transfers.append(stream.receive(self._kind + 1, nothing, None, self._send_announced))
+            self._transfers.append(stream.announce(self._kind, x.nbytes, self._text))
+            return
         if x.nbytes > ANSWERED_BYTES:
-            self._transfers.append(self._stream.receive(self._kind + 1, memoryview(bytearray()), None))
-        self._transfers.append(self._stream.send_body(self._kind, memory_of(x), self._text))
+            self._transfers.append(stream.receive(self._kind + 1, nothing, None))
+        self._transfers.append(stream.send_body(self._kind, memory_of(x), self._text))
+
+    def _send_announced(self, *_: object) -> None:
+        if self._transfers[0].found == self._text:  # else it isn't what the receiver expects
+            self._transfers.append(self._stream.send_announced(self._kind, memory_of(self._tensor)))
 
 
 class _Recv(PairTransfer):
@@ -241,8 +277,8 @@ class _Recv(PairTransfer):
         super().__init__(pairs, out, src, tag)
         self._transfers.append(self._stream.receive(self._kind, memory_of(out), self._text, self._answer))
 
-    def _answer(self, size_bytes: int) -> None:
-        if size_bytes > ANSWERED_BYTES:
+    def _answer(self, size_bytes: int, is_announced: bool) -> None:
+        if is_announced or size_bytes > ANSWERED_BYTES:
             self._stream.send_body(self._kind + 1, memoryview(bytearray()), self._text)
 
 

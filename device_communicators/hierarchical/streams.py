@@ -8,6 +8,19 @@ receiver and two changes of thread.
 A message is a head of fixed size, a text, and a body. Its *kind* says what it is: that of the first message of a call
 is FRAME, whose body is read once its head and text were looked at; the others have the kinds that their receives have.
 
+A body that comes before its receive is kept in memory of its own. Who sends may have only so many bytes there, as the
+receiver said when they were connected; what has no room is *announced*: its head goes out, and its body once the
+receive is there (rendezvous, as MPI calls it). Each head says how much its sender has received so far, so the room
+comes back with the answers, and needs no messages of its own.
+
+To stop reading instead would leave what is too much to the kernel, but a receiver that waits for a later message of
+the same connection could then never get at it. An announcement is read past, so whoever waits for whatever message
+gets it, and no bound can lead to a deadlock. A limit for each message, above which all is announced, would cost every
+large one the word of the receiver, and not bound how many small ones there are.
+
+Within a collective no such bound is needed: who leads a host sends what a call has to those in the same call, and who
+doesn't is at most one call ahead.
+
 Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
 of who listens and the rank of who connects.
 """
@@ -15,6 +28,7 @@ of who listens and the rank of who connects.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -29,9 +43,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from device_communicators import settings
-from device_communicators.errors import CommunicationError
+from device_communicators.errors import CommunicationError, plain
 from device_communicators.host import gloo_address
 from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.failures import attributed
 from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.waiting import all_gather_bytes
 
@@ -40,6 +55,12 @@ FRAME = 0
 
 _HEAD = struct.Struct("<4s8sIIQ4x")
 """Magic, digest, kind, bytes of the text, bytes of the body."""
+_TAKEN = struct.Struct("<Q")
+"""In place of the digest, in what is no frame: how much its sender has received so far of what was sent at once."""
+_AT_ONCE, _ANNOUNCED, _ASKED_FOR = bytes(4), b"PSHA", b"PSHB"
+"""Magics of what is no frame: the body follows; it comes when it is asked for; this is that body."""
+_MESSAGE_BYTES = 256
+"""The memory that a kept message takes beside its body."""
 _BUFFER_BYTES = 64 << 10
 _DIRECT_BYTES = 16 << 10
 """From so many missing bytes on a body is read to its place, past the buffer."""
@@ -84,14 +105,15 @@ class Transfer:
         """Of a receive: the text that the message must have; None if any will do."""
         self.found: bytes | None = None
         """The message's text, if that isn't empty."""
-        self.begun: Callable[[int], object] | None = None
-        """Called with the message's size when its head is there."""
+        self.begun: Callable[[int, bool], object] | None = None
+        """Called when the message's head is there: with its size, and whether its body must be asked for."""
 
 
 class Stream:
     """The connection to `rank`."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, early_bytes: int = 0) -> None:
+        """`early_bytes`: how much this rank may send before the other one receives it; see `has_room`."""
         connection.setblocking(False)
         self.rank = rank
         self.socket = connection
@@ -100,8 +122,13 @@ class Stream:
         self.error = ""
         self._sends: deque[Transfer] = deque()
         self._receives: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        self._early: defaultdict[int, deque[tuple[bytes, bytearray]]] = defaultdict(deque)
-        """By kind: what came before somebody asked for it."""
+        self._asked: defaultdict[int, deque[Transfer]] = defaultdict(deque)
+        """By kind: receives of announced messages, whose bodies are to come."""
+        self._early: defaultdict[int, deque[tuple[bytes, bytearray | int]]] = defaultdict(deque)
+        """By kind: text and body of what came before somebody asked for it, or the size of one that was announced."""
+        self._early_bytes = early_bytes
+        self._sent_bytes = self._received_bytes = self._taken_bytes = 0
+        """What was sent at once, how much of that the other side has received, and this side of what came at once."""
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
@@ -126,7 +153,14 @@ class Stream:
     @property
     def is_receiving(self) -> bool:
         """Returns True if something is to be received that has not come, or not wholly."""
-        return self._reading is not None or any(self._receives.values())
+        return self._reading is not None or any(self._receives.values()) or any(self._asked.values())
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Returns True if a body of this size may be sent at once, be it received or not."""
+        needed = size_bytes + _MESSAGE_BYTES
+        if self._sent_bytes - self._received_bytes + needed > self._early_bytes:
+            self.read()  # the other side may have received some since
+        return self._sent_bytes - self._received_bytes + needed <= self._early_bytes
 
     def handle(self, events: int) -> None:
         """Writes or reads, as poll has found that it can."""
@@ -136,7 +170,19 @@ class Stream:
             self.read()
 
     def send_body(self, kind: int, body: Any, text: bytes = b"") -> Transfer:
-        return self.send(_HEAD.pack(b"", b"", kind, len(text), len(body)) + text, body)
+        self._sent_bytes += len(body) + _MESSAGE_BYTES
+        return self.send(self._head(_AT_ONCE, kind, text, len(body)), body)
+
+    def announce(self, kind: int, size_bytes: int, text: bytes = b"") -> Transfer:
+        """Sends a message without its body, for which the receiver asks, by a message that `text` is no part of."""
+        return self.send(self._head(_ANNOUNCED, kind, text, size_bytes))
+
+    def send_announced(self, kind: int, body: Any) -> Transfer:
+        """Sends the body of the announced message of a kind that is the next one to be asked for."""
+        return self.send(self._head(_ASKED_FOR, kind, b"", len(body)), body)
+
+    def _head(self, magic: bytes, kind: int, text: bytes, size_bytes: int) -> bytes:
+        return _HEAD.pack(magic, _TAKEN.pack(self._taken_bytes), kind, len(text), size_bytes) + text
 
     def write(self) -> None:
         """Sends what the kernel has room for."""
@@ -159,7 +205,7 @@ class Stream:
             self._sends.popleft()
 
     def receive(
-        self, kind: int, out: Any, text: bytes | None = b"", begun: Callable[[int], object] | None = None
+        self, kind: int, out: Any, text: bytes | None = b"", begun: Callable[[int, bool], object] | None = None
     ) -> Transfer:
         """Receives the next message of a kind into `out`, which is as long.
 
@@ -175,6 +221,9 @@ class Stream:
         early, receives = self._early[kind], self._receives[kind]
         while early and receives:
             (text, body), transfer = early.popleft(), receives.popleft()
+            if isinstance(body, int):
+                self._ask(transfer, kind, text, body)
+                continue
             out = self._place_of(transfer, text, len(body))
             if out is None:
                 return
@@ -258,7 +307,36 @@ class Stream:
             if kind == FRAME:
                 self.frame = Frame(magic, digest, body_bytes, bytes(self._view[text_at : self._begin]))
                 return
-            self._begin_body(kind, bytes(self._view[text_at : self._begin]), body_bytes)
+            (self._received_bytes,) = _TAKEN.unpack(digest)
+            text = bytes(self._view[text_at : self._begin])
+            if magic == _ANNOUNCED:
+                self._early[kind].append((text, body_bytes))
+                self._match_early(kind)
+            elif magic == _ASKED_FOR:
+                self._begin_asked(kind, body_bytes)
+            else:
+                self._begin_body(kind, text, body_bytes)
+
+    def _ask(self, transfer: Transfer, kind: int, text: bytes, size_bytes: int) -> None:
+        """Has an announced body come to its place; that of another message than is expected stays where it is."""
+        transfer.found = text or None
+        if transfer.text is not None and text != transfer.text:
+            transfer.done = True
+        elif len(transfer.parts[0]) != size_bytes:
+            self.error = _other_size(len(transfer.parts[0]), size_bytes)
+            return
+        else:
+            self._asked[kind].append(transfer)
+        if transfer.begun is not None:
+            transfer.begun(size_bytes, True)
+
+    def _begin_asked(self, kind: int, size_bytes: int) -> None:
+        asked = self._asked[kind]
+        if not asked or len(asked[0].parts[0]) != size_bytes:
+            self.error = f"{size_bytes} bytes came that nobody had asked for"
+            return
+        self._reading = asked.popleft()
+        self._expect(self._reading.parts[0])
 
     def _begin_body(self, kind: int, text: bytes, size_bytes: int) -> None:
         receives = self._receives[kind]
@@ -280,13 +358,14 @@ class Stream:
         """Returns where a receive's message goes; None if it is none that may come."""
         out = transfer.parts[0]
         transfer.found = text or None
+        self._taken_bytes += size_bytes + _MESSAGE_BYTES
         if transfer.text is not None and text != transfer.text:
             out = memoryview(bytearray(size_bytes))  # past it, as the text tells the receiver
         elif len(out) != size_bytes:
             self.error = _other_size(len(out), size_bytes)
             return None
         if transfer.begun is not None:
-            transfer.begun(size_bytes)
+            transfer.begun(size_bytes, False)
         return out
 
     def end_sending(self) -> None:
@@ -375,7 +454,8 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
     """Connects this rank to `peers`, to each of which it is one, too. Every rank of the group calls it.
 
     `address`: at which others reach this rank; None for that which gloo tells them. Raises CommunicationError on all
-    ranks where one can't listen, and on those that find out why some can't be connected.
+    ranks where one can't listen, and on those that find out why some can't be connected; as soon as a rank of the
+    failure domain has ended, the error that names it.
     """
     started = time.monotonic()
     token = secrets.token_bytes(_TOKEN_BYTES)
@@ -391,9 +471,10 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
                 port = listener.getsockname()[1]
             except OSError as error:
                 problem = f"{error}"[: _TOLD_BYTES // 4]
-        told = json.dumps([address or "", port, token.hex(), problem]).encode().ljust(_TOLD_BYTES)
-        places = [json.loads(text) for text in all_gather_bytes(context, told, "connect")]
-        for rank, (at, _, _, what) in enumerate(places):
+        place = [address or "", port, token.hex(), settings.EARLY_BYTES.get(), problem]
+        told = json.dumps(place).encode().ljust(_TOLD_BYTES)
+        places = _exchange_places(context, told, started)
+        for rank, (at, *_, what) in enumerate(places):
             if what:
                 text = f"global rank {context.ranks[rank]} of {context} can't listen at {at!r}: {what}"
                 raise _not_connected(context, text, [rank], started)
@@ -415,10 +496,21 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
             names = ", ".join(str(context.ranks[rank]) for rank in missing)
             own = context.ranks[context.rank]
             text = f"global rank {own} of {context} can't be connected to global ranks {names}{where}: {error}"
-            raise _not_connected(context, text, missing, started) from error
+            failure = _not_connected(context, text, missing, started)
+            raise attributed(context, "connect", started, failure) from error
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Streams({other: Stream(connection, other) for other, connection in sorted(made.items())}, spin_s)
+    return Streams({other: Stream(made[other], other, places[other][3]) for other in sorted(made)}, spin_s)
+
+
+def _exchange_places(context: GroupContext, told: bytes, started: float) -> list[Any]:
+    try:
+        return [json.loads(text) for text in all_gather_bytes(context, told, "connect")]
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        text = f"{context}: its ranks can't tell each other where they listen: {plain(error)}"
+        raise attributed(context, "connect", started, _not_connected(context, text, (), started)) from error
 
 
 def _not_connected(context: GroupContext, text: str, missing: Sequence[int], started: float) -> CommunicationError:
@@ -434,10 +526,31 @@ def _not_connected(context: GroupContext, text: str, missing: Sequence[int], sta
 
 def _greet(context: GroupContext, place: Sequence[Any], deadline: float) -> socket.socket:
     """Connects to a rank that listens at `place`."""
-    address, port, token, _ = place
-    connection = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
-    connection.sendall(_HELLO.pack(bytes.fromhex(token), context.rank), socket.MSG_NOSIGNAL)
+    address, port, token, *_ = place
+    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(family, kind, protocol))
+        connection.setblocking(False)
+        error = connection.connect_ex(target)
+        poll = select.poll()
+        poll.register(connection, select.POLLOUT)
+        while error == errno.EINPROGRESS:
+            if poll.poll(1000 * SLICE_S):
+                error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            else:
+                _check_time(context, deadline)
+        if error:
+            raise OSError(error, os.strerror(error))
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), context.rank), socket.MSG_NOSIGNAL)
+        stack.pop_all()
     return connection
+
+
+def _check_time(context: GroupContext, deadline: float) -> None:
+    if context.deaths():
+        raise TimeoutError("a rank has ended")
+    if time.monotonic() > deadline:
+        raise TimeoutError("timed out")
 
 
 def _accept(
@@ -457,11 +570,8 @@ def _accept(
     try:
         while not all(peer in made for peer in peers):
             ready = [descriptor for descriptor, _ in poll.poll(1000 * SLICE_S)]
+            _check_time(context, deadline)
             now = time.monotonic()
-            if context.deaths():
-                raise TimeoutError("a rank has ended")
-            if now > deadline:
-                raise TimeoutError("timed out")
             for descriptor in ready:
                 if descriptor == listener.fileno():
                     with contextlib.suppress(BlockingIOError, ConnectionError):

@@ -473,6 +473,49 @@ def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
             assert outcome.kind != "ok" and outcome.seconds < 15.0, told
 
 
+CALLS_OF_HANDLERS: dict[str, tuple[Callable[..., object], Callable[..., object], Callable[..., object]]] = {
+    # What rank 0 is in as its handler comes, what that calls, and what the others do after a while.
+    "barrier": (lambda g: g.barrier(), lambda g: g.all_reduce(torch.ones(1)), lambda g: g.barrier()),
+    "broadcast_object": (
+        lambda g: g.broadcast_object(None, 2), lambda g: g.barrier(),
+        lambda g: g.broadcast_object("x" if g.rank == 2 else None, 2)),
+    "recv": (
+        lambda g: g.recv((3,), torch.float32, 2), lambda g: g.send(torch.ones(3), 2),
+        lambda g: g.send(torch.ones(3), 0) if g.rank == 2 else None),
+    "irecv": (
+        lambda g: g.irecv((3,), torch.float32, 2).wait(), lambda g: g.irecv((3,), torch.float32, 2),
+        lambda g: g.isend(torch.ones(3), 0).wait() if g.rank == 2 else None),
+}  # fmt: skip
+
+
+def _in_a_handler(what: str) -> tuple[list[Outcome], float]:
+    """What a handler of rank 0 is told that interrupts a call; and that the group is as good as new."""
+    group, told = ps.get_world_group(), list[Outcome]()
+    under_way, in_handler, of_others = CALLS_OF_HANDLERS[what]
+    group.barrier()
+    if group.rank:
+        time.sleep(1.0)  # meanwhile rank 0 is interrupted, and the call can't end before
+        of_others(group)
+    else:
+        before = signal.signal(signal.SIGALRM, lambda *_: told.append(attempt(in_handler, group)))
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            under_way(group)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    return told, group.all_reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("what", CALLS_OF_HANDLERS)
+def test_a_signal_handler_in_the_middle_of_a_call(hosts: Hosts, what: str) -> None:
+    """Row 44: it is told so at once, and the call that it interrupted goes on."""
+    with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="10") as ranks:
+        (told, total), *others = ranks.run(_in_a_handler, what, tp=4, timeout_s=60.0)
+    assert [outcome.kind for outcome in told] == ["UsageError"], told
+    assert "Nothing was sent" in told[0].text and told[0].seconds < 1.0, told
+    assert [total, *(total for _, total in others)] == [4.0] * 4
+
+
 OWNER = """
 import time
 from tests.contract.test_hosts import _routes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 import parallel_state as ps
 from device_communicators import errors
+from device_communicators.hierarchical import streams
+from device_communicators.routing.communicator import GroupContext
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
@@ -120,6 +123,63 @@ def test_row_21_one_direction_is_dead(tmp_path: Path, placement: tuple[int, ...]
         return _check(results, placement)
 
     assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
+
+
+def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool) -> tuple[Outcome, float]:
+    """A start in which one rank runs `command` once its group have said where they listen; when others are told."""
+    exchange, rank = streams.all_gather_bytes, int(os.environ["RANK"])
+
+    def and_then(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
+        found = exchange(context, mine, operation)
+        if operation == "connect" and rank == who:
+            Path(folder, "vanished").write_text(str(time.monotonic()))
+            _shell(command.format(pid=os.getpid()))
+        return found
+
+    if not of_world:
+        ps.init_distributed_environment()
+        time.sleep(3 * BEAT_S)  # all hosts have been heard
+    streams.all_gather_bytes = and_then
+    try:
+        told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
+        return told, time.monotonic() - float(Path(folder, "vanished").read_text())
+    finally:
+        streams.all_gather_bytes = exchange
+        ps.destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("who", some([0, 2, 3, 1], 2))
+@pytest.mark.parametrize(
+    ("command", "of_world", "bound_s"),
+    [
+        ("kill -9 {pid}", True, 1.0),
+        ("kill -9 {pid}", False, 1.0),
+        (f"ip link set {INTERFACE} down", False, LIMIT_S + 1.0),
+    ],
+    ids=["killed in the world's start", "killed in the groups'", "the link goes down in the groups'"],
+)
+def test_who_vanishes_while_a_group_is_connected(
+    tmp_path: Path, who: int, command: str, of_world: bool, bound_s: float
+) -> None:
+    """Row 41: those that connect to it, and those that wait for its connection, needn't wait until the deadline."""
+    is_kill = command.startswith("kill")
+
+    def trial(folder: Path) -> float:
+        with _two_hosts() as two, _ranks(two, TWO_EACH) as ranks:
+            results = ranks.survivors(
+                _vanish_while_connecting, str(folder), who, command, of_world, timeout_s=DEADLINE_S
+            )
+        assert sorted(results) == [rank for rank in range(4) if rank != who or not is_kill]
+        for rank, (told, _) in results.items():
+            where = f"rank {rank}: {told}"
+            if is_kill:
+                assert told.kind == "PeerDiedError" and told.suspect_ranks == (who,), where
+            else:
+                assert issubclass(getattr(errors, told.kind), ps.CommunicationError), where
+                assert told.suspect_ranks and set(told.suspect_ranks) <= ({2, 3} if rank < 2 else {0, 1}), where
+        return max(told_s for _, told_s in results.values())
+
+    assert_in_time(trial, tmp_path, bound_s)
 
 
 def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:
