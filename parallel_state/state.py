@@ -135,7 +135,6 @@ def init_distributed_environment(
             _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
-            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
             place = startup.with_free_port(place)
             _EXPORTED.update(environment.export(environment.with_address_of(distributed_init_method, place)))
             _EXPORTED.update(interfaces.set_nccl_environment(place, uses_nccl="nccl" in startup.backend_of(backend)))
@@ -147,6 +146,8 @@ def init_distributed_environment(
                     place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream
                 )
                 _OWNS_DEFAULT_GROUP = True
+            # Not before: in the meeting all ranks find out whether a host's share the same cores.
+            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
             made_here = True
             server = environment.store_server(distributed_init_method, place)
         token = "" if made_here else agree_on_token(device)

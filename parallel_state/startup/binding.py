@@ -5,11 +5,12 @@ Belongs here: which cores are this rank's. What does not: the machine and the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from device_communicators import cores, settings
-from device_communicators.errors import SettingError
+from device_communicators.errors import SettingError, format_ranks
 from parallel_state.startup import environment
+from parallel_state.startup.interfaces import Address
 
 
 def bind_to_cores(
@@ -46,6 +47,39 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
     if lists is None:
         return None
     return _cores_of(lists, local_rank, local_world_size or environment.find_local_world_size())
+
+
+def cores_to_share() -> str:
+    """Returns this process' cores, as `0-3,8`, if PARALLEL_STATE_CORES has the ranks of its host share them."""
+    return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
+
+
+def different_cores(places: Mapping[int, Address]) -> list[str]:
+    """Returns a host whose ranks may use different cores and share them, and two lists of cores with their ranks.
+
+    Empty if there is none. Each rank finds its own share, so all of a host must begin with the same cores.
+    """
+    hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for rank, place in sorted(places.items()):
+        if place.cores and place.network:
+            hosts.setdefault((place.network, place.name), {}).setdefault(place.cores, []).append(str(rank))
+    for (_, name), lists in hosts.items():
+        if len(lists) > 1:
+            return [name, *(word for found, ranks in list(lists.items())[:2] for word in (found, ",".join(ranks)))]
+    return []
+
+
+def not_shared(name: str, *lists: str) -> str:
+    """Returns the message for what `different_cores` has found."""
+    sides = (
+        f"ranks {format_ranks([int(rank) for rank in ranks.split(',')])} may use {found}"
+        for found, ranks in zip(lists[::2], lists[1::2], strict=True)
+    )
+    return (
+        f"with {settings.CORES.name}=share all ranks of a host must be allowed the same cores, but on host {name} "
+        f"{' and '.join(sides)}; leave the variable out where a launcher binds ranks already, or keep it from that "
+        "(srun --cpu-bind=none), or set a list of cores for each rank, as 0-3|4-7"
+    )
 
 
 def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size: int | None) -> list[int]:

@@ -53,6 +53,8 @@ class Address(NamedTuple):
     """Start time of the process, as the kernel counts: another one may have its pid later."""
     next_store: str = ""
     """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
+    cores: str = ""
+    """The cores that it shares with the ranks of its host, as `0-3,8`; empty where it doesn't."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:

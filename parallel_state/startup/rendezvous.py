@@ -52,7 +52,7 @@ from device_communicators.errors import (
     RendezvousError,
     format_ranks,
 )
-from parallel_state.startup import interfaces
+from parallel_state.startup import binding, interfaces
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.reserved import ReservedPort, interface_of, listener_at
@@ -76,6 +76,7 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
 _COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
+_CORES = "cores"
 _ROSTER_S = 0.2  # between two rosters of those who came so far
 
 
@@ -119,6 +120,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     if place.world_size == 1:
         return Met(dist.HashStore(), {}, Processes(Address()), deadline, ReservedPort())
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
+    own_place = own_place._replace(cores=binding.cores_to_share())
     reserved = ReservedPort()
     if init_method == "env://" or init_method.startswith("tcp://"):
         by_launcher = init_method == "env://" and launcher_serves_store()
@@ -240,6 +242,8 @@ class _Meeting:
             return f"{_LOOPBACK} {' '.join(unreachable)}", size - 1
         if shared := interfaces.shared_address(self.places):
             return f"{_SAME} {' '.join(shared)}", size - 1
+        if different := binding.different_cores(self.places):
+            return f"{_CORES} {' '.join(different)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
 
     def _ended(self, world: dist.Store) -> list[int]:
@@ -354,6 +358,8 @@ class _Meeting:
         if kind == _SAME:
             text, suspects = interfaces.same_address(self.own_place, *words)
             return self._error(f"{self._name} can't start: {text}", suspects)
+        if kind == _CORES:
+            return ConfigMismatchError(f"{self._name} can't start: {binding.not_shared(*words)}")
         numbers = [int(word) for word in words]
         if kind == _SIZES:
             wanted, rank, other_size = numbers

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import parallel_state
 from device_communicators.cores import spans
-from device_communicators.errors import InvalidArgumentError, LaunchError, RendezvousError
+from device_communicators.errors import ConfigMismatchError, InvalidArgumentError, LaunchError, RendezvousError
 from parallel_state import GroupOptions
 from parallel_state.launch.launcher import LaunchConfig, launch
 from tests.programs import FORK_SERVERS, Program, script
@@ -174,6 +174,27 @@ def test_a_variable_binds_ranks_as_long_as_there_is_a_world(name):
         assert f"cores {spans(found[0][1])} | {spans(found[1][1])}" in words
     with pytest.raises(LaunchError, match=r"must have a list of cores for each rank of this host, but has 1 for 2"):
         launch(cores_and_words, 2, env={"PARALLEL_STATE_CORES": str(usable[0])}, name=name, timeout=DEADLINE_S)
+
+
+def told_on(lists: tuple[list[int], ...]) -> str:
+    os.sched_setaffinity(0, lists[rank()])
+    try:
+        parallel_state.init_distributed_environment()
+    except ConfigMismatchError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
+@pytest.mark.parametrize("few", [0, 1])
+def test_ranks_that_may_use_different_cores_share_none(name, few):
+    """Each would take a share of its own; the one with too few would fail by itself, and the other wait for it."""
+    usable = two_cores()[:2]
+    lists = tuple(usable[:1] if each == few else usable for each in range(2))
+    for told in launch(told_on, 2, args=(lists,), env={"PARALLEL_STATE_CORES": "share"}, name=name, timeout=DEADLINE_S):
+        for each, cores in enumerate(lists):
+            assert f"ranks [{each}] may use {spans(cores)}" in told
+        assert "must be allowed the same cores" in told
 
 
 def much(size: int) -> tuple[bytes, torch.Tensor]:

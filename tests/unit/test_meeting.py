@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from device_communicators.errors import RendezvousError
+from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import _Meeting
@@ -32,3 +33,13 @@ def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
         with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
             opened.result(10.0)
     assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
+
+
+def test_ranks_of_each_host_must_begin_with_the_same_cores() -> None:
+    def place(host: str, cores: str, network: str = "one") -> Address:
+        return Address(network, name=host, cores=cores)
+
+    assert different_cores({0: place("a", "0-3"), 1: place("a", "0-3"), 2: place("b", "4-7")}) == []
+    assert different_cores({0: place("a", "0-3"), 1: place("a", ""), 2: Address(cores="0")}) == []
+    found = different_cores({0: place("a", "0"), 1: place("b", "0-3"), 3: place("b", "4-7"), 2: place("b", "0-3")})
+    assert found == ["b", "0-3", "1,2", "4-7", "3"]
