@@ -1,0 +1,400 @@
+"""One group of the backend, as the compiled class calls it: its errors, gloo, and the transport between hosts.
+
+What gloo alone carries goes to a gloo backend of the same ranks, which is made when it is first needed on one host, and
+with the group over several.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device_communicators.c10d.store_exchange import wait_for
+from device_communicators.c10d.world import World
+from device_communicators.cpu import native
+from device_communicators.cpu.channels import KINDS, SHAPE
+from device_communicators.cpu.host_memory import HostMemory, message_wait_policy
+from device_communicators.cpu.native_group import (
+    OUTSIDE,
+    Members,
+    NativeGroup,
+    given_up,
+    outsider_died,
+    peer_died,
+    timed_out,
+)
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ForkedError,
+    PeerDiedError,
+    plain,
+)
+from device_communicators.hierarchical.communicator import over_hosts
+from device_communicators.liveness.health import NOTICE_S
+from device_communicators.member import LOST
+from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.failures import (
+    ADVICE,
+    all_died,
+    attributed,
+    died,
+    failed_earlier,
+    is_of_transport,
+    kind_of_failure,
+)
+from device_communicators.routing.user_call import UserCall, swap
+from device_communicators.routing.waiting import abandon
+
+_TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5
+"""`QueueStatus` in csrc/queue.h; any other is of a malformed message."""
+_COLLECTIVE_INTERRUPTED = 5
+"""`kInterrupted` in csrc/group.h."""
+_NOBODYS_TAG = (1 << 31) - 1
+
+
+def as_torch_error(error: BaseException) -> BaseException:
+    """Returns a communication error as one of torch's, too, for programs that catch those; others as they are."""
+    if not isinstance(error, CommunicationError):
+        return error
+    made = _torch_kind(type(error))(*error.args)  # type: ignore[arg-type]
+    made.__dict__.update(error.__dict__)
+    made.__cause__ = error.__cause__
+    return made
+
+
+@cache
+def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind, dist.DistBackendError), names)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of the queues between ranks: `QueuePlaces` in csrc/pairs.h."""
+
+    control_address: int
+    windows: int
+    descriptor: int
+    data_offset: int
+    chunk_bytes: int
+    chunks: int
+    kinds: int
+    spin_ns: int
+    yields: int
+
+
+class Group:
+    """The callbacks of the compiled backend into Python: errors, gloo, and backends of parts of the group."""
+
+    def __init__(
+        self,
+        store: Any,
+        members: Members,
+        memory: HostMemory,
+        timeout: timedelta,
+        world: World,
+        is_worlds: bool,
+        create: Callable[[Any], Any],
+    ) -> None:
+        """`is_worlds`: whether `world` begins and ends with this group. `create` makes the backend of a part of it."""
+        self._store = store
+        self._members = members
+        self._memory = memory
+        self._timeout = timeout
+        self._barriers = 0
+        self._world = world
+        self._is_worlds = is_worlds
+        self._create = create
+        self._pid = os.getpid()
+        self.has_crashed = False
+        """True if this process ends by an exception."""
+        self._context = GroupContext(
+            members.name, members.ranks, members.rank, torch.device("cpu"), members.timeout_s,
+            host_memory=memory, watcher=world.watcher, domain=world.domain,
+        )  # fmt: skip
+        self._gloo: Any = None
+        self.hosts: Any = None
+        """Carries collectives of a group over several hosts."""
+        if len(members.ranks) > 1 and self.collectives is None:
+            self._gloo = self.make_gloo()  # now, while all ranks are here: who transfers first needn't wait for others
+            if memory.problem is None and len(memory.hosts) < len(members.ranks):
+                address = None if os.environ.get("GLOO_SOCKET_IFNAME") else world.address or None
+                self.hosts = over_hosts(replace(self._context, make_cpu_group=lambda: self._gloo), address)
+        self._first_failure: CommunicationError | None = None
+        self.note_failure: Callable[[], None] = lambda: None
+        """Has the compiled backend refuse all later calls with `failed`; set by it."""
+        self.shut_down: Callable[[], None] = lambda: None
+        """Ends the compiled backend, if there still is one; set by it."""
+        world.watcher.on_death.append(self._hear)
+
+    @property
+    def collectives(self) -> NativeGroup | None:
+        """Returns those of the group, where it is on one host."""
+        return self._memory.collectives if self._memory.on_one_host else None
+
+    def _hear(self) -> None:
+        if self._context.deaths():
+            self.note_failure()
+            if self._gloo is not None:
+                threading.Thread(target=self._end_waits_in_gloo, daemon=True, name="parallel_state-gloo").start()
+
+    def _end_waits_in_gloo(self) -> None:
+        """Ends waits for ranks that live: gloo's don't look who has died. What the dead sent before may still come."""
+        time.sleep(NOTICE_S)
+        dead = {death.rank for death in self._context.deaths()}
+        peers = [rank for rank in range(self._context.size) if rank != self._context.rank]
+        if self._gloo is not None:  # those first to whom a connection can be made
+            abandon(self._gloo, sorted(peers, key=lambda peer: self._context.ranks[peer] in dead), _NOBODYS_TAG)
+
+    def leave(self) -> None:
+        """Says to the others that this rank goes, on purpose. Twice is fine."""
+        if os.getpid() != self._pid:
+            return
+        if self._hear in self._world.watcher.on_death:
+            self._world.watcher.on_death.remove(self._hear)
+        if self.hosts is not None:
+            self.hosts.close()
+        self._gloo = None
+        if self._memory.collectives is not None and not self.has_crashed:
+            self._memory.collectives.leave()
+        if self._is_worlds:
+            self._world.close()
+
+    def places(self) -> _Places | None:
+        memory = self._memory
+        if memory.channels is None:
+            return None
+        queues: Any = memory.channels.memory
+        return _Places(
+            queues.control_address, queues.windows, queues.descriptor, queues.data_offset,
+            SHAPE.chunk_bytes, SHAPE.chunks, KINDS, *message_wait_policy(*memory.waiting),
+        )  # fmt: skip
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Takes the group's new timeout, which the compiled backend has been given."""
+        self._timeout = timeout
+        self._members = replace(self._members, timeout_s=timeout.total_seconds())
+        self._context = replace(self._context, timeout_s=timeout.total_seconds())
+        if self._gloo is not None:
+            self._gloo._set_default_timeout(timeout)
+
+    def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
+        """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
+        collectives = self.collectives
+        if collectives is None:
+            return self._members.destroyed()
+        if status == _COLLECTIVE_INTERRUPTED:
+            collectives.library.raise_interruption()
+        collectives.set_timeout(timeout_s)
+        return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
+
+    def failed(self, operation: str) -> BaseException:
+        """Returns the error for a call that begins after a failure, or after a death that no call has met."""
+        first = self._first_failure
+        if first is not None:
+            error: CommunicationError = failed_earlier(self._context, first)
+            error.__cause__ = first
+            return as_torch_error(error)
+        self._world.watcher.await_death_of(self._context.failure_ranks, 0)  # others may be ending with it
+        return self._failed(died(self._context, operation, time.monotonic()), operation, 0.0)
+
+    def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
+        """Returns the error of a call, with all who died; the group is of no use from then on."""
+        if not isinstance(error, CommunicationError):
+            return error
+        first, collectives = self._first_failure, self._memory.collectives
+        if isinstance(error, PeerDiedError):
+            error = all_died(self._context, operation, time.monotonic() - elapsed_s, error)
+            if first is not None and not error.suspect_ranks:  # this rank's own failure ended the call
+                error = failed_earlier(self._context, first)
+        elif collectives is not None and first is None:
+            collectives.give_up(error)
+        if first is None:
+            self._first_failure = error
+        if collectives is not None:
+            collectives.doom()
+        self.note_failure()
+        return as_torch_error(error)
+
+    def transfer_error(
+        self, status: int, operation: str, peer: int, suspect: int, reporter: int, reason: int,
+        elapsed_s: float, sent: str, expected: str,
+    ) -> BaseException:  # fmt: skip
+        """Returns the error for a status of queue.h; `peer`, `suspect` and `reporter` are ranks in the group, or -1.
+
+        `sent` and `expected` describe a message that doesn't fit its receiver.
+        """
+        if status == _INTERRUPTED:
+            native.load().raise_interruption()
+        members = self._members
+        who = members.ranks[suspect] if 0 <= suspect < len(members.ranks) else -1
+        if sent:
+            forms = f"this rank receives {expected}, and global rank {who} sent {sent}"
+            error: CommunicationError = members.mismatch(operation, forms, (who,), elapsed_s=elapsed_s)
+        elif status == _INTERRUPTED:
+            text = (
+                f"a transfer of {members} was interrupted by a signal, so that this rank may have left a message half "
+                f"read or written. {LOST}; destroy it and make it anew"
+            )
+            error = members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
+        elif status == _TIMED_OUT and peer < 0:
+            text = f"{operation} of {members} timed out after {elapsed_s:.3f} s: no rank has sent anything. {LOST}"
+            error = members.failure(CollectiveTimeoutError, text, operation, elapsed_s=elapsed_s)
+        elif status == _TIMED_OUT:
+            error = timed_out(members, operation, who, elapsed_s)
+        elif suspect == OUTSIDE:
+            error = outsider_died(members, operation, elapsed_s)
+        elif status == _GIVEN_UP:
+            error = given_up(members, operation, who, elapsed_s, reason, members.ranks[reporter])
+        elif status == _PEER_DIED:
+            error = peer_died(members, operation, who, elapsed_s, "has ended, or has destroyed its group")
+        else:
+            text = (
+                f"{operation} of {members}: what global rank {who} wrote is not the next part of a message. {LOST}; "
+                "every rank must run the same version of parallel_state"
+            )
+            error = members.failure(CommunicationError, text, operation, suspect_ranks=(who,))
+        return self._failed(error, operation, elapsed_s)
+
+    def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
+        """Returns the error for what gloo said of a call; None where the call itself was wrong."""
+        said = RuntimeError(text)
+        if text.startswith("ProcessGroupGloo::") or not is_of_transport(said):
+            return None
+        started = time.monotonic() - elapsed_s
+        if self._context.deaths():  # for which this rank itself has closed gloo's connections, as if by a time-out
+            return self._failed(died(self._context, operation, started), operation, elapsed_s)
+        kind = kind_of_failure(text)
+        error: CommunicationError = self._context.failure(
+            kind,
+            f"{operation} of {self._context} failed after {elapsed_s:.3f} s over gloo: {plain(said)}. {LOST}; "
+            f"{ADVICE[kind]}",
+            operation,
+            suspect_ranks=(self._context.ranks[peer],) if peer >= 0 else (),
+            elapsed_s=elapsed_s,
+            timeout_s=self._context.timeout_s,
+        )
+        if kind is not CollectiveTimeoutError:
+            error = attributed(self._context, operation, started, error)
+        return self._failed(error, operation, elapsed_s)
+
+    def over_hosts(
+        self, operation: str, out: Tensor, x: Tensor, reduction: str, root: int, timeout_s: float
+    ) -> BaseException | None:
+        """Runs a collective of contiguous tensors over the hosts; returns what went wrong."""
+        hosts, started = self.hosts, time.monotonic()
+        if hosts is None:
+            return self._members.destroyed()
+        is_barrier = operation == "barrier"
+        call = UserCall(operation, None if is_barrier else x.dtype, () if is_barrier else tuple(x.shape))
+        before = swap(call._replace(reduce_op=reduction or None, root=root))
+        try:
+            hosts.set_timeout(timeout_s)
+            if operation == "all_reduce":
+                hosts.flat_all_reduce_(x, reduction)
+            elif operation == "reduce_scatter":
+                hosts.flat_reduce_scatter(out, x, reduction)
+            elif operation == "all_gather":
+                hosts.flat_all_gather(out, x)
+            elif operation == "broadcast":
+                hosts.ibroadcast_(x, root)
+            else:
+                hosts.barrier()
+        except CommunicationError as error:
+            return self._failed(error, operation, time.monotonic() - started)
+        finally:
+            swap(before)
+        return None
+
+    def usage_error(self, text: str) -> BaseException:
+        return ForkedError(f"{self._members}: {text}")
+
+    def make_gloo(self) -> Any:
+        """Returns the gloo backend of the same ranks, all of which come here with the same call."""
+        if self._gloo is not None:
+            return self._gloo
+        store = dist.PrefixStore("gloo", self._store)
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._devices = [_gloo_device(self._world.address)]
+        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), options)
+        gloo._set_sequence_number_for_group()
+        return gloo
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
+        """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
+
+        The ranks meet in the store, so that the group can be used further. Raises CollectiveTimeoutError.
+        """
+        members, store, method = self._members, self._store, "monitored_barrier"
+        self._barriers += 1
+        keys = [f"{method}/{self._barriers}/{rank}" for rank in range(len(members.ranks))]
+        if members.rank == 0:
+            late = (
+                []
+                if wait_for(store, keys[1:], timeout)
+                else [i for i, k in enumerate(keys) if i and not store.check([k])]
+            )
+            suspects = late if wait_all_ranks else late[:1]
+            store.set(keys[0], ",".join(map(str, suspects)))
+            if not late:
+                # All have read what the last one came to.
+                for key in (*keys[1:], f"{method}/{self._barriers - 1}/0"):
+                    store.delete_key(key)
+                return
+            text = f"Rank 0 timed out in monitoredBarrier after {timeout.total_seconds()} s"
+        else:
+            store.set(keys[members.rank], "")
+            suspects = [0]
+            if wait_for(store, keys[:1], self._timeout):
+                suspects = [int(rank) for rank in store.get(keys[0]).decode().split(",") if rank]
+            if not suspects:
+                return
+            text = (
+                f"Rank {members.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0"
+            )
+        who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, suspects))} failed to pass monitoredBarrier"
+        global_ranks = [members.ranks[rank] for rank in suspects]
+        text = f"{method} of {members}: {text}: {who}. The group can be used further"
+        raise as_torch_error(members.failure(CollectiveTimeoutError, text, method, suspect_ranks=global_ranks))
+
+    def split(self, store: Any, ranks: list[int], timeout: timedelta, name: str) -> Any:
+        """Returns the backend of some of the ranks, this one among them; each of those calls it."""
+        options = dist.distributed_c10d._DistributedBackendOptions()
+        options.store = dist.PrefixStore("split/" + "_".join(map(str, ranks)), store)
+        options.group_rank = ranks.index(self._members.rank)
+        options.group_size = len(ranks)
+        options.timeout = timeout
+        options.group_id = name or f"{self._members.name}/{'_'.join(map(str, ranks))}"
+        options.global_ranks_in_group = [self._members.ranks[rank] for rank in ranks]
+        return self._create(options)
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid:
+            self.leave()
+            self._memory.close()
+
+
+def _gloo_device(address: str) -> Any:
+    """Returns a device of gloo's that connects two ranks when they first need it, where this torch can do that."""
+    make: Callable[..., Any] = dist.ProcessGroupGloo.create_device
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    where = {"interface": interface} if interface else {"hostname": address}
+    if not interface and not address:
+        make, where = dist.ProcessGroupGloo.create_default_device, {}
+    try:
+        return make(**where, lazy_init=True)
+    except TypeError:  # all are connected as the group is made
+        return make(**where)
