@@ -88,6 +88,13 @@ def _address_of(name: str) -> str:
     return "127.0.0.1"
 
 
+def is_loopback(address: str) -> bool:
+    """Returns True for an address at which no other host reaches this one, and for `localhost`."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return address == "localhost"
+
+
 def gloo_address() -> str:
     """Returns the address that gloo tells others; "" if the interface that it is given has none.
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from device_communicators import settings
 from device_communicators.errors import InvalidArgumentError, RendezvousError
-from parallel_state.startup.rendezvous import listen_on
+from parallel_state.startup.stores import listen_on
 from parallel_state.store.client import ControlStore
 from parallel_state.store.protocol import SECRET_BYTES
 from parallel_state.store.server import ControlServer

@@ -9,7 +9,6 @@ a world on one node: NCCL finds its way there by itself.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -23,6 +22,7 @@ from device_communicators.host import (
     addresses_of,
     gloo_address,
     ipv4_of,
+    is_loopback,
     local_namespace,
     namespace_id,
     start_time,
@@ -61,17 +61,6 @@ class Address(NamedTuple):
         """Returns a place as another rank has told it; nowhere if it has told something else."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
-    @property
-    def is_loopback(self) -> bool:
-        return is_loopback(self.address)
-
-
-def is_loopback(address: str) -> bool:
-    """Returns True for an address at which no other host reaches this one; names and nothing are none."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    return False
-
 
 def whereabouts() -> Address:
     """Returns this process' place. May take as long as the host's name takes to resolve."""
@@ -94,7 +83,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
     """Returns host, address and ranks that others can't reach, as all are on several hosts and these on loopback."""
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
-    ranks = [rank for rank, place in places.items() if place.is_loopback]
+    ranks = [rank for rank, place in places.items() if is_loopback(place.address)]
     return [places[ranks[0]].name, places[ranks[0]].address, *map(str, ranks)] if ranks else []
 
 

@@ -1,4 +1,4 @@
-"""The meeting of the ranks: from an address to the store through which torch makes its process groups.
+"""The meeting of the ranks: through a store, at which torch makes its process groups then.
 
 torch's own `env://` and `tcp://` rendezvous does the same for one world per process. This one also
 - has one deadline for all of it, after which every rank says who did not come, or which address, as it resolved, did
@@ -24,54 +24,39 @@ nobody keeps, and entries of processes that have ended, which those that come af
 from __future__ import annotations
 
 import contextlib
-import errno
-import gc
 import json
 import logging
-import os
 import secrets
-import select
-import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
-    InvalidArgumentError,
     PeerDiedError,
     RendezvousError,
     format_ranks,
 )
+from device_communicators.host import is_loopback
 from parallel_state.startup import binding, interfaces
-from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
+from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
-from parallel_state.startup.reserved import ReservedPort, interface_of, listener_at
-from parallel_state.startup.watch import Processes, in_thread
-from parallel_state.store.client import JOB_STORE
+from parallel_state.startup.reserved import ReservedPort
+from parallel_state.startup.stores import find_store, looks, within
+from parallel_state.startup.watch import Processes
 
-T = TypeVar("T")
 E = TypeVar("E", bound=CommunicationError)
 
 logger = logging.getLogger("parallel_state")
 
-_PORT_RETRY_S = 5.0
-_GRACE_S = 0.5
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
-_RESOLVE_S = 60.0  # for rank 0's: a name server that had none keeps that for up to 30 s
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
-_ARRIVAL_S = 1.0  # for a connection that a proxy in front of this host has taken to come here
-_PAUSES_S = (0.002, 0.5)  # between two looks: the first, and the longest
-_FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # of all ranks together
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
@@ -98,7 +83,7 @@ class Met(NamedTuple):
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
-        return own.address if several and interfaces.is_loopback(towards_store) and own.address else towards_store
+        return own.address if several and is_loopback(towards_store) and own.address else towards_store
 
     @property
     def next_stores(self) -> tuple[str, ...]:
@@ -120,33 +105,10 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     if place.world_size == 1:
         return Met(dist.HashStore(), {}, Processes(Address()), deadline, ReservedPort())
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
-    own_place = own_place._replace(cores=binding.cores_to_share())
-    reserved = ReservedPort()
-    if init_method == "env://" or init_method.startswith("tcp://"):
-        by_launcher = init_method == "env://" and launcher_serves_store()
-        address = _address(init_method, place)
-        where = f"{address[0]}:{address[1]} (resolved: {', '.join(_resolve(address, place, deadline))})"
-        handed = JOB_STORE.try_get(*address) if by_launcher else None
-        if handed is not None:
-            where += ", the store of launch, which takes ranks with the job's secret"
-            open_store: Callable[..., dist.Store] = _store_of_launch
-        else:
-            open_store = _serve if place.rank == 0 and not by_launcher else _connect
-        logger.info("rank %d of %d meets the others at %s", place.rank, place.world_size, where)
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "") if by_launcher else ""  # jobs may share the store of an agent
-        connect = partial(open_store, address, place, deadline)
-        if not by_launcher:
-            reserved = ReservedPort.beside(address, place.rank)
-            own_place = own_place._replace(next_store=reserved.where)
-        meeting = _Meeting(place, own_place, where, timeout_s, deadline, connect, f"parallel_state/{run or 0}")
-    elif "://" in init_method:
-        connect = partial(_torch_rendezvous, init_method, place, timeout_s, deadline)
-        meeting = _Meeting(place, own_place, init_method, timeout_s, deadline, connect, "parallel_state")
-    else:
-        raise InvalidArgumentError(
-            "distributed_init_method must be 'env://', 'tcp://HOST:PORT' or another of torch's methods with '://', "
-            f"but is {init_method!r}"
-        )
+    way = find_store(init_method, place, timeout_s, deadline)
+    reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
+    own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where)
+    meeting = _Meeting(place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix)
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -194,7 +156,7 @@ class _Meeting:
             world.set(_ROSTER, zlib.compress(everyone.encode()).hex())
         world.set(_VERDICT, verdict)
         if not complete:
-            for _ in _looks(time.monotonic() + _FAREWELL_S):
+            for _ in looks(time.monotonic() + _FAREWELL_S):
                 if world.add(_HEARD, 0) >= others:
                     break
         store.set(_NAME, "")
@@ -203,7 +165,7 @@ class _Meeting:
         return world
 
     def _reach_store(self) -> dist.Store:
-        for _ in _looks(self.deadline):
+        for _ in looks(self.deadline):
             try:
                 return dist.PrefixStore(self.prefix, self.connect())
             except (OSError, dist.DistNetworkError) as error:
@@ -216,7 +178,7 @@ class _Meeting:
         size, published, published_at = self.place.world_size, 1, time.monotonic()
         for rank in range(1, size):
             key = _key(rank)
-            for _ in _looks(deadline):
+            for _ in looks(deadline):
                 if world.check([key]):
                     break
                 if ended := self._ended(world):
@@ -275,7 +237,7 @@ class _Meeting:
         store = world = None
         name = b""
         entered = False
-        for _ in _looks(self.deadline, self.place.world_size):
+        for _ in looks(self.deadline, self.place.world_size):
             try:
                 if store is None:
                     store, name = dist.PrefixStore(self.prefix, self.connect()), b""
@@ -398,191 +360,12 @@ def _places(roster: dict[str, list[str]]) -> dict[int, Address]:
     return {int(rank): Address.parse(words) for rank, words in roster.items()}
 
 
-def _error_of(rank: int, text: str) -> RendezvousError:
-    return RendezvousError(f"rank {rank} {text}", operation="rendezvous", rank=rank)
-
-
 def _key(rank: int) -> str:
     return f"rank/{rank}"
 
 
-def _looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields at least one look, and the last one at the deadline; pauses grow, as many ranks look at one server.
-
-    With `ranks`, of all of which one server has to answer the looks, they are longer from the start.
-    """
-    shortest_s, longest_s = _PAUSES_S
-    pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
-    while True:
-        yield
-        remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0:
-            return
-        time.sleep(min(pause_s, remaining_s))
-        pause_s = min(pause_s * 1.3, longest_s)
-
-
-def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
-    if init_method == "env://":
-        if place.master_addr is None or place.master_port is None:
-            raise RendezvousError(f"a world of {place.world_size} ranks needs MASTER_ADDR and MASTER_PORT; set both")
-        return place.master_addr, place.master_port
-    parts = urlsplit(init_method)
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or port is None:
-        raise InvalidArgumentError(f"distributed_init_method must be 'tcp://HOST:PORT', but is {init_method!r}")
-    return host, port
-
-
-def _torch_rendezvous(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> dist.Store:
-    parts = urlsplit(init_method)
-    folder = os.path.dirname(parts.path)
-    if parts.scheme == "file" and not os.path.isdir(folder):  # FileStore would try for ever
-        raise InvalidArgumentError(
-            f"distributed_init_method must name a file in a directory that exists, but is {init_method!r}"
-        )
-    start = partial(dist.rendezvous, init_method, place.rank, place.world_size, timeout=timedelta(seconds=timeout_s))
-    try:
-        return _within(deadline, lambda: next(start())[0])
-    except (RuntimeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"torch can't use distributed_init_method {init_method!r}: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    give_up = min(deadline, time.monotonic() + _PORT_RETRY_S)
-    while True:
-        try:
-            backlog = place.world_size + 16
-            listener = listener_at(address, backlog) or listen_on(interface_of(address[0]), address[1], backlog)
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            if in_use and time.monotonic() + 0.2 < give_up:
-                time.sleep(0.05)  # an earlier world of this process may be just closing its server
-                gc.collect()  # or a call that failed in another thread meanwhile, and its error, still hold it
-                continue
-            what = "is in use by another process" if in_use else f"can't be served: {str(error).splitlines()[0]}"
-            raise _error_of(
-                0,
-                f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
-                "same on every rank), or end what listens there",
-            ) from error
-        with listener:
-            _check_own(address, listener, deadline)
-            try:
-                return _within(deadline, partial(_tcp_store, address, place, deadline, listener.detach()), _GRACE_S)
-            except (OSError, RuntimeError) as error:
-                raise _error_of(
-                    0,
-                    f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
-                    f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
-                ) from error
-
-
-def _check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Finds out whether a connection to `address` comes to `listener`, of this process; RendezvousError if not.
-
-    Before TCPStore tries: it would until the deadline, in a thread that can't be broken off, and that ends the process
-    by SIGABRT if it comes back while the interpreter is on its way out.
-    """
-    why = ""
-    for _ in _looks(deadline):  # an address in front of this host may come to lead here only in a while
-        try:
-            with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
-                poll = select.poll()  # `select` takes no descriptor above 1,023
-                poll.register(listener, select.POLLIN)
-                came = poll.poll(1000 * max(0.01, min(_ARRIVAL_S, deadline - time.monotonic())))
-            if came:
-                return
-            why = "another host answers there"
-        except OSError as error:
-            why = str(error)
-    raise _error_of(
-        0,
-        f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
-        f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
-        "or start rank 0 on the host that has this address",
-    )
-
-
-def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
-    """Returns a listening socket on `host` alone (None: on all interfaces); OSError if that can't be.
-
-    TCPStore would listen on all interfaces whatever host it is given, unless it is handed a socket.
-    """
-    if host is None and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    family, _, _, _, where = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(where[:2], family=family, backlog=backlog)
-
-
-def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # A look first: while nobody listens, TCPStore would come back late, after pauses of seconds, and fill the log.
-    with socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic())):
-        pass
-    return _within(deadline, partial(_tcp_store, address, place, deadline), _GRACE_S)
-
-
-def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    store = JOB_STORE.try_get(*address)
-    if store is None:
-        raise RendezvousError(f"rank {place.rank} must come while its launch runs, but that has ended", rank=place.rank)
-    store.reach(deadline)
-    return store
-
-
-def _tcp_store(
-    address: tuple[str, int], place: ProcessEnvironment, deadline: float, listen_fd: int | None = None
-) -> dist.Store:
-    timeout = timedelta(seconds=max(0.1, deadline - time.monotonic()))
-    is_server = listen_fd is not None
-    return dist.TCPStore(
-        *address, place.world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=listen_fd
-    )
-
-
-def _within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Returns `make()`, given up at the deadline: names resolve late, and TCPStore waits for a silent server."""
-    future = in_thread(make, "parallel_state-rendezvous")
-    # A native call with this deadline ends a moment later: it must not come back while the interpreter is going.
-    if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
-        raise TimeoutError("what is there doesn't answer")
-    return future.result()
-
-
 def _whereabouts(deadline: float) -> Address:
     try:
-        return _within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
+        return within(min(deadline, time.monotonic() + _OWN_NAME_S), interfaces.whereabouts)
     except TimeoutError:  # then there is nothing to warn about
         return Address()
-
-
-def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Returns the addresses of a name, which may come late: a pod's name is there once the pod is."""
-    give_up = min(deadline, time.monotonic() + _RESOLVE_S)
-    told = False
-    for _ in _looks(give_up):
-        try:
-            found = _within(deadline, partial(socket.getaddrinfo, *address, type=socket.SOCK_STREAM))
-            return sorted({str(entry[4][0]) for entry in found})
-        except OSError as error:
-            problem = error
-        if not told:
-            told = True
-            logger.warning(
-                "rank %d must meet the others at %s:%d, but that name does not resolve yet (%s); it is tried again for "
-                "%.0f s",
-                place.rank,
-                *address,
-                problem,
-                give_up - time.monotonic(),
-            )
-    raise _error_of(
-        place.rank,
-        f"must meet the others at {address[0]}:{address[1]}, but that name does not resolve ({problem}); set "
-        "MASTER_ADDR to an address that every host knows",
-    ) from problem

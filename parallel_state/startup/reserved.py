@@ -13,7 +13,7 @@ import logging
 import socket
 from collections.abc import Iterator
 
-from device_communicators.host import address_towards
+from device_communicators.host import address_towards, is_loopback
 
 logger = logging.getLogger("parallel_state")
 
@@ -36,7 +36,8 @@ class ReservedPort:
         loopback; where it is a service's in front of this host, which passes on one port only, rank 0 stays there.
         """
         host = address_towards(server)
-        if rank == 0 or (_is_loopback(host) and not _is_loopback(server[0])):  # a name that leads to loopback here
+        leads_to_loopback = (not host or is_loopback(host)) and not is_loopback(server[0])
+        if rank == 0 or leads_to_loopback:
             host = server[0]
         if not host:
             return cls()
@@ -105,12 +106,6 @@ def leads_here(host: str) -> bool:
             probe.bind(where)
             return True
     return False
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host in ("localhost", "")
 
 
 def _bind(host: str | None) -> socket.socket:

@@ -152,13 +152,6 @@ def networks_of(interface: Interface) -> set[str]:
     return found
 
 
-def is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
     """Yields what stands out of positive values: key, value, and the median of all.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from parallel_state.startup.rendezvous import listen_on
+from parallel_state.startup.stores import listen_on
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE
 from parallel_state.tools.check.facts import Facts, Place

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
+from device_communicators.host import is_loopback
 from parallel_state.tools.check.evidence import (
     Evidence,
     by_value,
     grouped,
     interface_of,
-    is_loopback,
     networks_of,
     outliers,
 )
