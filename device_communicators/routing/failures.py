@@ -15,6 +15,7 @@ from device_communicators.errors import (
     PeerDiedError,
 )
 from device_communicators.liveness.health import NEWS_S, Watcher, describe_deaths, kind_of_deaths
+from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 
 ADVICE: dict[type[CommunicationError], str] = {
@@ -51,16 +52,14 @@ def is_of_transport(error: Exception) -> bool:
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
     """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
     deaths = context.deaths()
-    elapsed = time.monotonic() - started
     uncertain = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
     return context.failure(
         kind_of_deaths(deaths, uncertain),
-        f"{operation} of {context} failed after {elapsed:.3f} s: {describe_deaths(deaths)}. The group can't be used "
-        "further; look at that rank's log",
+        f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
+        "look at that rank's log",
         operation,
+        started=started,
         suspect_ranks=[death.rank for death in deaths],
-        elapsed_s=elapsed,
-        timeout_s=context.timeout_s,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
 from device_communicators.liveness.health import NEWS_S
+from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.recorder import Operation
@@ -118,53 +119,17 @@ def _half_through(reports: dict[int, Report]) -> tuple[Report, list[int]] | None
 def _verdict(
     context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
 ) -> CommunicationError:
-    facts: dict[str, Any] = {
-        "group": context.name,
-        "operation": failure.operation,
-        "sequence": own.sequence,
-        "rank": context.rank,
-        "elapsed_s": failure.elapsed_s,
-        "timeout_s": failure.timeout_s,
-    }
+    """Returns `failure`, or the error that the reports tell of: with who is missing, ahead or in another call."""
     missing = [context.ranks[rank] for rank in range(context.size) if rank not in reports]
-    if missing:  # the watcher's word goes before the reports: who hears of a death writes none
-        found = _by_the_watcher(context, failure, missing)
-        if found is not failure:
-            return found
-    others = {report for rank, report in reports.items() if rank != context.rank}
-    if not missing and len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
-        # They may have got through this operation with this rank's help, and given it up in the next one.
-        ours = f"{own.call} number {own.sequence}"
-        theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
-        found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
-        found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
-        return found
-    if not missing and (half := _half_through(reports)) is not None:
-        first, through = half
-        who = ", ".join(f"global rank {context.ranks[rank]}" for rank in through)
-        found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
-        found.args = (f"{found.args[0]}. {first.call} number {first.sequence} had ended on {who}, not on the others",)
-        return found
-    # Where a rank is missing, some may have got through an operation of which others still lack the end.
-    different = [
-        rank
-        for rank, report in sorted(reports.items())
-        if report != own and (report.sequence == own.sequence or not missing)
-    ]
-    if different:
-        suspects = [context.ranks[rank] for rank in different]
-        there = reports[different[0]]
-        return context.mismatch(
-            failure.operation or own.call,
-            f"this rank is in {own.call} number {own.sequence}, global rank {suspects[0]} in {there.call} number "
-            f"{there.sequence}",
-            suspects,
-            sequence=own.sequence,
-            elapsed_s=failure.elapsed_s,
-            timeout_s=failure.timeout_s,
-        )
     if not missing:
-        return gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+        return _verdict_of_all(context, own, reports, failure)
+    # The watcher's word goes before the reports: who hears of a death writes none.
+    found = _by_the_watcher(context, failure, missing)
+    if found is not failure:
+        return found
+    # Some may have got through an operation of which others still lack the end.
+    if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
+        return _mismatch(context, own, reports, different, failure)
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
         # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
@@ -173,16 +138,47 @@ def _verdict(
     who = ", ".join(f"global rank {rank}" for rank in missing)
     has = "has" if len(missing) == 1 else "have"
     began = f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s"
-    advice = "The group can't be used further; look at that rank (its log, `py-spy dump`)"
+    advice = f"{LOST}; look at that rank (its log, `py-spy dump`)"
+    kind: type[CommunicationError] = CollectiveTimeoutError
+    text = f"{who} {has} not come to {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the timeout"
     if isinstance(failure, PeerDiedError) and not any(report.timed_out for report in reports.values()):
-        return PeerDiedError(
-            f"{began}: a connection broke, and {who} {has} not been heard of since. {advice}",
-            **facts,
-            suspect_ranks=missing,
-        )
-    return CollectiveTimeoutError(
-        f"{began}: {who} {has} not come to {own.call} number {own.sequence}, or stopped in it. {advice}, or raise the "
-        "timeout",
-        **facts,
-        suspect_ranks=missing,
+        kind = PeerDiedError
+        text = f"a connection broke, and {who} {has} not been heard of since. {advice}"
+    text = f"{began}: {text}"
+    return context.failure(kind, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=missing)
+
+
+def _verdict_of_all(
+    context: GroupContext, own: Report, reports: dict[int, Report], failure: CommunicationError
+) -> CommunicationError:
+    """Returns what `_verdict` does where every rank has reported: all live."""
+    found = gave_up(context, failure) if isinstance(failure, PeerDiedError) else failure
+    others = {report for rank, report in reports.items() if rank != context.rank}
+    if len(others) == 1 and (ahead := others.pop()).sequence > own.sequence:
+        # They may have got through this operation with this rank's help, and given it up in the next one.
+        ours = f"{own.call} number {own.sequence}"
+        theirs = f"All others are in {ahead.call} number {ahead.sequence} already"
+        found.args = (f"{found.args[0]}. {theirs}: this rank, in {ours}, was late, or made fewer calls",)
+    elif (half := _half_through(reports)) is not None:
+        first, through = half
+        who = ", ".join(f"global rank {context.ranks[rank]}" for rank in through)
+        found.args = (f"{found.args[0]}. {first.call} number {first.sequence} had ended on {who}, not on the others",)
+    elif different := [rank for rank, report in sorted(reports.items()) if report != own]:
+        return _mismatch(context, own, reports, different, failure)
+    return found
+
+
+def _mismatch(
+    context: GroupContext, own: Report, reports: dict[int, Report], different: list[int], failure: CommunicationError
+) -> CommunicationError:
+    suspects = [context.ranks[rank] for rank in different]
+    other = reports[different[0]]
+    return context.mismatch(
+        failure.operation or own.call,
+        f"this rank is in {own.call} number {own.sequence}, global rank {suspects[0]} in {other.call} number "
+        f"{other.sequence}",
+        suspects,
+        sequence=own.sequence,
+        elapsed_s=failure.elapsed_s,
+        timeout_s=failure.timeout_s,
     )

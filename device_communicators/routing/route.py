@@ -32,6 +32,7 @@ from device_communicators.errors import (
     plain,
 )
 from device_communicators.liveness.stacks import call_site
+from device_communicators.member import LOST
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, OpServer, Request
 from device_communicators.routing.failures import (
@@ -470,17 +471,14 @@ class Route:
                 "the cause, and make the call again where the other ranks wait for it"
             )
         kind = kind_of_failure(text)
-        elapsed = time.monotonic() - started
         failure: CommunicationError = self.context.failure(
             kind,
-            f"{operation} number {sequence} of {self.context} failed after {elapsed:.3f} s "
-            f"(timeout {self.context.timeout_s:g} s): {plain(error)}. "
-            f"The group can't be used further; {ADVICE[kind]}",
+            f"{operation} number {sequence} of {self.context} failed after {time.monotonic() - started:.3f} s "
+            f"(timeout {self.context.timeout_s:g} s): {plain(error)}. {LOST}; {ADVICE[kind]}",
             operation,
+            started=started,
             sequence=sequence,
             suspect_ranks=(self.context.ranks[error.peer],) if isinstance(error, TransferError) else (),
-            elapsed_s=elapsed,
-            timeout_s=self.context.timeout_s,
         )
         if not is_of_transport(error):  # nobody else is to blame
             self._poison(failure)
