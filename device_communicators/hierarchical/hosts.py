@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators import limits, settings
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import DTYPES
 from device_communicators.errors import (
@@ -31,12 +32,17 @@ from device_communicators.hierarchical.reduction import Reduction
 from device_communicators.hierarchical.streams import Transfer, connect
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
+from device_communicators.routing.waiting import all_gather_bytes
+
+logger = logging.getLogger("parallel_state")
 
 PIECE_BYTES = 4 << 20
 """The piece that is passed on to a host's ranks while the next one is on its way."""
 
-MOST_MESHED = 32
-"""Groups of more ranks have no connections but those of the leaders."""
+MOST_MESHED = 256
+"""Groups of more ranks have no connections but those of the leaders: each is a descriptor and a buffer of 64 KiB."""
+MESHED_UNASKED = 32
+"""Groups of more ranks have them if each rank has descriptors left, as it tells the others."""
 
 _KINDS: tuple[type[CommunicationError], ...] = (
     CommunicationError, CollectiveTimeoutError, PeerDiedError, HostUnreachableError, CollectiveMismatchError,
@@ -59,7 +65,9 @@ class Hosts:
         self._rounded = _is_agreed(settings.ROUND_BETWEEN_HOSTS.name, context, memory.rounding)
         leaders, (spin_ns, _) = [ranks[0] for ranks in self.ranks], memory.waiting
         others = [rank for host, ranks in enumerate(self.ranks) if host != self.host for rank in ranks]
-        self.is_meshed = context.size <= MOST_MESHED
+        self.is_meshed = context.size <= MOST_MESHED and (
+            context.size <= MESHED_UNASKED or _all_have_descriptors(context, len(others) + context.size)
+        )
         """True if each rank is connected to all on other hosts; else only the leaders are."""
         if not self.is_meshed:
             others = [rank for rank in others if rank in leaders] if context.rank in leaders else []
@@ -327,6 +335,14 @@ def _is_agreed(setting: str, context: GroupContext, values: Sequence[bool]) -> b
             f"{format_ranks(sides[0])} and off for {format_ranks(sides[1])}; set it on all of them, or on none"
         )
     return values[0]
+
+
+def _all_have_descriptors(context: GroupContext, needed: int) -> bool:
+    """Returns True on all ranks if each can open `needed` files. Every rank of the group calls it."""
+    shortage = limits.descriptor_shortage(needed)
+    if shortage:
+        logger.info("%s has no connections between each two ranks: %s", context, shortage)
+    return not any(map(int, all_gather_bytes(context, b"%d" % bool(shortage), "connect")))
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:

@@ -70,7 +70,7 @@ _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _TOLD_BYTES = 512
 _STRANGER_S = 2.0
 """The time in which a connection must say whose it is; meanwhile others may."""
-_BACKLOG = 128
+_BACKLOG = 512
 
 
 class Frame(NamedTuple):

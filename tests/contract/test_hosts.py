@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import parallel_state as ps
+from device_communicators import limits
 from device_communicators.cpu import native
+from device_communicators.hierarchical import hosts as communicator_hosts
 from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
 from tests.hosts import Host, HostRanks, Hosts, problem
@@ -244,6 +246,55 @@ def test_a_setting_of_one_rank_is_refused_on_all(hosts: Hosts) -> None:
         for outcome in ranks.run(_set_on_rank_0):
             assert outcome.kind == "ConfigMismatchError", outcome
             assert "is on for global ranks [0] and off for [1, 2, 3]" in outcome.text, outcome
+
+
+def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
+    """Rank `victim` has none left: whether this rank's group is meshed, and what comes by a send and a gather."""
+    shortage = limits.descriptor_shortage
+    if int(os.environ["RANK"]) == victim:
+        limits.descriptor_shortage = lambda needed: "none left"
+    communicator_hosts.MESHED_UNASKED = 2
+    try:
+        with world(_world_size()):
+            group = ps.get_tp_group()
+            communicator: Any = group.route.communicators[0]
+            sent = group.isend(torch.full((3,), float(group.rank)), group.next_rank_in_group)
+            received = group.recv((3,), torch.float32, group.prev_rank_in_group)
+            sent.wait()
+            gathered = group.all_to_all(torch.full((group.world_size,), float(group.rank)))
+            return communicator._hosts.is_meshed, [received.sum().item(), gathered.sum().item()]
+    finally:
+        limits.descriptor_shortage, communicator_hosts.MESHED_UNASKED = shortage, 32
+
+
+@pytest.mark.parametrize("victim", [-1, 2])
+def test_a_large_group_has_all_connections_where_each_rank_has_descriptors(hosts: Hosts, victim: int) -> None:
+    with hosts.ranks((0, 0, 1, 1)) as ranks:
+        found = ranks.run(_without_descriptors, victim, timeout_s=60.0)
+    assert found == [(victim < 0, [3.0 * ((rank - 1) % 4), 6.0]) for rank in range(4)]
+
+
+MANY = (0,) * 17 + (1,) * 18
+
+
+def _among_many() -> str:
+    group = ps.get_tp_group()
+    size, rank = group.world_size, group.rank_in_group
+    x = torch.arange(size * 100) + rank
+    assert torch.equal(group.all_to_all(x), torch.cat([torch.arange(100) + 100 * rank + each for each in range(size)]))
+    found = group.gather(x, 3, 0)
+    assert found is None or torch.equal(found.view(size, -1)[:, 0], torch.arange(size))
+    sent = group.isend(x, (rank + 18) % size)
+    assert torch.equal(group.recv(x.shape, x.dtype, (rank - 18) % size), x - rank + (rank - 18) % size)
+    sent.wait()
+    return str(group.route.communicators[0])
+
+
+@pytest.mark.skipif(not LONG, reason="35 ranks: in long runs")
+def test_blocks_and_sends_of_many_ranks(hosts: Hosts) -> None:
+    with hosts.ranks(MANY, PARALLEL_STATE_TIMEOUT_S="60") as ranks:
+        for text in ranks.run(_among_many, tp=len(MANY), timeout_s=240.0):
+            assert "TCP between ranks of different hosts" in text
 
 
 def _routes() -> list[str]:
