@@ -37,8 +37,9 @@ SOME_FAILED, NO_TESTS = 1, 5
 """pytest's exit codes. The second: nothing was collected, or -k left nothing over; no failure of one among several."""
 MOST_AGAIN = 10
 """More failures than these don't come from a busy machine."""
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""The lanes have the cores among them."""
+VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+"""The lanes have the cores among them; and inductor makes scalar code: a process that tries instruction sets compiles a
+program for each and loads it in an interpreter with torch, 6 s of CPU time."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 _STEP_S = 0.2
 
@@ -115,7 +116,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     Tests start some hundred interpreters. Each would compile this project's modules anew where the caller wants no
     bytecode beside them, and torch's as well in a folder that holds none of theirs yet (14 s with torch's compiler).
     """
-    return {**ONE_THREAD, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
+    return {**VARIABLES, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
 class Run:

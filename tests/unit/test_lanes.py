@@ -115,8 +115,8 @@ def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_interpreters_keep_their_bytecode() -> None:
     """Also where the caller wants none: without it each of them compiles all that it imports."""
     kept = lanes.environment({"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"})
-    assert kept == {**lanes.ONE_THREAD, "OMP_NUM_THREADS": "2"}
-    assert lanes.environment({}) == lanes.ONE_THREAD
+    assert kept == {**lanes.VARIABLES, "OMP_NUM_THREADS": "2"}
+    assert lanes.environment({}) == lanes.VARIABLES
 
 
 def test_the_words_of_the_command_line_choose_lanes() -> None:
