@@ -129,7 +129,9 @@ def fork_scripts() -> None:
         is_script = list(args[:2]) == [sys.executable, "-u"]
         return _Forked(args[2:], **options) if is_script else started(args, *more, **options)
 
-    subprocess.Popen = start  # type: ignore[misc,assignment]
+    for module in [*sys.modules.values()]:  # torchrun has taken it by its name where the fork server imports torchrun
+        if getattr(module, "__dict__", {}).get("Popen") is started:
+            module.Popen = start  # type: ignore[attr-defined]
 
 
 def fork_servers() -> None:
