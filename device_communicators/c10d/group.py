@@ -53,7 +53,7 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.user_call import UserCall, swap
+from device_communicators.routing.user_call import UserCall, set_current_call
 from device_communicators.routing.waiting import abandon
 
 _TIMED_OUT, _PEER_DIED, _INTERRUPTED, _GIVEN_UP = 1, 2, 4, 5
@@ -298,7 +298,7 @@ class Group:
             return self._members.destroyed()
         is_barrier = operation == "barrier"
         call = UserCall(operation, None if is_barrier else x.dtype, () if is_barrier else tuple(x.shape))
-        before = swap(call._replace(reduce_op=reduction or None, root=root))
+        before = set_current_call(call._replace(reduce_op=reduction or None, root=root))
         try:
             hosts.set_timeout(timeout_s)
             if operation == "all_reduce":
@@ -314,7 +314,7 @@ class Group:
         except CommunicationError as error:
             return self._failed(error, operation, time.monotonic() - started)
         finally:
-            swap(before)
+            set_current_call(before)
         return None
 
     def usage_error(self, text: str) -> BaseException:

@@ -54,12 +54,12 @@ from device_communicators.routing.user_call import (
     UserCall,
     begin_locally,
     begin_sending,
+    call_of_arguments,
     called_as,
     check_alike,
     has_sent,
-    of_arguments,
     overlap_error,
-    swap,
+    set_current_call,
     transfer_method,
 )
 from device_communicators.routing.waiting import TransferError
@@ -103,7 +103,7 @@ class _Turn:
         self._holder = route._holder
         if not self._is_outermost and self._holder != thread:
             raise overlap_error(call.method, str(route.context))
-        self._before = swap(call)
+        self._before = set_current_call(call)
         if not self._has_steps:
             return
         route._holder = thread
@@ -120,7 +120,7 @@ class _Turn:
         if self._entered is not None:
             self._entered.exit()
         self._route._holder = self._holder
-        swap(self._before)
+        set_current_call(self._before)
         if self._is_outermost:
             self._route._turn.release()
 
@@ -231,7 +231,7 @@ class Route:
         Raises GroupDestroyedError, GroupFailedError, UnsupportedError, UsageError while another collective of the group
         is under way, or the CommunicationError that happened.
         """
-        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, -1)
+        call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _Turn(self, call):
             started = time.monotonic()
             begin_sending()
@@ -281,7 +281,7 @@ class Route:
         Its bytes are counted as those of `part_of`, whose calls the caller counts. `dim`: along which ranks' tensors
         meet, where the arguments don't tell it.
         """
-        call = None if operation in PAIRS else of_arguments(operation, tensor, args, reduce_op, method, dim)
+        call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _Turn(self, call):
             started = time.monotonic()
             begin_sending()

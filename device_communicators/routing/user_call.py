@@ -217,7 +217,7 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
     return f"{method}{f'({arguments})' if arguments else ''}{what}"
 
 
-def of_arguments(
+def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
     """Returns the call of `operation` with `args`; `method` and `dim` where the arguments don't have them."""
@@ -272,7 +272,7 @@ def current(operation: str) -> UserCall:
     return _THREAD.call or UserCall(operation)
 
 
-def swap(call: UserCall | None) -> UserCall | None:
+def set_current_call(call: UserCall | None) -> UserCall | None:
     """Makes `call` the one that this thread is in; returns the one before."""
     before, _THREAD.call = _THREAD.call, call
     return before

@@ -40,7 +40,7 @@ _COLLECTIVE = "compiled code waits for its collectives; use the one without _asy
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
 
 
-class GroupMember:
+class GroupFacts:
     """The facts of a group that the calls on it read."""
 
     context: GroupContext
@@ -67,7 +67,7 @@ def _copied(out: Tensor, received: Tensor) -> Tensor:
     return out.copy_(received)
 
 
-class TensorCalls(GroupMember):
+class TensorCalls(GroupFacts):
     """The part of `GroupCoordinator` for tensors."""
 
     def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:

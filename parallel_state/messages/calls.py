@@ -13,7 +13,7 @@ from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
-from parallel_state.collectives.calls import GroupMember
+from parallel_state.collectives.calls import GroupFacts
 from parallel_state.messages import tensor_dicts as by_spec
 from parallel_state.messages.buffers import Buffers, check_buffers, note_writes
 from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
@@ -25,7 +25,7 @@ _OBJECTS = "objects travel by the host; call it outside the compiled function, o
 _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and recv_tensor_dict with spec= there"
 
 
-class MessageCalls(GroupMember):
+class MessageCalls(GroupFacts):
     """The part of `GroupCoordinator` for messages."""
 
     _messenger: Messenger

@@ -25,7 +25,7 @@ from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for,
 
 if TYPE_CHECKING:
     from device_communicators.cpu.plain_tree import Form
-    from parallel_state.collectives.calls import GroupMember
+    from parallel_state.collectives.calls import GroupFacts
 
 
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
@@ -144,7 +144,7 @@ class _KnownForm(NamedTuple):
     head: bytes
     constants: tuple[ConstantEntry, ...]
 
-    def try_send(self, group: GroupMember, tensors: dict[str, Any], dst: int) -> bool:
+    def try_send(self, group: GroupFacts, tensors: dict[str, Any], dst: int) -> bool:
         """Sends a dict that is plainly of this form by one call into C++; False for what takes more steps."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
@@ -181,7 +181,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     return known
 
 
-def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
+def broadcast(group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
     if group.rank_in_group == src:
         pieces = spec.plain_pieces(tensors) if type(tensors) is dict and _is_eager() else None
         if pieces is not None and tensors is not None:
@@ -199,7 +199,7 @@ def broadcast(group: GroupMember, tensors: dict[str, Any] | None, src: int, spec
 
 
 def send(
-    group: GroupMember,
+    group: GroupFacts,
     tensors: dict[str, Any],
     dst: int,
     all_gather_group: AllGatherGroup | None,
@@ -227,7 +227,7 @@ def send(
 
 
 def recv(
-    group: GroupMember,
+    group: GroupFacts,
     src: int,
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
@@ -259,7 +259,7 @@ def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
 
 
 def _run(
-    method: str, op: Callable[..., None], group: GroupMember, pieces: list[Tensor], spec: TensorDictSpec, peer: int
+    method: str, op: Callable[..., None], group: GroupFacts, pieces: list[Tensor], spec: TensorDictSpec, peer: int
 ) -> None:
     """Calls the op, or at once what it would call: the messenger's method."""
     if _is_plain(pieces):
@@ -305,7 +305,7 @@ def _slices(
     return size if can_be_cut(prod(entry.shape), size) else 1
 
 
-def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
+def _allocated(group: GroupFacts, spec: TensorDictSpec) -> dict[str, Any]:
     """Returns the dict, of tensors to be filled."""
     result: dict[str, Any] = {}
     for entry in spec.entries:
@@ -318,7 +318,7 @@ def _allocated(group: GroupMember, spec: TensorDictSpec) -> dict[str, Any]:
     return result
 
 
-def _given_buffers(group: GroupMember, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
+def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
     """Returns the dict, of the caller's buffers, which must be those of the spec."""
     result: dict[str, Any] = {}
     problem = None

@@ -111,21 +111,28 @@ class Agreement:
             verdict = self._verdict(scope, number, ranks, mine, started + timeout_s, watched)
         except dist.DistError as error:
             raise self._no_store(what, _words(mine), watched, started, timeout_s, error) from error
-        facts = {"suspects": verdict.get("ranks", ()), "started": started, "timeout_s": timeout_s}
         if verdict["kind"] == "same" and wrong is None:
             return
         if wrong is not None and (verdict["kind"] in ("same", _WRONG) or not isinstance(wrong, UsageError)):
             raise wrong
+        raise self._error_of(verdict, what, mine, started, timeout_s) from wrong
+
+    def _error_of(
+        self, verdict: Mapping[str, Any], what: str, mine: Request, started: float, timeout_s: float
+    ) -> Exception:
+        """Returns the error of this rank, which asks for `mine`, for a verdict that is not "same"."""
         if verdict["kind"] == "dead":
-            raise self._error(
+            return self._error(
                 f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
                 f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
                 "(reinitialize)",
                 PeerDiedError,
-                **facts,
+                verdict["ranks"],
+                started,
+                timeout_s,
             )
         if verdict["kind"] == "missing":
-            missing = facts["suspects"] = [rank for rank in verdict["ranks"] if rank != self._rank]
+            missing = [rank for rank in verdict["ranks"] if rank != self._rank]
             also = f" (as for ranks {format_ranks(missing)})" if missing else ""
             text = (
                 f"rank {self._rank} came too late to ask for {what}: the others had waited {timeout_s:g} s for "
@@ -134,11 +141,12 @@ class Agreement:
                 else f"ranks {format_ranks(missing)} of the world did not come within {timeout_s:g} s to ask for "
                 f"{what} as rank {self._rank} does; look for a rank that failed or took another branch"
             )
-            raise self._error(f"{text}. This rank asks for {_words(mine)}", CollectiveTimeoutError, **facts)
-        raise ConfigMismatchError(
+            text = f"{text}. This rank asks for {_words(mine)}"
+            return self._error(text, CollectiveTimeoutError, missing, started, timeout_s)
+        return ConfigMismatchError(
             f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
             "pass the same arguments on every rank"
-        ) from wrong
+        )
 
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""

@@ -331,28 +331,40 @@ class ProcessGroupPool:
                 self.agreement.fail(name, f"{type(error).__name__}: {plain(error)}")
             if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
                 raise
-            elapsed_s = time.monotonic() - started
-            deaths = self.watcher.await_death_of(self.watched_with(ranks), NEWS_S)
-            who = {death.rank: death.reason for death in deaths}
-            failure = self.agreement.failure(name)
-            if not who and failure is not None and failure[0] != self.rank:
-                who = {failure[0]: f"could not ({failure[1]})"}
-            text = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
-            late = isinstance(error, AbandonedError) and not text
-            own = f"they did not connect within {start_timeout_s:g} s" if late else _cause_of(error)
-            raise kind_of_deaths(deaths, CommunicationError)(
-                f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {text or own}. "
-                "Look at the log of that rank, and at the network between the hosts; all of them may try again. For a "
-                f"slow network, raise {settings.START_TIMEOUT_S.name}",
-                operation="new_group",
-                rank=self.rank,
-                suspect_ranks=list(who),
-                elapsed_s=elapsed_s,
-                timeout_s=start_timeout_s,
-            ) from error
+            raise self._not_made(error, what, name, ranks, started) from error
         if options.meets and not lazily:  # else the others may not have come so far
             self.agreement.forget(name, ranks)
         return made
+
+    def _not_made(
+        self, error: RuntimeError, what: str, name: str, ranks: Sequence[int], started: float
+    ) -> CommunicationError:
+        """Returns the error for a group that couldn't be made: with the ranks that ended, or gave up."""
+        limit_s = settings.START_TIMEOUT_S.get()
+        elapsed_s = time.monotonic() - started
+        deaths = self.watcher.await_death_of(self.watched_with(ranks), NEWS_S)
+        who = {death.rank: death.reason for death in deaths}
+        failure = self.agreement.failure(name)
+        if not who and failure is not None and failure[0] != self.rank:
+            who = {failure[0]: f"could not ({failure[1]})"}
+        if who:
+            why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+        elif isinstance(error, AbandonedError):
+            why = f"they did not connect within {limit_s:g} s"
+        else:
+            why = plain(error)
+            if any(os.strerror(number) in why for number in (errno.EAGAIN, errno.ENOMEM)):
+                why += f"; {limits.describe_address_space()}"  # a thread needs some
+        return kind_of_deaths(deaths, CommunicationError)(
+            f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {why}. Look at the log of "
+            "that rank, and at the network between the hosts; all of them may try again. For a slow network, raise "
+            f"{settings.START_TIMEOUT_S.name}",
+            operation="new_group",
+            rank=self.rank,
+            suspect_ranks=list(who),
+            elapsed_s=elapsed_s,
+            timeout_s=limit_s,
+        )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
         """Takes a group of `ranks` which the caller made, and will destroy, for theirs until its release.
@@ -451,13 +463,6 @@ class ProcessGroupPool:
                     name, [rank], str(options.backend), options.timeout_s, options.for_backend()
                 )
             return self._alone[options]
-
-
-def _cause_of(error: RuntimeError) -> str:
-    """Returns torch's text, with this process' limits where it may have met one: a thread needs address space."""
-    text = plain(error)
-    met = any(os.strerror(number) in text for number in (errno.EAGAIN, errno.ENOMEM))
-    return f"{text}; {limits.describe_address_space()}" if met else text
 
 
 def _destroy(group: Any) -> None:

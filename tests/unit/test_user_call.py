@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from device_communicators.routing.user_call import UserCall, in_words, of_arguments
+from device_communicators.routing.user_call import UserCall, call_of_arguments, in_words
 
 SHAPES = [
     ((), "[]"), ((0,), "0"), ((7,), "7"), ((3, 4), "[3, 4]"), ((1 << 29, 2), f"[{1 << 29}, 2]"),
@@ -28,14 +28,14 @@ def test_the_words_of_a_shape(shape: tuple[int, ...], shown: str) -> None:
 
 def test_the_words_of_rows_and_of_messages() -> None:
     x = torch.ones(4, 2, 3)
-    exchanged = of_arguments("all_to_all", x, (x, [1], [1]), None, "", -1)
+    exchanged = call_of_arguments("all_to_all", x, (x, [1], [1]), None, "", -1)
     assert str(exchanged) == in_words(exchanged.word, exchanged.packed_shape)
     assert str(exchanged) == "all_to_all(rows of [2, 3]) of float32"
-    gathered = of_arguments("all_gatherv", x, (x, 1, [2, 2]), None, "", -1)
+    gathered = call_of_arguments("all_gatherv", x, (x, 1, [2, 2]), None, "", -1)
     assert str(gathered) == "all_gatherv(dim 1, rows of [4, 3], sizes [2, 2]) of float32"
     for method in ("broadcast_object", "scatter"):  # a step of it
         frame = torch.ones(4096, dtype=torch.uint8)
-        assert str(of_arguments("broadcast_", frame, (frame, 1), None, method, -1)) == f"{method}(rank 1)"
+        assert str(call_of_arguments("broadcast_", frame, (frame, 1), None, method, -1)) == f"{method}(rank 1)"
 
 
 def test_shapes_of_as_many_elements_have_other_digests() -> None:
