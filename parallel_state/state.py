@@ -49,7 +49,6 @@ from parallel_state.startup import environment, interfaces
 from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.watch import StartWatch
-from parallel_state.torch_internals import is_fake
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -236,28 +235,6 @@ def init_world_group(
     watch(pool, _WORLD)
     startup.check_shared_gpus(_WORLD)
     return _WORLD
-
-
-@contextmanager
-def world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Gives the world's group and its ranks by host; over torch's default group, for the body only, without a world.
-
-    None in one process, as with torch's fake backend. Else every rank of the default group enters it.
-    """
-    from parallel_state import world as startup
-
-    world = try_get_world_group()
-    if world is not None:
-        alone = world.world_size == 1 or world.context.simulated or world.context.fake
-        yield None if alone else (world, get_nodes())
-    elif not dist.is_initialized() or dist.get_world_size() == 1 or is_fake():
-        yield None
-    else:
-        world = GroupCoordinator.from_process_group(dist.group.WORLD, name="default")
-        try:
-            yield world, startup.hosts_of(world)
-        finally:
-            world.destroy()
 
 
 @host_call(OUTSIDE)

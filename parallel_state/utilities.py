@@ -26,7 +26,30 @@ from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
-from parallel_state.state import try_get_pp_group, world_or_default_group
+from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
+from parallel_state.torch_internals import is_fake
+
+
+@contextmanager
+def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
+    """Gives the world's group and its ranks by host; over torch's default group, for the body only, without a world.
+
+    None in one process, as with torch's fake backend. Else every rank of the default group enters it.
+    """
+    from parallel_state.world import hosts_of  # here, because whoever only imports the package meets nobody
+
+    world = try_get_world_group()
+    if world is not None:
+        alone = world.world_size == 1 or world.context.simulated or world.context.fake
+        yield None if alone else (world, get_nodes())
+    elif not dist.is_initialized() or dist.get_world_size() == 1 or is_fake():
+        yield None
+    else:
+        world = GroupCoordinator.from_process_group(dist.group.WORLD, name="default")
+        try:
+            yield world, hosts_of(world)
+        finally:
+            world.destroy()
 
 
 @host_call(OUTSIDE)
@@ -35,7 +58,7 @@ def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
 
     Raises the OSError (or what else is wrong with the path) on rank 0, RemoteError on the others.
     """
-    with world_or_default_group() as found:
+    with _world_or_default_group() as found:
         return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
 
 
@@ -71,7 +94,7 @@ def master_first() -> Iterator[None]:
     The body calls nothing that other ranks must call too, as they are not in it at the same time.
     All leave together: where the body raised on a rank, that exception is raised there and RemoteError elsewhere.
     """
-    with world_or_default_group() as found:
+    with _world_or_default_group() as found:
         if found is None:
             yield
         else:
@@ -86,7 +109,7 @@ def local_master_first() -> Iterator[None]:
 
     Exceptions as in master_first, among the ranks of one host.
     """
-    with world_or_default_group() as found:
+    with _world_or_default_group() as found:
         if found is None:
             yield
         else:

@@ -187,17 +187,16 @@ class Stalls:
         last = self._last_operation()
         if failed is not None and not self._has_gone_on(last):
             return failed
-        frames = stacks.frames_of(threading.main_thread().ident)
         idle_s = now - self._last_call_s
-        if idle_s >= SLOW_S and self._calls == self._calls_so_far():
-            return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
-        if last is None:
-            return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames))
+        is_idle = idle_s >= SLOW_S and self._calls == self._calls_so_far()
+        if last is None or is_idle:
+            return _state_without_call(idle_s if is_idle else 0.0)
         context, operation = last
+        place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
         # One that has no end, and that no thread waits for: it has failed, and its thread is making the error.
         has_failed = operation.ended_s is None and operation.name not in _STARTED
         key = group_key(context) if has_failed else ""
-        return State(key, context.name, call_in_words(context, operation), stacks.in_words(frames), idle_s=-1)
+        return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
         """Returns `state`, and all else that may be asked of this rank, as JSON can hold it."""
@@ -208,7 +207,7 @@ class Stalls:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "state": self.state(),
-            "world": max((route.context.ranks for route in list(self._routes)), key=len, default=()),
+            "world": self._world_ranks,
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
             "groups": [
                 {
@@ -233,8 +232,11 @@ class Stalls:
 
     def published(self) -> dict[int, State]:
         """Returns what the ranks of this world have published."""
-        ranks = max((route.context.ranks for route in list(self._routes)), key=len, default=())
-        return self._watcher.ask_store(lambda store: _read(store, ranks), _ASK_S) or {}
+        return self._watcher.ask_store(lambda store: _read_states(store, self._world_ranks), _ASK_S) or {}
+
+    @property
+    def _world_ranks(self) -> tuple[int, ...]:
+        return max((route.context.ranks for route in list(self._routes)), key=len, default=())
 
     def _run(self) -> None:
         while not self._stop.wait(_LOOK_S):
@@ -245,37 +247,37 @@ class Stalls:
     def _look(self) -> None:
         found, now = self._longest_wait(), time.monotonic()
         if self._obstacles and found is None:
-            self._tell_of_obstacles()
+            self._publish_obstacles()
         if found is not None:
             self._last_call_s = now
             if now - found[1].started_s >= SLOW_S:
-                self._tell(*found, now)
+                self._publish_wait(*found, now)
                 return
         elif self._has_called():
             self._last_call_s = now
         elif now < self._keep_until_s and not self._has_gone_on(self._last_operation()):
             return
         elif now - self._last_call_s >= SLOW_S:
-            self._tell_of_no_call(now)
+            self._publish_idleness(now)
             return
         if self._published is not None and now - self._published_at > _KEEP_S:
             self._publish(None)
 
-    def _tell(self, route: Waiting, operation: Operation, thread: int | None, now: float) -> None:
+    def _publish_wait(self, route: Waiting, operation: Operation, thread: int | None, now: float) -> None:
         context = route.context
         if self._published is None or not self._published.is_in_call_of(
             State(group_key(context), call=call_in_words(context, operation))
         ):
             self._publish(_state_of(route, operation, thread))
         self._published_at = now
-        self._tell_of_obstacles()
+        self._publish_obstacles()
         waited_s = now - operation.started_s
         is_logged = abs(operation.started_s - self._logged[0]) < SLOW_S / 2  # clocks of calls in C++ differ a little
         if waited_s >= (2 * self._logged[1] if is_logged else settings.SLOW_S.get()):
             self._logged = operation.started_s, waited_s
             self._log(context, operation, waited_s)
 
-    def _tell_of_obstacles(self) -> None:
+    def _publish_obstacles(self) -> None:
         """Publishes what keeps ranks of this host from telling by themselves, and takes it back when it is over."""
         found = {rank: condition_of(pid) for rank, pid in self._watcher.pids.items()}
         for rank, obstacle in found.items():
@@ -283,13 +285,12 @@ class Stalls:
                 self._set(f"obstacle/{rank}", obstacle)
         self._obstacles = {rank: obstacle for rank, obstacle in found.items() if obstacle}
 
-    def _tell_of_no_call(self, now: float) -> None:
+    def _publish_idleness(self, now: float) -> None:
         """Publishes where the main thread is, after a second without calls, and later where it has moved on."""
         idle_s = now - self._last_call_s
         is_first = self._published_at < self._last_call_s
         if is_first or now - self._published_at >= self._moved_s:
-            frames = stacks.frames_of(threading.main_thread().ident)
-            state = State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
+            state = _state_without_call(idle_s)
             if self._published is None or is_first or state[:-1] != self._published[:-1]:
                 self._publish(state)
             self._published_at = now
@@ -339,13 +340,15 @@ class Stalls:
         """Says in the log for whom an operation waits, and what those do."""
         own = State(group_key(context), call=call_in_words(context, operation))
         asked = context.ranks[:_MOST_ASKED]
-        told = {} if self._store is None else _read(self._store, asked)
-        states = _of_all(told, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked}, own.key)
+        published = {} if self._store is None else _read_states(self._store, asked)
+        states = _states_of_ranks(
+            published, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked}, own.key
+        )
         others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
         if operation.peer >= 0:
             others = [context.ranks[operation.peer]]
         awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
-        known = _in_words({rank: states[rank] for rank in awaited if rank in states}, context)
+        known = _describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
         silent = [str(rank) for rank in awaited if rank not in states]
         if silent:
             known.append(f"nothing is known of global rank{'s' * (len(silent) > 1)} {', '.join(silent)}")
@@ -426,25 +429,31 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
     return f"{method}({'dst' if 'send' in operation.name else 'src'} global rank {context.ranks[operation.peer]}){what}"
 
 
+def _state_without_call(idle_s: float) -> State:
+    """Returns the state of a process in no call: where its main thread is."""
+    frames = stacks.frames_of(threading.main_thread().ident)
+    return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
+
+
 def _state_of(route: Waiting, operation: Operation, thread: int | None) -> State:
     place = stacks.in_words(stacks.frames_of(thread))
     return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
 
 
-def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
+def _read_states(store: Any, ranks: Iterable[int]) -> dict[int, State]:
     """Returns what these global ranks have published, and what others of their hosts have of them."""
     states: dict[int, State] = {}
     for rank in ranks:
-        told = json.loads(store.get(f"stall/{rank}")) if store.check([f"stall/{rank}"]) else None
-        if told is not None:
-            states[rank] = State(*told)
+        published = json.loads(store.get(f"stall/{rank}")) if store.check([f"stall/{rank}"]) else None
+        if published is not None:
+            states[rank] = State(*published)
         obstacle = store.get(f"obstacle/{rank}").decode() if store.check([f"obstacle/{rank}"]) else ""
         if obstacle:
             states[rank] = State(obstacle=obstacle)
     return states
 
 
-def _of_all(published: Mapping[int, State], pids: Mapping[int, int], key: str) -> dict[int, State]:
+def _states_of_ranks(published: Mapping[int, State], pids: Mapping[int, int], key: str) -> dict[int, State]:
     """Returns what ranks are at: those of this host, by their PIDs, as they say now, the others as `published`.
 
     A rank of this host that has failed in the group of `key` says in which call.
@@ -457,7 +466,7 @@ def _of_all(published: Mapping[int, State], pids: Mapping[int, int], key: str) -
     return {**silent, **published, **found}
 
 
-def _in_words(states: dict[int, State], context: GroupContext) -> list[str]:
+def _describe_states(states: dict[int, State], context: GroupContext) -> list[str]:
     ranks_in: dict[str, list[str]] = {}
     for rank, state in states.items():
         ranks_in.setdefault(state.in_words(context.name), []).append(str(rank))
@@ -488,23 +497,23 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
     key = group_key(context)
     elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.ranks[context.rank]}
 
-    def tell_and_read(store: Any) -> dict[int, State]:
+    def exchange(store: Any) -> dict[int, State]:
         if own is not None:
             store.set(f"stall/{context.ranks[context.rank]}", json.dumps(own))
         until = time.monotonic() + _ANSWER_S
         while True:
-            found = _read(store, ranks)
+            found = _read_states(store, ranks)
             is_complete = all(found.get(rank, State()).key == key for rank in elsewhere)
             if is_complete or not is_mismatch or time.monotonic() > until:  # who is in another call tells of it now
                 return found
             time.sleep(_STEP_S)
 
-    told = watcher.ask_store(tell_and_read, _ASK_S) or {}
-    states = _of_all(told, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks}, key)
+    published = watcher.ask_store(exchange, _ASK_S) or {}
+    states = _states_of_ranks(published, {rank: pid for rank, pid in watcher.pids.items() if rank in ranks}, key)
     if is_mismatch and operation is not None and operation.site:  # debug mode, in which the error has them
         return
     if is_mismatch:
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
         failure.args = (f"{failure.args[0]}. Here at {'; '.join([place, *lines])}",)
     elif states:
-        failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_in_words(states, context))}",)
+        failure.args = (f"{failure.args[0]}. As last told, {'; '.join(_describe_states(states, context))}",)

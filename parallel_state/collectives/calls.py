@@ -250,7 +250,7 @@ class TensorCalls(GroupFacts):
         dim = checks.normal_dim_of(self.context, "scatter", len(size), dim)
         if x is not None and is_src:
             checks.check_divisible(self.context, "scatter", x, checks.normal_dim(self.context, "scatter", x, dim))
-            mine = [n // self.world_size if i == dim else n for i, n in enumerate(x.shape)]
+            mine = self._scattered(x, dim)
             if list(size) != mine or dtype != x.dtype:
                 raise InvalidArgumentError(
                     f"size and dtype of scatter on {self.context} must be those of a slice of x, {mine} and {x.dtype}, "
@@ -272,7 +272,7 @@ class TensorCalls(GroupFacts):
                 dim = checks.normal_dim(self.context, "scatter", whole, dim)
                 checks.check_divisible(self.context, "scatter", whole, dim)
                 checks.check_no_gradient(self.context, "scatter", "use broadcast and take a slice", whole)
-                form = [n // self.world_size if i == dim else n for i, n in enumerate(whole.shape)], whole.dtype
+                form = self._scattered(whole, dim), whole.dtype
             except InvalidArgumentError as error:
                 form = str(error)
                 wrong = error

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import parallel_state as ps
 from device_communicators.cpu import segment
-from parallel_state import state
+from parallel_state import utilities
 from parallel_state.groups import same_node
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
@@ -135,7 +135,7 @@ BOTH = pytest.mark.parametrize("first", [ps.master_first, ps.local_master_first]
 def hosts(nodes: list[list[int]]) -> Iterator[None]:
     """As if the ranks were spread over several hosts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "get_nodes", lambda: nodes)
+        patch.setattr(utilities, "get_nodes", lambda: nodes)
         yield
 
 
