@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import dataclasses
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from device_communicators import c10d, cores, forks, host, limits, settings
+from device_communicators import c10d, cores, forks, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
@@ -45,7 +44,7 @@ from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.joining import agree_on_token
 from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
-from parallel_state.startup import environment, interfaces
+from parallel_state.startup import environment
 from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.watch import StartWatch
@@ -53,7 +52,6 @@ from parallel_state.startup.watch import StartWatch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from parallel_state.startup.rendezvous import Met
 
 logger = logging.getLogger("parallel_state")
 
@@ -65,15 +63,12 @@ _PP: GroupCoordinator | None = None
 _DP: GroupCoordinator | None = None
 _GROUPS: ParallelGroups | None = None
 _NODES: list[list[int]] | None = None
-_OWNS_DEFAULT_GROUP = False
 _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: environment.Start | None = None
 """The way in which this process joined a world that it made; for `reinitialize`."""
-_EXPORTED: dict[str, str] = {}
-"""Variables that init wrote into the environment for torch's env://; destroy takes it back."""
-_CORES_BEFORE: set[int] | None = None
-"""Cores that this process could use before init bound it; destroy gives them back."""
+_UNDO = contextlib.ExitStack()
+"""What init did to this process beside the groups, for destroy to undo: exports, default group, ports, cores."""
 
 
 # The world.
@@ -110,7 +105,7 @@ def init_distributed_environment(
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
     """
-    global _OWNS_DEFAULT_GROUP, _NODES, _START, _CORES_BEFORE
+    global _NODES, _START
     forks.check("init_distributed_environment()")
     if _WORLD is not None:
         raise AlreadyInitializedError(
@@ -121,49 +116,39 @@ def init_distributed_environment(
         logger.warning("%s is not a setting of parallel_state and has no effect", name)
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
-    server: tuple[str, int] | None = None
-    alone_over, made_here = None, False
     watch: StartWatch | None = None
-    met: Met | None = None
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
         from parallel_state import world as startup
 
         if dist.is_initialized():
-            place, device = startup.join_default_group(world_size, rank, local_rank, backend)
-            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
+            joined = startup.join_default_group(world_size, rank, local_rank, backend)
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
-            place = startup.with_free_port(place)
-            _EXPORTED.update(environment.export(environment.with_address_of(distributed_init_method, place)))
-            _EXPORTED.update(interfaces.set_nccl_environment(place, uses_nccl="nccl" in startup.backend_of(backend)))
-            alone_over = startup.backend_of(backend) if place.world_size == 1 and not bind_device else None
-            if alone_over is not None:
-                device = startup.device_alone(alone_over, place)
-            else:
-                device, watch, met = startup.make_default_group(
-                    place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream
-                )
-                _OWNS_DEFAULT_GROUP = True
-            # Not before: in the meeting all ranks find out whether a host's share the same cores.
-            _CORES_BEFORE = bind_as_set(place.local_rank, place.local_world_size)
-            made_here = True
-            server = environment.store_server(distributed_init_method, place)
-        token = "" if made_here else agree_on_token(device)
-        if watch is None:
-            watch = startup.watch_joined(place, token)
-        watcher = None if watch is None else watch.watcher
-        pool = ProcessGroupPool(timeout_s, token=token, alone_over=alone_over, watcher=watcher, joined=not made_here)
-        pool.address = host.address_towards(server or place.master)
-        if met is not None:
-            pool.address = met.address(place.rank, pool.address)
-        everyone = list(range(place.world_size))
+            joined = startup.join_world(
+                place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=_UNDO
+            )
+        place, watch, met = joined.place, joined.watch, joined.met
+        # Not before: in the meeting all ranks find out whether a host's share the same cores.
+        cores_before = bind_as_set(place.local_rank, place.local_world_size)
+        if cores_before is not None:
+            _UNDO.callback(cores.bind, cores_before)
+        pool = ProcessGroupPool(
+            timeout_s,
+            token=joined.token,
+            alone_over=joined.alone_over,
+            watcher=None if watch is None else watch.watcher,
+            joined=not joined.is_ours,
+        )
+        pool.address = joined.address
+        if joined.has_made_default_group:
+            _UNDO.callback(pool.abandon, failed_only=True)
         world = init_world_group(
-            everyone,
+            list(range(place.world_size)),
             place.local_rank,
             pool.default_backend,
             pool=pool,
-            device=device,
+            device=joined.device,
             allow_pickle=allow_pickle,
             high_priority_stream=high_priority_stream,
         )
@@ -173,7 +158,7 @@ def init_distributed_environment(
             watch.stage(2)
         prove(world)
         _NODES = startup.hosts_of(world)
-        if made_here:
+        if joined.is_ours:
             options = {
                 "local_rank": place.local_rank,
                 "backend": pool.default_backend,
@@ -188,8 +173,6 @@ def init_distributed_environment(
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watch is not None:
             watch.give_up(named)
-        if met is not None:
-            met.reserved.close()
         destroy_distributed_environment()
         if named is not error:
             raise named from error
@@ -197,7 +180,7 @@ def init_distributed_environment(
     finally:
         if watch is not None:
             watch.close()
-    logger.info("%s is ready on %s over %s", world.context, device, world.backend)
+    logger.info("%s is ready on %s over %s", world.context, world.device, world.backend)
 
 
 @host_call(OUTSIDE)
@@ -240,39 +223,16 @@ def init_world_group(
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
     """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
-    global _WORLD, _NODES, _OWNS_DEFAULT_GROUP, _START, _CORES_BEFORE
+    global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
-    world, _WORLD, _NODES = _WORLD, None, None
-    start, _START = _START, None
-    owned, _OWNS_DEFAULT_GROUP = _OWNS_DEFAULT_GROUP, False
-    cores_before, _CORES_BEFORE = _CORES_BEFORE, None
-    with contextlib.ExitStack() as rest:  # whatever one of them raises, the others are done; it runs from its end
-        rest.callback(_take_back_exports)
-        if cores_before is not None:
-            rest.callback(cores.bind, cores_before)
-        if start is not None:
-            rest.callback(start.reserved.close)
-        if owned:
-            rest.callback(_destroy_default_group)
+    world, _WORLD, _NODES, _START = _WORLD, None, None, None
+    undo, _UNDO = _UNDO, contextlib.ExitStack()
+    with undo:  # whatever one of them raises, the others are done; it runs from its end
         if world is not None:
             if world.pool is not None:
-                if owned:
-                    rest.callback(world.pool.abandon, failed_only=True)
-                rest.callback(world.pool.close)
-            rest.callback(world.destroy)
+                undo.callback(world.pool.close)
+            undo.callback(world.destroy)
         destroy_model_parallel()
-
-
-def _destroy_default_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _take_back_exports() -> None:
-    for name, value in _EXPORTED.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-    _EXPORTED.clear()
 
 
 # Its division.

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
-from device_communicators import limits, settings
+from device_communicators import host, limits, settings
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.errors import (
     CommunicationError,
@@ -36,7 +38,7 @@ from device_communicators.routing.waiting import Watched
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
-from parallel_state.process_groups.joining import prepare
+from parallel_state.process_groups.joining import agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
@@ -51,6 +53,35 @@ _GLOO_DESCRIPTORS = 8
 """Those that gloo needs for a group, beside one for each of its ranks."""
 _START_DESCRIPTORS = 20
 """Those that a rank needs until its world is there, beside one for each rank, and for rank 0 four."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A process that has joined a world, in which there is no group of ours yet."""
+
+    place: ProcessEnvironment
+    device: torch.device
+    """That of the default group's tensors."""
+    is_ours: bool
+    """False for a default group that the program has made."""
+    token: str = ""
+    """Tells this world's names from those of others on the same store."""
+    alone_over: str | None = None
+    """The backend of a world of one, which has no default group."""
+    server: tuple[str, int] | None = None
+    """The address at which rank 0 serves the store, if it does."""
+    watch: StartWatch | None = None
+    met: Met | None = None
+
+    @property
+    def address(self) -> str:
+        """Returns the address at which other hosts reach this process; "" if unknown."""
+        address = host.address_towards(self.server or self.place.master)
+        return address if self.met is None else self.met.address(self.place.rank, address)
+
+    @property
+    def has_made_default_group(self) -> bool:
+        return self.is_ours and self.alone_over is None
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
@@ -81,12 +112,10 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
     return place
 
 
-def join_default_group(
-    world_size: int, rank: int, local_rank: int, backend: str | None
-) -> tuple[ProcessEnvironment, torch.device]:
-    """Returns place and device in a default group that is there already.
+def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> Joined:
+    """Joins a default group that is there already; every rank of it calls this.
 
-    Raises ConfigMismatchError if it isn't as asked for.
+    Raises ConfigMismatchError if it isn't as asked for, RendezvousError where ranks don't come.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
@@ -102,7 +131,48 @@ def join_default_group(
     place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
     device = device_of(found_backend, place)
     prepare(found_size)
-    return place, device
+    token = agree_on_token(device)
+    return Joined(place, device, False, token, watch=_watch_joined(place, token))
+
+
+def join_world(
+    place: ProcessEnvironment,
+    init_method: str,
+    backend: str | None,
+    timeout_s: float,
+    bind_device: bool,
+    high_priority_stream: bool,
+    *,
+    undo: contextlib.ExitStack,
+) -> Joined:
+    """Joins this process with the others of a new world. A world of one has no default group, unless it binds a device.
+
+    What must be undone at the world's end, or if the start fails, goes onto `undo`. Raises as make_default_group.
+    """
+    place = _with_free_port(place)
+    undo.callback(_take_back, environment.export(environment.with_address_of(init_method, place)))
+    undo.callback(_take_back, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
+    if place.world_size == 1 and not bind_device:
+        alone_over = backend_of(backend)
+        check_backend(alone_over)
+        return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
+    device, watch, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
+    undo.callback(_destroy_default_group)
+    if met is not None:
+        undo.callback(met.reserved.close)
+    server = environment.store_server(init_method, place)
+    return Joined(place, device, True, server=server, watch=watch, met=met)
+
+
+def _take_back(exported: Mapping[str, str]) -> None:
+    for name, value in exported.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
@@ -264,7 +334,7 @@ def _not_connected(
     )
 
 
-def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
+def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
@@ -292,19 +362,13 @@ def watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     return StartWatch(store, place.rank, place.world_size, processes, deadline)
 
 
-def with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
+def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
     """Returns a copy in which a world of one has a port, by which its owner may make a default group over env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:
         probe.bind(("", 0))
         return replace(place, master_port=probe.getsockname()[1])
-
-
-def device_alone(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns the device of a world of one, which needs no default group."""
-    check_backend(backend)
-    return device_of(backend, place)
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
