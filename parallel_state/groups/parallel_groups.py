@@ -41,6 +41,7 @@ from parallel_state.layout.ranks import Layout
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, seconds
+from parallel_state.process_groups.pool import ProcessGroupPool
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -274,7 +275,8 @@ def create_parallel_groups(
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()
-    if world.pool is None:
+    pool = world.pool
+    if pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups; use parallel_state.simulate")
 
     def resolve() -> tuple[_Division, Request]:
@@ -301,6 +303,8 @@ def create_parallel_groups(
         if device_mesh is not None:
             mesh.check(device_mesh, layout, world)
         division = _Division(
+            world=world,
+            pool=pool,
             layout=layout,
             made=made_at_start(layout, given),
             options=_options_by_axis(world, layout, backend, axis_options, timeout, adopted),
@@ -314,7 +318,7 @@ def create_parallel_groups(
         return division, division.described()
 
     limit_s = min(world.context.timeout_s, settings.START_TIMEOUT_S.get())
-    division = world.pool.agreement.resolve_and_agree(
+    division = pool.agreement.resolve_and_agree(
         "parallel groups", world.ranks, resolve, limit_s, world.context.failure_ranks
     )
 
@@ -324,7 +328,7 @@ def create_parallel_groups(
     groups = ParallelGroups(division.layout, world, {}, division.make, division.virtual_pipeline, divide)
     try:
         kinds = [row.name for row in AXES if row.name in division.layout.names] if eager else division.made
-        with world.pool.dividing(world.ranks):
+        with pool.dividing(world.ranks):
             for name in sorted(kinds, key=lambda name: name not in division.adopted):  # before others of its ranks
                 division.make_at_start(name, groups)
     except BaseException:
@@ -353,6 +357,8 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
 class _Division:
     """Holds a rank's request, resolved; once all ranks ask for the same, it makes the groups."""
 
+    world: GroupCoordinator
+    pool: ProcessGroupPool
     layout: Layout
     made: tuple[str, ...]
     """The kinds of group that are made at start."""
@@ -400,82 +406,74 @@ class _Division:
 
         Its ranks call it.
         """
-        world = groups.world
-        ranks = self._ranks(name, groups)
-        if world.route.closed or self.failure_domain == "root":
-            world.route.check_usable()
-        if not ranks or world.pool is None:
+        ranks = self._ranks(name)
+        if self.world.route.closed or self.failure_domain == "root":
+            self.world.route.check_usable()
+        if not ranks:
             return None
         if len(ranks) > 1:
             request = {"group": name, "options": repr(self.options[name])}
-            domain = self._domain(ranks, groups).ranks
-            world.pool.agreement.agree("a group of one kind", ranks, request, self.options[name].timeout_s, domain)
+            domain = self._domain(ranks).ranks
+            self.pool.agreement.agree("a group of one kind", ranks, request, self.options[name].timeout_s, domain)
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
         """Puts this rank's group into `groups`; all ranks, which agreed to, call it, those in no such group too."""
-        world = groups.world
-        pool = world.pool
-        if pool is None:
-            raise GroupNotInitializedError("a simulated world has no process groups")
-        ranks = self._ranks(name, groups)
-        everyone = world.world_size == pool.world_size and name not in self.adopted
+        ranks = self._ranks(name)
+        everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
         elif everyone:  # strategies that need all ranks need this one
-            root = self._domain(self.layout.groups(name)[0], groups).root  # that of all groups of a kind
+            root = self._domain(self.layout.groups(name)[0]).root  # that of all groups of a kind
             own = self.options[name]
             for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # in the order of `create_group`
-                acquired = pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
-                groups.held.append(functools.partial(pool.release, acquired))
+                acquired = self.pool.acquire([], options, division=lambda: self.layout.groups(name), root=root)
+                groups.held.append(functools.partial(self.pool.release, acquired))
         # Behind the process groups on every rank: both are made by all ranks together.
-        if everyone and not self._is_lazy(name, world):
+        if everyone and not self._is_lazy(name):
             self._divide(name, groups)
 
-    def _is_lazy(self, name: str, world: GroupCoordinator) -> bool:
+    def _is_lazy(self, name: str) -> bool:
         """Returns True if the gloo groups beside the device groups of a kind are made at their first use.
 
         Not those by which GPUs meet at start; nor where all ranks have to call, as later only the members would.
         """
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
-        return world.device.type != "cuda" or not (self.eager or name in self.made)
+        return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
         """Divides communicators of our own as the world's process group is divided. All ranks call it."""
-        world, own = groups.world, groups.groups.get(name)
-        if world.pool is not None and world.pool.divides(self.options[name]):
-            color = next((at for at, ranks in enumerate(self.layout.groups(name)) if world.rank_in_group in ranks), 0)
-            world.route.divide(None if own is None else own.route, color)
+        own, rank = groups.groups.get(name), self.world.rank_in_group
+        if self.pool.divides(self.options[name]):
+            color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)
+            self.world.route.divide(None if own is None else own.route, color)
 
-    def _ranks(self, name: str, groups: ParallelGroups) -> list[int]:
-        world = groups.world
-        return [world.context.ranks[position] for position in self.layout.group_of(world.rank_in_group, name)]
+    def _ranks(self, name: str) -> list[int]:
+        positions = self.layout.group_of(self.world.rank_in_group, name)
+        return [self.world.context.ranks[position] for position in positions]
 
-    def _domain(self, ranks: Sequence[int], groups: ParallelGroups) -> FailureDomain:
+    def _domain(self, ranks: Sequence[int]) -> FailureDomain:
         """Returns the ranks whose death fails a group of these ranks: the root's, or its replicas'."""
-        world, pool = groups.world.ranks, groups.world.pool
+        world = self.world.ranks
         touched = set(world)
         if self.failure_domain == "replica":
             replicas = [{world[position] for position in positions} for positions in replicas_of(self.layout)]
             touched = {rank for replica in replicas if replica & set(ranks) for rank in replica}
-        whole = pool is not None and len(touched) == pool.world_size
+        whole = len(touched) == self.pool.world_size
         return FailureDomain(touched, "" if whole else digest((world, self.failure_domain)))
 
     def _create(self, name: str, groups: ParallelGroups, ranks: list[int], everyone: bool) -> GroupCoordinator:
-        world = groups.world
-        pool = world.pool
-        if pool is None:
-            raise GroupNotInitializedError("a simulated world has no process groups")
+        pool = self.pool
         traits = Traits(
-            device=world.device,
-            local_rank=world.local_rank,
+            device=self.world.device,
+            local_rank=self.world.local_rank,
             options=self.options[name],
             allow_pickle=self.allow_pickle,
             custom_all_reduce=self.custom_all_reduce and name == "tp",
-            lazy_cpu_group=self._is_lazy(name, world),
+            lazy_cpu_group=self._is_lazy(name),
         )
-        domain = self._domain(ranks, groups)
+        domain = self._domain(ranks)
         borrowed = [pool.adopt(ranks, traits.options, self.adopted[name], domain.root)] if name in self.adopted else []
         try:
             group = create_group(

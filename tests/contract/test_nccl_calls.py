@@ -661,7 +661,7 @@ def _order_of_making_body() -> list[str]:
         world.route = Asked(world.context, world.route.communicators, {})
         ProcessGroupPool.divides = lambda self, options: True  # type: ignore[method-assign]
         ProcessGroupPool.acquire = acquired  # type: ignore[method-assign]
-        _Division._is_lazy = lambda self, name, world: False  # type: ignore[method-assign]
+        _Division._is_lazy = lambda self, name: False  # type: ignore[method-assign]
         ps.initialize_model_parallel(1, 3, eager=True)
         return log
     finally:
