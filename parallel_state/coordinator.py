@@ -109,7 +109,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.unique_name = context.name
         self._key = context.key
         self._destroyed = False
-        self.rank = context.ranks[context.rank]
+        self.rank = context.global_rank
         self.rank_in_group = context.rank
         self.world_size = context.size
         self.local_rank = self.traits.local_rank
@@ -378,7 +378,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         if self.pool is None:
             return text
         watcher = self.context.watcher
-        ends = "" if watcher is None else watcher.explain(set(self.ranks) - {self.context.ranks[self.context.rank]})
+        ends = "" if watcher is None else watcher.explain(self.context.other_ranks)
         return "\n  ".join(filter(None, (text, ends, f"store: {store_in_words()}")))
 
     @host_call(OUTSIDE)

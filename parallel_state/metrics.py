@@ -56,8 +56,8 @@ def snapshot() -> dict[str, Any]:
     - `last`: the last `operation`, `seconds_since` it began, and whether it `is_under_way`; None without one.
     """
     found = routes()
-    first = found[0].context if found else None
-    return {"rank": first.ranks[first.rank] if first else -1, "groups": [_of_group(route) for route in found]}
+    rank = found[0].context.global_rank if found else -1
+    return {"rank": rank, "groups": [_of_group(route) for route in found]}
 
 
 def _of_group(route: Route) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: i
     WatchedByThread(context.cpu_group.recv([out], peer, tag), context, "nccl set-up").wait()
     sending.wait()
     record = SetUpRecord.unpack(bytes(theirs))
-    _compare(context, (context.ranks[context.rank], context.ranks[peer]), (mine, record))
+    _compare(context, (context.global_rank, context.ranks[peer]), (mine, record))
     return record
 
 

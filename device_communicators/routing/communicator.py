@@ -125,6 +125,16 @@ class GroupContext(GroupMember):
         return len(self.ranks)
 
     @property
+    def global_rank(self) -> int:
+        """Returns this process' rank in the world."""
+        return self.ranks[self.rank]
+
+    @property
+    def other_ranks(self) -> list[int]:
+        """Returns the global ranks of the other processes, in group order."""
+        return [rank for rank in self.ranks if rank != self.global_rank]
+
+    @property
     def collectives(self) -> NativeGroup | None:
         """Returns the shared memory's collectives among the group's ranks on this host, if there are any."""
         return None if self.host_memory is None else self.host_memory.collectives

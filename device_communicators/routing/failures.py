@@ -105,8 +105,7 @@ def attributed(
         return failure
     if watcher.await_death_of(context.failure_ranks, NEWS_S):
         return died(context, operation, started)
-    others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
-    if not isinstance(failure, PeerDiedError) or not watcher.watches(others):
+    if not isinstance(failure, PeerDiedError) or not watcher.watches(context.other_ranks):
         return failure
     found = gave_up(context, failure)
     blame_the_dead(watcher, found)

@@ -88,7 +88,7 @@ def tell_of_operation(context: GroupContext, record: Operation, tensor: torch.Te
     event = OperationEvent(
         context.name,
         context.ranks,
-        context.ranks[context.rank],
+        context.global_rank,
         record.call_text.partition("(")[0].partition(" of ")[0] or record.name,
         record.sequence,
         0 if tensor is None else tensor.nbytes,
@@ -106,7 +106,7 @@ def tell_of_operation(context: GroupContext, record: Operation, tensor: torch.Te
 
 
 def tell_of_failure(context: GroupContext, error: CommunicationError) -> None:
-    event = FailureEvent(context.name, context.ranks, context.ranks[context.rank], error)
+    event = FailureEvent(context.name, context.ranks, context.global_rank, error)
     for hook in list(ON_FAILURE):
         try:
             hook(event)

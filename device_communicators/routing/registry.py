@@ -87,9 +87,8 @@ def write_record(folder: str | os.PathLike[str]) -> Path | None:
         }
         for route in found
     ]
-    first = found[0].context
     try:
-        return recorder.write(Path(folder), first.ranks[first.rank], groups)
+        return recorder.write(Path(folder), found[0].context.global_rank, groups)
     except OSError as error:
         logger.warning("the record of the last operations can't be written to %s: %s", folder, error)
         return None

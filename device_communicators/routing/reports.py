@@ -55,7 +55,7 @@ def explained(
     reports = watcher.ask_store(lambda store: _exchange(store, context, own), _LIMIT_S)
     if reports is not None:
         return _verdict(context, own, reports, failure)
-    return _by_the_watcher(context, failure, [rank for rank in context.ranks if rank != context.ranks[context.rank]])
+    return _by_the_watcher(context, failure, context.other_ranks)
 
 
 def publish(context: GroupContext, operation: Operation) -> None:

@@ -344,7 +344,7 @@ class Stalls:
         states = _states_of_ranks(
             published, {rank: pid for rank, pid in self._watcher.pids.items() if rank in asked}, own.key
         )
-        others = [rank for rank in context.ranks if rank != context.ranks[context.rank]]
+        others = context.other_ranks
         if operation.peer >= 0:
             others = [context.ranks[operation.peer]]
         awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
@@ -403,7 +403,7 @@ def watch(route: Waiting) -> None:
         return
     found = watcher.stalls
     if found is None:
-        found = watcher.stalls = Stalls(watcher, context.ranks[context.rank])
+        found = watcher.stalls = Stalls(watcher, context.global_rank)
         watcher.on_close.append(found.close)
     found.add(route)
 
@@ -495,11 +495,11 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
 
     is_mismatch = isinstance(failure, CollectiveMismatchError) and " gave up, " not in str(failure.args[0])
     key = group_key(context)
-    elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.ranks[context.rank]}
+    elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.global_rank}
 
     def exchange(store: Any) -> dict[int, State]:
         if own is not None:
-            store.set(f"stall/{context.ranks[context.rank]}", json.dumps(own))
+            store.set(f"stall/{context.global_rank}", json.dumps(own))
         until = time.monotonic() + _ANSWER_S
         while True:
             found = _read_states(store, ranks)
