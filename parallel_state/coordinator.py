@@ -476,7 +476,7 @@ def create_group(
         memory = HostMemory(members, pool.neighbours) if real else None
         if memory is not None:
             memory.attach(cpu_group(), pool.watcher, pool.watched_with(ranks))
-            memory.hear(pool.watcher, domain)
+            memory.end_waits_at_deaths(pool.watcher, domain)
         context = GroupContext(
             name=members.name,
             ranks=members.ranks,

@@ -321,7 +321,7 @@ def _not_connected(
     if deaths:
         kind, text = kind_of_deaths(deaths, RendezvousError), describe_deaths(deaths)
         return kind(f"{who}{text}; look at the log of that rank", **facts)  # type: ignore[arg-type]
-    where = interfaces.in_words(met.places[place.rank]) if place.rank in met.places else "?"
+    where = met.places.get(place.rank, "?")
     what = (
         f"they were not all connected within {settings.START_TIMEOUT_S.get():g} s"
         if late

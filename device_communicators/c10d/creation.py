@@ -61,7 +61,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
             exchange.close()
             if begins:
                 world.begin(memory)
-            memory.hear(world.watcher, world.domain)
+            memory.end_waits_at_deaths(world.watcher, world.domain)
     except BaseException:
         if begins:
             world.close()

@@ -136,14 +136,14 @@ class Group:
         """Has the compiled backend refuse all later calls with `failed`; set by it."""
         self.shut_down: Callable[[], None] = lambda: None
         """Ends the compiled backend, if there still is one; set by it."""
-        world.watcher.on_death.append(self._hear)
+        world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
         """Returns those of the group, where it is on one host."""
         return self._memory.collectives if self._memory.on_one_host else None
 
-    def _hear(self) -> None:
+    def _note_death(self) -> None:
         if self._context.deaths():
             self.note_failure()
             if self._gloo is not None:
@@ -161,8 +161,8 @@ class Group:
         """Says to the others that this rank goes, on purpose. Twice is fine."""
         if os.getpid() != self._pid:
             return
-        if self._hear in self._world.watcher.on_death:
-            self._world.watcher.on_death.remove(self._hear)
+        if self._note_death in self._world.watcher.on_death:
+            self._world.watcher.on_death.remove(self._note_death)
         if self.hosts is not None:
             self.hosts.close()
         self._gloo = None

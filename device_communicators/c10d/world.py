@@ -39,7 +39,7 @@ class World:
 
     @classmethod
     def of(cls, store: Any, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the one that a new group of global `ranks` is in; it may be the first to be in it."""
+        """Returns the world that a new group of global `ranks` belongs to, which may begin with it."""
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):

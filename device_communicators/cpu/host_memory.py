@@ -181,7 +181,7 @@ class HostMemory:
         kind = "node" if len(nodes) > 1 else "cache"
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
-    def hear(self, watcher: Watcher, domain: FailureDomain) -> None:
+    def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
         """Ends waits in this memory with the deaths in `domain` that `watcher` hears of, beside those of the pidfds."""
         self._watcher, self._domain = watcher, domain
         watcher.on_death.append(self._pass_on)

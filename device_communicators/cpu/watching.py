@@ -33,12 +33,12 @@ def watch_ranks(memory: HostMemory, watcher: Watcher, open_store: Callable[[], A
     others = {rank: pid for rank, pid in pids.items() if pid > 0 and rank != own}
     farewells = Farewells(open_store()) if memory.collectives is None and others else None
     if farewells is not None:
-        watcher.on_close.append(functools.partial(farewells.say, own))
+        watcher.on_close.append(functools.partial(farewells.announce, own))
 
     def has_left(rank: int) -> bool:
         """Returns True for a rank that said so in shared memory, or else to the store."""
         if farewells is not None:
-            return farewells.said(rank)
+            return farewells.was_announced(rank)
         return rank in pids and memory.collectives is not None and memory.collectives.has_left(ranks.index(rank))
 
     watcher.watch_processes(others, has_left)

@@ -146,11 +146,11 @@ class Farewells:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def say(self, rank: int) -> None:
+    def announce(self, rank: int) -> None:
         answer_within(_FAREWELL_S, lambda: self._store.set(f"left/{rank}", "1"))
 
-    def said(self, rank: int) -> bool:
-        """Returns True if the rank said farewell; False if the store doesn't answer: it may have died with the rank."""
+    def was_announced(self, rank: int) -> bool:
+        """Returns True if the rank announced its end; False if the store, which may have died with it, doesn't answer."""
         return bool(answer_within(_FAREWELL_S, lambda: self._store.check([f"left/{rank}"])))
 
 

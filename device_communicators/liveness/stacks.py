@@ -47,8 +47,8 @@ def frames_of(thread: int | None) -> list[Frame]:
     return _frames(sys._current_frames().get(thread or 0))
 
 
-def frames_here() -> list[Frame]:
-    """Returns those of the thread that calls this."""
+def own_frames() -> list[Frame]:
+    """Returns the frames of the calling thread, the innermost first."""
     return _frames(sys._getframe(1))
 
 

@@ -42,7 +42,7 @@ from device_communicators.errors import (
 )
 from device_communicators.nccl.handle import Deadline, Handle, end_all, expect_sum, gather_records, make_record
 from device_communicators.nccl.links import Link, Links
-from device_communicators.routing.communicator import DONE, Communicator, GroupContext, Request, Then, Work
+from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, GroupContext, Request, Work
 from device_communicators.routing.reductions import (
     REDUCING,
     UNSIGNED,
@@ -360,7 +360,7 @@ class NcclCommunicator(Communicator):
             return DONE
         wide, op, narrow = reducible(x, reduce_op)
         work = self._run_beside(lambda stream: self._all_reduce(wide, wide, _summed(op), stream), wide)
-        return Then(work, lambda: self.finish_reduction(wide, op, narrow))
+        return ContinuedWork(work, lambda: self.finish_reduction(wide, op, narrow))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, stream: int | None = None) -> None:
         self._check(x)
@@ -381,7 +381,7 @@ class NcclCommunicator(Communicator):
         work = self._run_beside(
             lambda stream: self._reduce_scatter(wide_out, wide, _summed(op), stream), wide_out, wide
         )
-        return Then(work, lambda: self.finish_reduction(wide_out, op, narrow))
+        return ContinuedWork(work, lambda: self.finish_reduction(wide_out, op, narrow))
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
         """Reduces to each rank in turn, all in one launch."""

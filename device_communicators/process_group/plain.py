@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from device_communicators.routing.communicator import DONE, Communicator, Request, Then, Work
+from device_communicators.routing.communicator import DONE, Communicator, ContinuedWork, Request, Work
 from device_communicators.routing.reductions import REDUCING, as_bytes, reducible, reduction_refusal
 from device_communicators.routing.user_call import begin_sending
 from device_communicators.routing.waiting import Watched, WatchedByThread
@@ -68,7 +68,7 @@ class PlainProcessGroup(Communicator):
         wide, wide_op, narrow = reducible(x, reduce_op)
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._watched(self._group(x).allreduce([wide], options), x, "all_reduce")
-        return Then(work, lambda: self.finish_reduction(wide, wide_op, narrow))
+        return ContinuedWork(work, lambda: self.finish_reduction(wide, wide_op, narrow))
 
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
         self.ireduce_scatter(out, x, reduce_op, is_async=False).wait()
@@ -82,7 +82,7 @@ class PlainProcessGroup(Communicator):
         options.reduceOp = _REDUCE_OPS[wide_op]
         work = self._group(x)._reduce_scatter_base(wide_out, wide_x, options)
         watched = self._watched(work, x, "reduce_scatter", WatchedByThread)
-        return Then(watched, lambda: self.finish_reduction(wide_out, wide_op, narrow))
+        return ContinuedWork(watched, lambda: self.finish_reduction(wide_out, wide_op, narrow))
 
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
         self.iall_gather(out, x, is_async=False).wait()

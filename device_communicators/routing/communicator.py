@@ -25,6 +25,10 @@ from device_communicators.member import GroupMember
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 
+if TYPE_CHECKING:
+    from device_communicators.cpu.host_memory import HostMemory
+    from device_communicators.cpu.native_group import NativeGroup
+
 
 class Work(Protocol):
     """A transfer in progress, as c10d's `Work`."""
@@ -47,7 +51,7 @@ class _Done:
 DONE = _Done()
 
 
-class Then:
+class ContinuedWork:
     """A work, and what this rank does once with its result."""
 
     def __init__(self, work: Work, finish: Callable[[], object]) -> None:
@@ -63,10 +67,6 @@ class Then:
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.host_memory import HostMemory
-    from device_communicators.cpu.native_group import NativeGroup
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 

@@ -84,7 +84,7 @@ def profiled(
     return shown
 
 
-def tell_of_operation(context: GroupContext, record: Operation, tensor: torch.Tensor | None) -> None:
+def notify_operation(context: GroupContext, record: Operation, tensor: torch.Tensor | None) -> None:
     event = OperationEvent(
         context.name,
         context.ranks,
@@ -105,7 +105,7 @@ def tell_of_operation(context: GroupContext, record: Operation, tensor: torch.Te
             logger.exception("%r, which on_operation was given, failed", hook)
 
 
-def tell_of_failure(context: GroupContext, error: CommunicationError) -> None:
+def notify_failure(context: GroupContext, error: CommunicationError) -> None:
     event = FailureEvent(context.name, context.ranks, context.global_rank, error)
     for hook in list(ON_FAILURE):
         try:

@@ -55,7 +55,7 @@ def explained(
     reports = watcher.ask_store(lambda store: _exchange(store, context, own), _LIMIT_S)
     if reports is not None:
         return _verdict(context, own, reports, failure)
-    return _by_the_watcher(context, failure, context.other_ranks)
+    return _watchers_verdict(context, failure, context.other_ranks)
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
@@ -73,7 +73,7 @@ def _write(store: Any, context: GroupContext, own: Report) -> None:
     store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out, own.before]))
 
 
-def _by_the_watcher(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
+def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:
     """Returns `failure` of a connection, or the error with the ranks that the watcher comes to know as dead.
 
     A broken connection overtakes what tells of a host's end: where one of the `missing` can't be watched at once, that
@@ -124,7 +124,7 @@ def _verdict(
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
     # The watcher's word goes before the reports: who hears of a death writes none.
-    found = _by_the_watcher(context, failure, missing)
+    found = _watchers_verdict(context, failure, missing)
     if found is not failure:
         return found
     # Some may have got through an operation of which others still lack the end.

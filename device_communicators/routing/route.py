@@ -248,7 +248,7 @@ class Route:
                         result = carry(*args)
                     record.ended_s = time.monotonic()
                 if observers.ON_OPERATION or observers.OF_PYTHON:
-                    observers.tell_of_operation(self.context, record, tensor)
+                    observers.notify_operation(self.context, record, tensor)
                 return result
             except Exception as error:
                 self._raise_failure(error, operation if call is None else call.method, started)
@@ -524,7 +524,7 @@ class Route:
             failure.recent = tuple(map(str, self.operations()[-_RECENT:]))
             if self.context.collectives is not None and not isinstance(failure, PeerDiedError):
                 self.context.collectives.give_up(failure)
-            observers.tell_of_failure(self.context, failure)
+            observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
         """Makes now what the communicators' first calls would make. Every rank of the group calls it."""

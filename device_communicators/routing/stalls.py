@@ -487,7 +487,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
     if watcher is None:
         return
     stalls: Stalls | None = watcher.stalls
-    place = stacks.in_words(stacks.frames_here())
+    place = stacks.in_words(stacks.own_frames())
     own = None
     if stalls is not None and operation is not None:
         own = State(group_key(context), context.name, call_in_words(context, operation), place)

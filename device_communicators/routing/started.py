@@ -105,7 +105,7 @@ class Handle:
                     self._work.wait()
                     self._record.ended_s = time.monotonic()
                     if observers.ON_OPERATION or observers.OF_PYTHON:
-                        observers.tell_of_operation(self._route.context, self._record, self._tensor)
+                        observers.notify_operation(self._route.context, self._record, self._tensor)
                 except Exception as error:
                     self._error = self._route.failure_of(error, self._record.name, started, self._record)
                     self._tensor = None

@@ -268,12 +268,12 @@ _THREAD = _Thread()
 
 
 def current(operation: str) -> UserCall:
-    """Returns the call that this thread is in; of a communicator that is used without a route, just `operation`."""
+    """Returns this thread's call; `operation` alone if its communicator is used without a route."""
     return _THREAD.call or UserCall(operation)
 
 
 def set_current_call(call: UserCall | None) -> UserCall | None:
-    """Makes `call` the one that this thread is in; returns the one before."""
+    """Makes `call` this thread's, and returns the call before."""
     before, _THREAD.call = _THREAD.call, call
     return before
 

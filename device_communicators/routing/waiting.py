@@ -161,12 +161,12 @@ class ByThread:
 
     def begin(self) -> None:
         if self._take():
-            _HELPERS.run(self._to_the_end)
+            _HELPERS.run(self._run_to_end)
 
     def run_in_this_thread(self) -> None:
         """Sees the work to its end in this thread, without a deadline; its error is kept for `wait`."""
         if self._take():
-            self._to_the_end()
+            self._run_to_end()
         self._done.wait()
 
     def _take(self) -> bool:
@@ -196,7 +196,7 @@ class ByThread:
     def _ended(self, seconds: float) -> bool:
         return self._done.wait(seconds)
 
-    def _to_the_end(self) -> None:
+    def _run_to_end(self) -> None:
         try:
             with torch.inference_mode():  # it writes into the caller's tensors, which may be inference tensors
                 self._run()

@@ -105,7 +105,7 @@ class ParallelGroups:
         """
         group = self.try_get(name)
         if group is None:
-            raise self._in_none(name)
+            raise self._no_group_error(name)
         return group
 
     def try_get(self, name: str) -> GroupCoordinator | None:
@@ -126,10 +126,10 @@ class ParallelGroups:
         if name not in self.ranks:
             self.layout.axes_of(name)  # raises, with the names that there are
         if not self.ranks[name]:
-            raise self._in_none(name)
+            raise self._no_group_error(name)
         return list(self.ranks[name])
 
-    def _in_none(self, name: str) -> UsageError:
+    def _no_group_error(self, name: str) -> UsageError:
         if name in self.layout.missing:
             return LayoutError(f"the layout {self.layout} has no {name!r} group: {self.layout.missing[name]}")
         return GroupNotInitializedError(

@@ -54,12 +54,12 @@ class GroupOptions:
 
     @property
     def for_cpu(self) -> GroupOptions:
-        """Returns those of the gloo group beside it; `fake`, torch's backend for dry runs, has no other beside it."""
+        """Returns the options of the gloo group beside it; `fake`, torch's backend for dry runs, has none beside it."""
         return self if self.backend in ("gloo", "fake") else GroupOptions("gloo", self.timeout)
 
     @property
     def for_callers(self) -> GroupOptions:
-        """Returns those of the group for CPU tensors that torch.distributed's own calls are given."""
+        """Returns the options of the group for CPU tensors that torch.distributed's own calls are given."""
         chosen = GroupOptions(settings.CPU_BACKEND.get(), self.timeout)
         return self.for_cpu if chosen.backend == "gloo" or self.backend == "fake" else chosen
 

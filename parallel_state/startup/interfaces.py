@@ -61,6 +61,9 @@ class Address(NamedTuple):
         """Returns a place as another rank has told it; nowhere if it has told something else."""
         return cls(*words) if len(words) == len(cls._fields) else cls()
 
+    def __str__(self) -> str:
+        return f"host {self.name} (interface {self.interface}, address {self.address or 'unknown'})"
+
 
 def whereabouts() -> Address:
     """Returns this process' place. May take as long as the host's name takes to resolve."""
@@ -112,11 +115,6 @@ def same_address(own: Address, address: str, *hosts: str) -> tuple[str, list[int
         f"{' and '.join(both)} announce one address, {address}, to be reached at; this is host {own.name}. {advice()}"
     )
     return text, suspects
-
-
-def in_words(place: Address) -> str:
-    """Returns a place as messages name it."""
-    return f"host {place.name} (interface {place.interface}, address {place.address or 'unknown'})"
 
 
 def advice() -> str:

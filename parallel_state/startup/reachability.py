@@ -170,9 +170,7 @@ def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why
     unreached = [each for each, place in places.items() if place[:2] == places[to][:2]]
     return RendezvousError(
         f"rank {rank} of {len(places)} can't start: ranks {format_ranks(unreached)} on "
-        f"{interfaces.in_words(places[to])} are not reached from {interfaces.in_words(places[by])}: {why}; this is "
-        f"{interfaces.in_words(places[rank])}. "
-        f"{interfaces.advice()}",
+        f"{places[to]} are not reached from {places[by]}: {why}; this is {places[rank]}. {interfaces.advice()}",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=unreached,

@@ -42,7 +42,7 @@ class ReservedPort:
         if not host:
             return cls()
         try:
-            if rank == 0 and not leads_here(host):
+            if rank == 0 and not is_own_name(host):
                 return cls(None, f"{host}:{server[1]}")
             held = _bind(interface_of(host))
         except OSError as error:
@@ -99,7 +99,7 @@ def interface_of(host: str) -> str | None:
     return host
 
 
-def leads_here(host: str) -> bool:
+def is_own_name(host: str) -> bool:
     """Returns True if an address of this name is this host's own."""
     for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:

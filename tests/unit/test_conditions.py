@@ -109,7 +109,7 @@ def test_a_process_answers_and_one_that_is_slow_does_not() -> None:
 
 def test_places_name_the_callers_lines() -> None:
     def load() -> list[stacks.Frame]:
-        return stacks.frames_here()
+        return stacks.own_frames()
 
     frames = load()
     assert "test_conditions.py:" in stacks.in_words(frames)

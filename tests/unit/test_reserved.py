@@ -55,7 +55,7 @@ def test_what_nobody_took_is_given_back() -> None:
 
 def test_rank_0_stays_at_the_name_that_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     name = socket.gethostname()
-    monkeypatch.setattr(reserved, "leads_here", lambda host: True)
+    monkeypatch.setattr(reserved, "is_own_name", lambda host: True)
     by_name = ReservedPort.beside((name, 29_500), 0)
     assert by_name.where.startswith(f"{name}:") and not by_name.where.endswith(":29500")
     by_name.close()
