@@ -150,7 +150,7 @@ class Farewells:
         answer_within(_FAREWELL_S, lambda: self._store.set(f"left/{rank}", "1"))
 
     def was_announced(self, rank: int) -> bool:
-        """Returns True if the rank announced its end; False if the store, which may have died with it, doesn't answer."""
+        """Returns True if the rank announced its end; False if the store, gone with it perhaps, is silent."""
         return bool(answer_within(_FAREWELL_S, lambda: self._store.check([f"left/{rank}"])))
 
 

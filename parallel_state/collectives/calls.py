@@ -28,7 +28,7 @@ from device_communicators.routing.reductions import add_rms_norm, dynamic_per_to
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
 from device_communicators.routing.user_call import transfer
-from parallel_state.collectives import checks, ops
+from parallel_state.collectives import batches, checks, ops
 from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
@@ -466,7 +466,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_TRANSFER)
     @transfer("batch_isend_irecv")
-    def batch_isend_irecv(self, operations: Sequence[tuple[str, Tensor, int] | dist.P2POp]) -> list[TensorHandle]:
+    def batch_isend_irecv(self, operations: Sequence[batches.Transfer | dist.P2POp]) -> list[TensorHandle]:
         """Starts transfers together, in any order on each rank; returns a handle of each, in theirs, to wait for.
 
         An operation is `("isend", x, dst)` or `("irecv", out, src)`, which fills `out`, of any strides; or torch's
@@ -474,9 +474,9 @@ class TensorCalls(GroupFacts):
         order. Change or read the tensors after `wait()` only. No gradient; not for compiled code.
         """
         checks.check_no_transform(self.context, "batch_isend_irecv")
-        found = [self._operation_of(each) for each in operations]
+        found = [batches.transfer_of(self.context, each) for each in operations]
         handles: dict[int, TensorHandle] = {}
-        for at in self._order_of(found):
+        for at in batches.starting_order(self.rank_in_group, found):
             name, x, peer = found[at]
             flat, tag = x.detach().contiguous(), self.context.tag(0)
             if name == "isend":
@@ -486,48 +486,6 @@ class TensorCalls(GroupFacts):
                 whole = x.is_contiguous()
                 handles[at] = TensorHandle(handle, x, None if whole else functools.partial(_copied, x, flat))
         return [handles[at] for at in range(len(found))]
-
-    def _operation_of(self, operation: tuple[str, Tensor, int] | dist.P2POp) -> tuple[str, Tensor, int]:
-        method = "batch_isend_irecv"
-        if isinstance(operation, dist.P2POp):
-            if operation.peer not in self.context.ranks:
-                raise InvalidArgumentError(
-                    f"the peer of a P2POp of {method} on {self.context} must be one of its global ranks, but is "
-                    f"{operation.peer}"
-                )
-            operation = operation.op.__name__, operation.tensor, self.context.ranks.index(operation.peer)
-        if not isinstance(operation, (tuple, list)) or len(operation) != 3:
-            raise InvalidArgumentError(
-                f"an operation of {method} on {self.context} must be ('isend', tensor, dst), ('irecv', tensor, src) or "
-                f"a P2POp, but is {operation!r}"
-            )
-        name, x, peer = operation
-        if name not in ("isend", "irecv"):
-            raise InvalidArgumentError(
-                f"an operation of {method} on {self.context} must be isend or irecv, but is {name!r}"
-            )
-        checks.check_tensor(self.context, method, x)
-        if name == "irecv":
-            checks.check_writable(self.context, method, x)
-            checks.check_no_gradient(self.context, method, "receive into a tensor without one", x)
-            return name, x, checks.source(self.context, method, peer)
-        return name, x, checks.destination(self.context, method, peer)
-
-    def _order_of(self, operations: Sequence[tuple[str, Tensor, int]]) -> list[int]:
-        """Returns the order in which transfers are started.
-
-        Receives first: a send may wait for its reader. A device's queue takes one after the other, so there both ranks
-        of a pair come to it in the same order as all others come to theirs, and the lower one sends first.
-        """
-        own = self.rank_in_group
-
-        def place(at: int) -> tuple[int, ...]:
-            name, x, peer = operations[at]
-            if x.is_cpu:
-                return (0, name == "isend")
-            return (1, min(own, peer), max(own, peer), (name == "irecv") == (own < peer))
-
-        return sorted(range(len(operations)), key=place)
 
     # Without waiting: a handle's `wait()` gives what the collective would have given, detached. For overlap in eager
     # code. Change an input after `wait()` only. A communicator that can't go on by itself has done the work when the
