@@ -23,6 +23,7 @@ from torch import Tensor
 
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
+from device_communicators.cpu.plain_tree import Pinned
 from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
@@ -68,10 +69,13 @@ class Waiting(NamedTuple):
     yields: int
 
 
-def pieces_of(tensors: Sequence[Tensor], more_head: bytes = b"") -> tuple[bytes | None, int]:
+def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
     """Addresses and sizes of contiguous CPU tensors, as the library takes them; those without elements left out."""
     flat: list[int] = []
-    if more_head:
+    if type(more_head) is Pinned:
+        for piece in more_head.pieces:
+            flat += piece
+    elif more_head:
         flat += (ctypes.cast(ctypes.c_char_p(more_head), ctypes.c_void_p).value or 0, len(more_head))
     elif not tensors:
         return None, 0
@@ -177,7 +181,7 @@ class Message(NamedTuple):
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
     """A number on which sender and receiver must agree."""
-    more_head: bytes = b""
+    more_head: bytes | Pinned = b""
     """The end of a long head, so that nobody has to copy it behind the beginning."""
 
 
@@ -276,8 +280,9 @@ class Sender(_End):
     def _begin(self, message: Message, timeout_s: float) -> int:
         head, tensors, fingerprint, more_head = message
         pieces, count = pieces_of(tensors, more_head)
+        more_heads = len(more_head.pieces) if type(more_head) is Pinned else 1 if more_head else 0
         return self._library.ps_queue_send(
-            self._end, head, len(head), pieces, count, 1 if more_head else 0, fingerprint, timeout_s
+            self._end, head, len(head), pieces, count, more_heads, fingerprint, timeout_s
         )
 
     def _later(self, message: Message) -> _Sending:

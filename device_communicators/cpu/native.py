@@ -35,7 +35,7 @@ from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 5
+_VERSION = 6
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -124,7 +124,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
     "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
     "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
-    "ps_packed": (c_int, (c_void_p, c_int)),
+    "ps_packed": (c_int, (c_void_p, c_int, c_void_p, c_void_p)),
     "ps_plain_keys": (c_int, (c_char_p, c_uint64, c_uint64, c_uint64, c_int)),
 }
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ class _Python(ctypes.Structure):
         ("dtype_count", ctypes.c_ssize_t),
         *((name, _Type) for name in ("tuple_item", "dict_item")),
         ("depth", ctypes.c_int),
+        ("hold", _Type),
     )
 
 
@@ -57,9 +58,34 @@ _FUNCTIONS = {
     "forget_error": "PyErr_Clear",
     "tuple_item": "PyTuple_GetItem",
     "dict_item": "PyDict_GetItem",
+    "hold": "Py_IncRef",
 }
-_MOST_PIECES = 66  # as csrc/pack.h has tensors, and the head
+_MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
+_MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class Pinned(NamedTuple):
+    """Bytes that lie where they are, one after another."""
+
+    pieces: tuple[tuple[int, int], ...]
+    """Their addresses and sizes."""
+    keeps: object
+    """Keeps them there."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum([size for _, size in self.pieces])
+
+    def views(self) -> list[Any]:
+        return [(ctypes.c_char * size).from_address(at) for at, size in self.pieces if size]
+
+
+class Packed(NamedTuple):
+    """The head of a message without tensors."""
+
+    start: bytes
+    more: Pinned
 
 
 class _FormWords(ctypes.Structure):
@@ -106,7 +132,7 @@ class PlainObjects:
         size, whole = ctypes.c_uint64, ctypes.c_int
         self._look = _keeping_the_gil(library.ps_plain_tree, ctypes.py_object, _Type, whole)
         self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size)
-        self._packed = _keeping_the_gil(library.ps_packed, _Type, whole)
+        self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
         post_list = _keeping_the_gil(
             library.ps_queue_post_list, _Type, ctypes.py_object, _Type, ctypes.c_char_p, size, size
         )
@@ -133,25 +159,46 @@ class PlainObjects:
 
     def pack(self, value: object, limit: int) -> tuple[bytes, bytes] | None:
         """Returns the head of the message of an object without tensors, in two parts; None for what Python packs."""
-        return self.packed() if self.takes_apart(value, limit) else None
+        if not self.takes_apart(value, limit):
+            return None
+        packed = self.packed()
+        return None if packed is None else (packed.start, b"".join(packed.more.views()))
 
     def takes_apart(self, value: object, limit: int) -> bool:
-        """Packs an object, whose message `pieces` then tells; False for what Python packs."""
+        """Packs an object, whose message `packed` then tells; False for what Python packs."""
         return bool(self._pack(value, self._address, self._depth, limit))
 
-    def packed(self) -> tuple[bytes, bytes] | None:
-        """Returns the head of the message that this thread packed last; None where that one has tensors."""
-        pieces = self.pieces()
-        return None if len(pieces) > 2 else (ctypes.string_at(*pieces[0]), ctypes.string_at(*pieces[1]))
+    def packed(self) -> Packed | None:
+        """Returns the head of the message that this thread packed last; None where it has tensors."""
+        pieces, heads, objects = self.pieces()
+        if len(pieces) > heads:
+            return None
+        start, *body = pieces
+        # Every second piece was written by the library, one behind the other, and is overwritten by the next message.
+        (first, _), (last, last_bytes) = body[0], body[-1]
+        written = ctypes.string_at(first, last + last_bytes - first)
+        moved = (ctypes.cast(ctypes.c_char_p(written), _Type).value or 0) - first
+        body[::2] = [(at + moved, size) for at, size in body[::2]]
+        return Packed(ctypes.string_at(*start), Pinned(tuple(body), (written, objects)))
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Returns addresses and sizes of the message that this thread packed last: two of its head, then its tensors.
+    def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
+        """Returns addresses and sizes of the message that this thread packed last, and how many are of its head.
 
-        Valid until it packs another, and while nobody changes the object.
+        The others are its tensors. The third are the objects that long texts are in.
         """
-        found = (ctypes.c_uint64 * (2 * _MOST_PIECES))()
-        count = self._packed(found, _MOST_PIECES)
-        return [(found[2 * index], found[2 * index + 1]) for index in range(count)]
+        found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
+        held = (_Type * _MOST_LONG)()
+        count = self._packed(found, _MOST_PIECES, counts, held)
+        heads, held_count = counts
+        objects = []
+        for at in held[:held_count]:
+            objects.append(ctypes.cast(at, ctypes.py_object).value)
+            _let_go(at)  # the library's
+        flat = found[: 2 * count]
+        return list(zip(flat[::2], flat[1::2], strict=True)), heads, objects
+
+
+_let_go = ctypes.PYFUNCTYPE(None, _Type)(("Py_DecRef", ctypes.pythonapi))
 
 
 def _keeping_the_gil(function: Any, *arguments: Any) -> Any:

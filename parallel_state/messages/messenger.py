@@ -28,6 +28,7 @@ from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
 from device_communicators.routing.user_call import UserCall, message_call, transfer
 from parallel_state.collectives import checks
+from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
@@ -54,6 +55,10 @@ _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadca
 _BROADCAST_METHOD = "broadcast_tensor_dict with a spec"
 _PACKED_BYTES = 64 << 10
 """Lists of tensors up to this size are copied into one, where each would be a transfer of its own."""
+
+_POOLED_BYTES = 128 << 10
+"""Received tensors from this size on are the group's, as results of collectives are: what malloc gives back to the
+system between two messages costs more in page faults than the message."""
 
 _UNWAITED_S = 0.02
 """After this time a thread takes care of a send that nobody has waited for."""
@@ -237,7 +242,7 @@ class _ObjectReader:
         if self._messenger.allow_pickle or not likely.can_be_gathered(self._all_gather_group):
             return False
         try:
-            tensors = likely.allocate() if self._out is None else likely.within(self._out)
+            tensors = likely.allocate(self._messenger.empty) if self._out is None else likely.within(self._out)
         except Exception:  # another may come, which needs less
             return False
         if tensors is None:
@@ -351,6 +356,8 @@ class Messenger:
         self.route = route
         self.transport = transport_of(route)
         self.allow_pickle = allow_pickle
+        self._has_pool = self.transport.takes_many and route.context.device.type == "cpu"
+        self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
         self._pending_lock = threading.Lock()
@@ -684,6 +691,12 @@ class Messenger:
             raise wire.remote_error(body, self.route.context, src)
         return header, body
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns an uninitialised CPU tensor; a large one in memory of the group that earlier messages have used."""
+        if self._has_pool and prod(shape) * dtype.itemsize >= _POOLED_BYTES:
+            return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
+        return torch.empty(shape, dtype=dtype, device=wire.CPU)
+
     def allocate(self, metadata: codec.TensorMetadata, src: int, slices: int = 1) -> Tensor:
         """Allocates a tensor, or a flat slice of one; on this rank's device of the sender's device type."""
         context = self.route.context
@@ -691,6 +704,8 @@ class Messenger:
         device = wire.CPU
         try:
             device = wire.device_for(metadata.device_type, context.device)
+            if device is wire.CPU:
+                return self.empty(shape, metadata.dtype)
             return torch.empty(shape, dtype=metadata.dtype, device=device)
         except Exception as error:  # its bytes stay in the way of whatever comes next
             raise CommunicationError(

@@ -308,7 +308,7 @@ class QueueTransport:
         if status in (POSTED, LEFT_TO_PYTHON):
             return status == POSTED
         packed = self._objects.packed()
-        return False if packed is None else wire.of_packed(packed)
+        return False if packed is None else Outgoing(packed.start, [], known_bytes=0, pinned=packed.more)
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
@@ -317,7 +317,7 @@ class QueueTransport:
         route.check_usable()
         route.check_recordable(name)
         try:
-            work = self.channels.sender(dst, MESSAGES).isend(Message(outgoing.head, on_cpu, 0, outgoing.more_head))
+            work = self.channels.sender(dst, MESSAGES).isend(_message_of(outgoing, on_cpu, 0))
         except Exception as error:
             self._note(name, _size_of(outgoing), dst, started)
             raise route.failure_of(error, "isend", started)  # noqa: B904  (the same error, noted by the route)
@@ -358,7 +358,7 @@ class QueueTransport:
         on_cpu, on_device = outgoing.split_by_device()
         try:
             with waiting_for(route, record):
-                message = Message(outgoing.head, on_cpu, number, outgoing.more_head)
+                message = _message_of(outgoing, on_cpu, number)
                 self.channels.sender(None, MESSAGES).send(message, call.method)
         except Exception as error:
             raise route.failure_of(error, call.method, started)  # noqa: B904  (the same error, noted by the route)
@@ -399,9 +399,14 @@ class QueueTransport:
         return _QueuedMessage(self, src, counted, call)
 
 
+def _message_of(outgoing: Outgoing, on_cpu: Sequence[Tensor], number: int) -> Message:
+    return Message(outgoing.head, on_cpu, number, outgoing.pinned or outgoing.more_head)
+
+
 def _size_of(outgoing: Outgoing) -> int:
     """Returns the bytes under which a message is counted."""
-    return max(FRAME_BYTES, len(outgoing.head) + len(outgoing.more_head)) + outgoing.cpu_bytes
+    more_bytes = len(outgoing.more_head) if outgoing.pinned is None else outgoing.pinned.nbytes
+    return max(FRAME_BYTES, len(outgoing.head) + more_bytes) + outgoing.cpu_bytes
 
 
 class _QueuedMessage(IncomingMessage):

@@ -23,11 +23,11 @@ import contextlib
 import ctypes
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from device_communicators.errors import CollectiveMismatchError, InvalidArgument
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, TensorMetadata, UnfitError, dense_tensor
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.plain_tree import Pinned
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
@@ -106,6 +109,8 @@ class Outgoing:
     """The name under which it is counted, unless as a message."""
     known_bytes: int = -1
     """Of all tensors, where they are known to be on the CPU."""
+    pinned: Pinned | None = None
+    """In place of `more_head` where a queue sends it."""
 
     @property
     def cpu_bytes(self) -> int:
@@ -552,15 +557,15 @@ class Template(NamedTuple):
     cut: tuple[bool, ...] = ()
     """The tensors of which a slice comes; empty where there are none."""
 
-    def allocate(self) -> list[Tensor]:
-        """Makes the tensors, to be filled; raises as torch does where there is no room."""
+    def allocate(self, empty: Callable[[Sequence[int], torch.dtype], Tensor]) -> list[Tensor]:
+        """Returns tensors to be filled, by `empty`, whose errors are raised."""
         if self.cut:
             shapes = [
                 (prod(each.shape) // self.slices,) if is_cut else each.shape
                 for each, is_cut in zip(self.tensors, self.cut, strict=True)
             ]
-            return [torch.empty(shape, dtype=each.dtype) for shape, each in zip(shapes, self.tensors, strict=True)]
-        return [torch.empty(each.shape, dtype=each.dtype, device=CPU) for each in self.tensors]
+            return [empty(shape, each.dtype) for shape, each in zip(shapes, self.tensors, strict=True)]
+        return [empty(each.shape, each.dtype) for each in self.tensors]
 
     def can_be_gathered(self, group: AllGatherGroup | None) -> bool:
         """Returns True where the receiver's all-gather group has as many ranks as the tensors have slices."""

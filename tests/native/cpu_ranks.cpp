@@ -47,7 +47,7 @@ int ps_queue_post(void*, void*, const void*, int, std::uint64_t, std::uint64_t);
 int ps_queue_post_list(void*, void*, const void*, const char*, std::uint64_t, std::uint64_t);
 int ps_queue_post_dict(void*, void*, const void*, const Form*, const char*, std::uint64_t, std::uint64_t);
 int ps_pack(void*, const void*, int, std::uint64_t);
-int ps_packed(Piece*, int);
+int ps_packed(Piece*, int, int*, void**);
 int ps_queue_resume(void*, double);
 int ps_queue_take(void*, char*, std::uint64_t, const char*, std::uint64_t, const Piece*, int, double);
 int ps_queue_read(void*, const Piece*, int, double);
@@ -523,6 +523,7 @@ struct Fake {
   std::string bytes;
   long long number = 0;
   void* tensor = nullptr;
+  int holders = 0;
 };
 
 const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
@@ -538,7 +539,8 @@ Python fake_python() {
   static const char* const names[] = {"uint8", nullptr, "bfloat16"};
   Python python{};
   python.type_of = [](void* object) { return const_cast<void*>(fake(object)->type); };
-  python.let_go = [](void*) {};
+  python.let_go = [](void* object) { --fake(object)->holders; };
+  python.hold = [](void* object) { ++fake(object)->holders; };
   python.list_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size()); };
   python.list_item = [](void* object, std::ptrdiff_t at) -> void* { return fake(object)->items[at]; };
   python.dict_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size() / 2); };
@@ -669,7 +671,8 @@ void packed_objects() {
       made.type = draw(400) == 0 ? content : kTypes + kind;
       made.number =
           draw(3) == 0 ? static_cast<long long>(draw(1ULL << 31)) << draw(33) : static_cast<long long>(draw(300)) - 100;
-      if (kind == kStr || kind == kBytes) made.bytes.assign(draw(50) == 0 ? draw(70'000) : draw(300), 'x');
+      if (kind == kStr || kind == kBytes)
+        made.bytes.assign(draw(50) == 0 ? draw(70'000) : draw(9) == 0 ? draw(9000) : draw(300), 'x');
       if (kind == kTensor) {
         made.tensor = &tensors.emplace_back(
             TensorForm{content, draw(600), draw(30) == 0 ? 1 : 2, static_cast<std::int64_t>(draw(5)), shapes});
@@ -685,10 +688,16 @@ void packed_objects() {
     const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
     const int status = ps_queue_post(queue.writer, object, &python, static_cast<int>(draw(5)), limit, 5);
     CHECK(status == 0 || status == 1 || status == 6);
-    Piece pieces[70];
-    if (status == 6) continue;
-    const int count = ps_packed(pieces, 70);
-    CHECK(count >= 2 && pieces[0].bytes >= 37 && pieces[0].bytes - 32 + pieces[1].bytes <= limit);
+    Piece pieces[200];
+    int counts[2] = {};
+    if (status == 6 || (status == 1 && draw(2) == 0)) continue;  // what it holds then is let go by the next
+    void* held[64] = {};
+    const int count = ps_packed(pieces, 200, counts, held), heads = counts[0];
+    for (int each = 0; each < counts[1]; ++each) python.let_go(held[each]);
+    CHECK(count >= heads && heads >= 2 && pieces[0].bytes >= 37);
+    std::size_t head_bytes = 0;
+    for (int piece = 0; piece < heads; ++piece) head_bytes += pieces[piece].bytes;
+    CHECK(head_bytes - 32 <= limit);
     if (status == 1) continue;
     std::vector<char> packed, came;
     for (int piece = 0; piece < count; ++piece) {
@@ -697,7 +706,7 @@ void packed_objects() {
     }
     // All of it at once, or its head first, which tells whether that is all.
     came.resize(packed.size());
-    const std::size_t head_bytes = pieces[0].bytes + pieces[1].bytes, room = draw(2) == 0 ? 0 : came.size();
+    const std::size_t room = draw(2) == 0 ? 0 : came.size();
     CHECK(ps_queue_take(queue.reader, came.data(), room, nullptr, 0, nullptr, 0, 0) == 0 &&
           queue.report[2] == queue.written[2]);
     CHECK(queue.report[1] == static_cast<std::int64_t>(came.size()) &&
@@ -707,8 +716,9 @@ void packed_objects() {
     const std::size_t taken = room >= head_bytes ? head_bytes : 0;
     const Piece all{came.data() + taken, came.size() - taken};
     CHECK(ps_queue_read(queue.reader, &all, 1, 0) == 0 && came == packed);
+    for (const Fake& each : objects) CHECK(each.holders == 0);
     const std::size_t body = pieces[0].bytes;
-    CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, pieces[1].bytes, 0, 5, 1) == 1);
+    CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, head_bytes - body, 0, 5, 1) == 1);
   }
 }
 

@@ -6,6 +6,7 @@ import collections
 import ctypes
 import enum
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ def message(value: Any) -> tuple[bytes, list[tuple[int, int]]] | None:
     objects = codec_values.use_library()
     if not objects.takes_apart(value, LIMIT):
         return None
-    (start, start_bytes), (end, end_bytes), *tensors = objects.pieces()
-    return ctypes.string_at(start, start_bytes) + ctypes.string_at(end, end_bytes), tensors
+    pieces, heads, _ = objects.pieces()
+    return b"".join([ctypes.string_at(*piece) for piece in pieces[:heads]]), pieces[heads:]
 
 
 def message_of_python(value: Any) -> tuple[bytes, list[tuple[int, int]]]:
@@ -143,11 +144,11 @@ def drawn(draw: random.Random, depth: int) -> Any:
     if kind == 0:
         return draw.choice([*INTS, 0, 2**63 - 1, -(2**63)])
     if kind == 1:
-        return "".join(draw.choices("aé漢😀", k=draw.choice(SIZES)))
+        return "".join(draw.choices("aé漢😀", k=draw.choice(SIZES))) * draw.choice((1, 1, 1, 100))
     if kind == 2:
         return draw.choice([0.0, -0.0, 1.5, float("inf"), float("nan"), -1e300, None, True, False])
     if kind == 3:
-        return bytes(draw.choice(SIZES))
+        return bytes(draw.choice((*SIZES, 4096, 4097, 70_000)))
     if kind in (4, 5):
         return torch.zeros([draw.choice((0, 1, 3, 200)) for _ in range(draw.randrange(4))], dtype=draw.choice(DTYPES))
     count = draw.choice((0, 1, 3, 3, 15, 16))
@@ -178,14 +179,42 @@ def test_messages_that_python_packs() -> None:
     x = torch.ones(4, 2)
     others: list[Any] = [
         {"x": x.t()}, {"x": x, "y": x}, {"x": x.to(torch.complex64).conj()}, {"x": x.to_sparse()}, {"x": (x,)},
-        {"x": torch.ones(2, device="meta")}, {f"x{i}": torch.ones(1) for i in range(65)}, {"n": 2**64}, "x" * 40_000,
+        {"x": torch.ones(2, device="meta")}, {f"x{i}": torch.ones(1) for i in range(65)}, {"n": 2**64},
+        [bytes(5000)] * 65,
         {"x": torch._to_functional_tensor(x)}, {"x": torch._neg_view(x)}, ["\ud800"], Row(), *OTHER,
     ]  # fmt: skip
     for value in others:
         assert message(value) is None, value
 
 
-@pytest.mark.parametrize("value", [bytes(200), {"x": X, "n": 1}], ids=["plain", "with a tensor"])
+@pytest.mark.parametrize("value", [b"x" * 5000, "é" * 3000, ["a" * 4096, b"b" * 70_000, 1], {"c": b"c" * 9000, "x": X}])
+def test_long_texts_are_sent_from_where_they_are(value: Any) -> None:
+    found, whole = message(value), message_of_python(value)
+    assert found == whole
+    objects = codec_values.use_library()
+    assert objects.takes_apart(value, LIMIT) and objects.pieces()[1] > 2, "pieces before, of and behind a long text"
+    packed = objects.pack(value, LIMIT)
+    assert packed is None if whole[1] else packed is not None and b"".join(packed) == whole[0]
+
+
+def test_long_texts_live_until_they_are_sent() -> None:
+    objects = codec_values.use_library()
+    text = bytes(9000)
+    value = [text, text]
+    before = sys.getrefcount(text)
+    assert objects.takes_apart(value, LIMIT)
+    assert sys.getrefcount(text) == before + 2
+    packed = objects.packed()
+    assert packed is not None
+    assert sys.getrefcount(text) == before + 2, "held by what was packed, not by the library"
+    del packed
+    assert sys.getrefcount(text) == before
+    assert objects.takes_apart(value, LIMIT)
+    assert objects.takes_apart([], LIMIT)
+    assert sys.getrefcount(text) == before, "let go by the next message"
+
+
+@pytest.mark.parametrize("value", [bytes(200), bytes(5000), {"x": X, "n": 1}], ids=["plain", "long", "with a tensor"])
 def test_a_message_of_just_the_limit(value: Any) -> None:
     head, _ = message_of_python(value)
     objects = codec_values.use_library()

@@ -9,8 +9,9 @@ namespace {
 
 constexpr std::size_t kHeaderBytes = 32, kMetadataBytes = 5;
 constexpr std::uint8_t kFormatVersion = 1, kTensorCode = 9;
-constexpr std::size_t kKeptBytes = 4 << 20;   // of a buffer, between messages
-constexpr std::size_t kLongBytes = 32 << 10;  // a longer text is copied once less by Python
+constexpr std::size_t kShortString = 32;
+constexpr std::size_t kKeptBytes = 4 << 20;  // of a buffer, between messages
+constexpr std::size_t kLongBytes = 4 << 10;  // a longer text is sent from where it is
 
 template <typename T>
 bool little_endian(Bytes& to, T value) {
@@ -65,15 +66,12 @@ bool copied(Bytes& to, const char* data, std::size_t bytes) {
   return at != nullptr;
 }
 
-bool string(Bytes& to, const char* data, std::size_t bytes) {
-  if (bytes < 32) {  // as most
-    char* const at = to.add(1 + bytes);
-    if (at == nullptr) return false;
-    at[0] = static_cast<char>(0xa0 | bytes);
-    std::memcpy(at + 1, data, bytes);
-    return true;
-  }
-  return sized(to, bytes, 0xa0, 32, 0xd9, 0xda) && copied(to, data, bytes);
+bool short_string(Bytes& to, const char* data, std::size_t bytes) {
+  char* const at = to.add(1 + bytes);
+  if (at == nullptr) return false;
+  at[0] = static_cast<char>(0xa0 | bytes);
+  std::memcpy(at + 1, data, bytes);
+  return true;
 }
 
 }  // namespace
@@ -130,14 +128,25 @@ bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t l
   body_.trim(kKeptBytes);
   for (Bytes* const each : {&front_, &rows_, &body_}) each->clear();
   seen_.clear();
-  pieces_.assign(kHeads, {nullptr, 0});
-  tensor_bytes_ = 0;
+  for (void* const object : take_held()) python.let_go(object);
+  long_.clear();
+  tensors_.clear();
+  long_bytes_ = tensor_bytes_ = 0;
   return value(object, depth) && finish();
+}
+
+void Packer::hold() {
+  for (const Long& each : long_) {
+    python_->hold(each.object);
+    held_.push_back(each.object);
+  }
 }
 
 bool Packer::gather(const Python& python, void* list, Piece head) {
   python_ = &python;
   pieces_.assign(1, head);
+  heads_ = 1;
+  head_bytes_ = head.bytes;
   tensor_bytes_ = 0;
   if (type_of(python, list) != python.list) return false;
   for (std::ptrdiff_t index = 0; index < python.list_size(list); ++index) {
@@ -154,6 +163,8 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
 bool Packer::gather(const Python& python, void* dict, const Form& known, Piece head) {
   python_ = &python;
   pieces_.assign(1, head);
+  heads_ = 1;
+  head_bytes_ = head.bytes;
   tensor_bytes_ = 0;
   if (type_of(python, dict) != python.dict || python.dict_size(dict) != known.entries) return false;
   const std::int64_t* at = known.layout;
@@ -174,7 +185,7 @@ bool Packer::gather(const Python& python, void* dict, const Form& known, Piece h
 bool Packer::value(void* object, int depth) {
   const Python& python = *python_;
   if (object == nullptr) python.forget_error();  // another thread was at the list
-  if (object == nullptr || body_.size() > limit_) return false;
+  if (object == nullptr || body_.size() + long_bytes_ > limit_) return false;
   const void* const type = type_of(python, object);
   if (type == python.str_type) return text(object);
   if (type == python.int_type) {
@@ -194,8 +205,7 @@ bool Packer::value(void* object, int depth) {
   }
   if (type == python.bytes_type) {
     const auto size = static_cast<std::size_t>(python.bytes_size(object));
-    if (size > kLongBytes) return false;
-    return sized(body_, size, 0, 0, 0xc4, 0xc5) && copied(body_, python.bytes(object), size);
+    return sized(body_, size, 0, 0, 0xc4, 0xc5) && content(object, python.bytes(object), size);
   }
   return is_among(type, python.others, python.other_count) && tensor(object);
 }
@@ -203,9 +213,20 @@ bool Packer::value(void* object, int depth) {
 bool Packer::text(void* object) {
   std::ptrdiff_t size = 0;
   const char* const data = python_->utf8(object, &size);
-  if (data != nullptr) return static_cast<std::size_t>(size) <= kLongBytes && string(body_, data, size);
+  const auto bytes = static_cast<std::size_t>(size);
+  if (data != nullptr && bytes < kShortString) return short_string(body_, data, bytes);  // as most
+  if (data != nullptr) return sized(body_, bytes, 0xa0, kShortString, 0xd9, 0xda) && content(object, data, bytes);
   python_->forget_error();  // a lone surrogate
   return false;
+}
+
+// The bytes of a text, which live as long as its object.
+bool Packer::content(void* object, const char* data, std::size_t bytes) {
+  if (bytes <= kLongBytes) return copied(body_, data, bytes);
+  if (long_.size() == kMostLong) return false;
+  long_.push_back({body_.size(), {const_cast<char*>(data), bytes}, object});
+  long_bytes_ += bytes;
+  return true;
 }
 
 // Nothing here runs Python code, but without a GIL another thread might: an item that is no longer there is null.
@@ -254,11 +275,11 @@ bool Packer::tensor(void* object) {
   if (name == nullptr) return false;
   seen_.push_back(object);
   tensor_bytes_ += form.bytes;
-  if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
-  bool done = array(rows_, 3) && string(rows_, name, std::strlen(name));
+  if (form.bytes != 0) tensors_.push_back({form.data, form.bytes});
+  bool done = array(rows_, 3) && short_string(rows_, name, std::strlen(name));
   done = done && array(rows_, static_cast<std::uint64_t>(form.dims));
   for (std::int64_t dim = 0; dim < form.dims && done; ++dim) done = integer(rows_, form.sizes[dim]);
-  done = done && string(rows_, "cpu", 3);
+  done = done && short_string(rows_, "cpu", 3);
   const char code[] = {static_cast<char>(0xd6), kTensorCode};
   return done && copied(body_, code, sizeof code) && little_endian(body_, static_cast<std::uint32_t>(index));
 }
@@ -270,7 +291,7 @@ bool Packer::finish() {
   if (cut == nullptr) return false;
   std::memset(cut, 0, tensors);
   const std::uint64_t table_bytes = (tensors == 0 ? 0 : tensors < 16 ? 1 : 3) + rows_.size();
-  const std::uint64_t body_bytes = kMetadataBytes + table_bytes + body_.size();
+  const std::uint64_t body_bytes = kMetadataBytes + table_bytes + body_.size() + long_bytes_;
   if (body_bytes > limit_ || body_bytes > UINT32_MAX) return false;
   const char start[] = {'P', 'S', 'M', '1', 0, 0, 0, 0};  // an object, uncut
   const bool done = copied(front_, start, sizeof start) && little_endian(front_, tensors) &&
@@ -278,8 +299,17 @@ bool Packer::finish() {
                     little_endian(front_, tensor_bytes_) && little_endian(front_, kFormatVersion) &&
                     little_endian(front_, static_cast<std::uint32_t>(table_bytes)) &&
                     (tensors == 0 || array(front_, tensors)) && copied(front_, rows_.data(), rows_.size());
-  pieces_[0] = {front_.data(), front_.size()};
-  pieces_[1] = {body_.data(), body_.size()};
+  pieces_.assign(1, {front_.data(), front_.size()});
+  std::size_t from = 0;
+  for (const Long& each : long_) {
+    pieces_.push_back({body_.data() + from, each.at - from});
+    pieces_.push_back(each.piece);
+    from = each.at;
+  }
+  pieces_.push_back({body_.data() + from, body_.size() - from});
+  heads_ = static_cast<int>(pieces_.size());
+  head_bytes_ = front_.size() + body_.size() + long_bytes_;
+  pieces_.insert(pieces_.end(), tensors_.begin(), tensors_.end());
   return done;
 }
 

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "queue.h"
@@ -68,6 +69,7 @@ struct Python {
   void* (*tuple_item)(void*, std::ptrdiff_t);  // PyTuple_GetItem: borrowed
   void* (*dict_item)(void*, void*);            // PyDict_GetItem: borrowed; null, and no error, where there is none
   int depth;                                   // containers may be within each other
+  void (*hold)(void*);                         // Py_IncRef
 };
 
 // What is known beforehand of a dict's tensors: the message of a dict of this form has a head that both sides know.
@@ -112,8 +114,7 @@ class Bytes {
 // the object has them.
 class Packer {
  public:
-  static constexpr std::size_t kMostTensors = 64;
-  static constexpr int kHeads = 2;  // of the pieces
+  static constexpr std::size_t kMostTensors = 64, kMostLong = 64;
 
   // Takes the object apart, its containers at most `depth` within each other. False where that is left to Python, or
   // the body would have more than `limit` bytes.
@@ -123,8 +124,15 @@ class Packer {
   // Takes in the tensors of a dict, for a message whose head is known. False where it isn't of the form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
+  // The first `heads()` of the pieces are the message's head: what was written here, and between it the long texts and
+  // bytes of the object where they are. The others are its tensors.
   const std::vector<Piece>& pieces() const { return pieces_; }
-  std::uint64_t head_bytes() const { return front_.size() + body_.size(); }
+  int heads() const { return heads_; }
+  // Keeps the objects that long texts are in, for a message that is sent later; they are let go by the next `pack`, or
+  // by who takes them.
+  void hold();
+  std::vector<void*> take_held() { return std::exchange(held_, {}); }
+  std::uint64_t head_bytes() const { return head_bytes_; }
   std::uint64_t tensor_bytes() const { return tensor_bytes_; }
 
  private:
@@ -132,6 +140,7 @@ class Packer {
   bool list(void* object, int depth);
   bool dict(void* object, int depth);
   bool text(void* object);
+  bool content(void* object, const char* data, std::size_t bytes);
   bool tensor(void* object);
   bool describe(void* object, TensorForm* form);
   bool finish();
@@ -140,8 +149,16 @@ class Packer {
   std::uint64_t limit_ = 0;
   Bytes front_, rows_, body_;
   std::vector<const void*> seen_;
-  std::vector<Piece> pieces_;
-  std::uint64_t tensor_bytes_ = 0;
+  struct Long {
+    std::size_t at;  // bytes of the body before it
+    Piece piece;
+    void* object;
+  };
+  std::vector<Long> long_;
+  std::vector<void*> held_;
+  std::vector<Piece> tensors_, pieces_;
+  int heads_ = 1;
+  std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;
 };
 
 }  // namespace parallel_state

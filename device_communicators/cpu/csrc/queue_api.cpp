@@ -3,6 +3,7 @@
 // An end of a queue is opened with a block of words that it fills in at each call: see `QueueReport`. So a caller
 // passes few arguments and reads the words that it needs, which costs less than out-parameters do.
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 
@@ -136,7 +137,8 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
 }
 
 // Packs an object, see pack.h, and writes its message if all of it has room. The caller holds the GIL.
-// 6: the object is left to Python. 1: nothing was written; the packed bytes lie where `ps_packed` tells.
+// 6: the object is left to Python. 1: nothing was written; the packed bytes lie where `ps_packed` tells, which is to be
+// called then.
 int ps_queue_post(void* writer, void* object, const void* python, int depth, std::uint64_t limit,
                   std::uint64_t fingerprint) {
   auto* opened = static_cast<Opened<QueueWriter>*>(writer);
@@ -144,7 +146,9 @@ int ps_queue_post(void* writer, void* object, const void* python, int depth, std
   if (!made.pack(*static_cast<const Python*>(python), object, depth, limit)) return kLeftToPython;
   opened->report->head_bytes = static_cast<std::int64_t>(made.head_bytes());
   opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  return post(opened, made.pieces(), Packer::kHeads, fingerprint);
+  const int status = post(opened, made.pieces(), made.heads(), fingerprint);
+  if (status == static_cast<int>(QueueStatus::kTimedOut)) made.hold();
+  return status;
 }
 
 // Writes the message of a known head and of a list's tensors as `ps_queue_post` does.
@@ -189,15 +193,23 @@ void* ps_posting_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
                                                  head_bytes, number_of(given[4])));
 }
 
-// Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python.
+// Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python; else call `ps_packed`.
 int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
-  return packer().pack(*static_cast<const Python*>(python), object, depth, limit) ? 1 : 0;
+  if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit)) return 0;
+  packer().hold();
+  return 1;
 }
 
-// Fills in the pieces that this thread packed last: the two of the head, then the tensors. Returns how many.
-int ps_packed(Piece* pieces, int most) {
-  const std::vector<Piece>& made = packer().pieces();
+// Fills in the pieces that this thread packed last, and returns how many: `counts[0]` of the head, then the tensors.
+// `objects` gets the `counts[1]` that were kept alive, to be let go by the caller.
+int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
+  Packer& packed = packer();
+  const std::vector<Piece>& made = packed.pieces();
+  const std::vector<void*> held = packed.take_held();
   const int count = static_cast<int>(made.size());
+  counts[0] = packed.heads();
+  counts[1] = static_cast<int>(held.size());
+  std::copy(held.begin(), held.end(), objects);
   for (int index = 0; index < count && index < most; ++index) pieces[index] = made[static_cast<std::size_t>(index)];
   return count;
 }
