@@ -72,7 +72,7 @@ class Waiting(NamedTuple):
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
     """Addresses and sizes of contiguous CPU tensors, as the library takes them; those without elements left out."""
     flat: list[int] = []
-    if type(more_head) is Pinned:
+    if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
             flat += piece
     elif more_head:
@@ -280,7 +280,7 @@ class Sender(_End):
     def _begin(self, message: Message, timeout_s: float) -> int:
         head, tensors, fingerprint, more_head = message
         pieces, count = pieces_of(tensors, more_head)
-        more_heads = len(more_head.pieces) if type(more_head) is Pinned else 1 if more_head else 0
+        more_heads = len(more_head.pieces) if isinstance(more_head, Pinned) else 1 if more_head else 0
         return self._library.ps_queue_send(
             self._end, head, len(head), pieces, count, more_heads, fingerprint, timeout_s
         )

@@ -145,6 +145,8 @@ class PlainObjects:
             "ps_posting_dict", address
         )
         """As `post`, the message of a dict of tensors: of a writer, the dict, its form, its head, a fingerprint."""
+        self.fits: Callable[[dict[str, Any], int], int] = library.method("ps_fitting", address)
+        """Tells whether a dict is of a form, so that `post_dict` takes it."""
         self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
             post_list(writer, tensors, address, head, len(head), fingerprint)
         )
@@ -192,7 +194,7 @@ class PlainObjects:
         heads, held_count = counts
         objects = []
         for at in held[:held_count]:
-            objects.append(ctypes.cast(at, ctypes.py_object).value)
+            objects.append(ctypes.cast(at or 0, ctypes.py_object).value)
             _let_go(at)  # the library's
         flat = found[: 2 * count]
         return list(zip(flat[::2], flat[1::2], strict=True)), heads, objects

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -356,7 +356,7 @@ class Messenger:
         self.route = route
         self.transport = transport_of(route)
         self.allow_pickle = allow_pickle
-        self._has_pool = self.transport.takes_many and route.context.device.type == "cpu"
+        self._has_pool = self.transport.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
@@ -609,6 +609,22 @@ class Messenger:
         call = message_call(_BROADCAST_METHOD, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)
+
+    def try_broadcast_dict(
+        self, tensors: dict[str, Any], form: int, head: bytes, src: int, pieces: Callable[[], list[Tensor]]
+    ) -> bool:
+        """Sends the tensors of a dict to all as broadcast_list does, by one call into C++; False where it can't be.
+
+        `form`: as of try_send_dict. `pieces`: the tensors, for a message that has no room at once.
+        """
+        context, transport = self.route.context, self.transport
+        if context.device.type != "cpu" or context.simulated or not transport.fits(tensors, form):
+            return False
+        call = message_call(_BROADCAST_METHOD, src)
+        with self.route.alone(call):
+            plain = TensorList(head, tensors, _BROADCAST_LIST, form)
+            transport.broadcast(lambda: Outgoing(head, pieces(), counted=_BROADCAST_LIST), call, plain)
+        return True
 
     def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
         flat = _all_contiguous(tensors)

@@ -9,6 +9,7 @@ Dicts that travel with metadata are in `messenger`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -146,11 +147,22 @@ class _KnownForm(NamedTuple):
 
     def try_send(self, group: GroupFacts, tensors: dict[str, Any], dst: int) -> bool:
         """Sends a dict that is plainly of this form by one call into C++; False for what takes more steps."""
+        messenger = self._messenger(group, tensors)
+        return messenger is not None and messenger.try_send_dict(tensors, self.form.address, self.head, dst)
+
+    def try_broadcast(self, group: GroupMember, tensors: dict[str, Any], src: int, spec: TensorDictSpec) -> bool:
+        """Sends such a dict to all ranks, as try_send."""
+        messenger, pieces = self._messenger(group, tensors), functools.partial(_tensors_of, tensors, spec)
+        return messenger is not None and messenger.try_broadcast_dict(
+            tensors, self.form.address, self.head, src, pieces
+        )
+
+    def _messenger(self, group: GroupMember, tensors: dict[str, Any]) -> Any:
+        """Returns the group's messenger; None where a constant is another."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
-                return False
-        messenger = group.route.try_messenger
-        return messenger is not None and messenger.try_send_dict(tensors, self.form.address, self.head, dst)
+                return None
+        return group.route.try_messenger
 
 
 _MOST_FORMS = 256
@@ -183,11 +195,10 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
 
 def broadcast(group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
     if group.rank_in_group == src:
-        pieces = spec.plain_pieces(tensors) if type(tensors) is dict and _is_eager() else None
-        if pieces is not None and tensors is not None:
-            if pieces and not group._is_single_rank():
-                group.route.messenger.broadcast_list(pieces, spec.digest, src)
-            return tensors
+        if type(tensors) is dict and _is_eager() and not group._is_single_rank():
+            known = _known_form(spec)
+            if known is not None and known.try_broadcast(group, tensors, src, spec):
+                return tensors
         given = _given(tensors, spec)
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
@@ -308,9 +319,12 @@ def _slices(
 def _allocated(group: GroupFacts, spec: TensorDictSpec) -> dict[str, Any]:
     """Returns the dict, of tensors to be filled."""
     result: dict[str, Any] = {}
+    messenger = group.route.try_messenger if _is_eager() and not group._is_single_rank() else None
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
+        elif messenger is not None and entry.device_type == "cpu":
+            result[entry.key] = messenger.empty(entry.shape, entry.dtype)
         else:
             result[entry.key] = torch.empty(
                 entry.shape, dtype=entry.dtype, device=device_for(entry.device_type, group.device)

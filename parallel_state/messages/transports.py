@@ -103,6 +103,10 @@ class Transport(Protocol):
         `obj`: what that is the message of, for transports that need no encoding.
         """
 
+    def fits(self, tensors: dict[str, Any], form: int) -> bool:
+        """Returns True where `broadcast` takes the TensorList of a dict and the form at this address as it is."""
+        return False
+
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         """Returns the next message of `src` that nobody has asked for: to this rank, or to all of them in `call`."""
 
@@ -116,7 +120,7 @@ def transport_of(route: Route) -> Transport:
     return RouteTransport(route) if channels is None else QueueTransport(route, channels)
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """Sends nowhere, and receives nothing: for torch's `fake` backend."""
 
     takes_many = True
@@ -146,7 +150,7 @@ class FakeTransport:
 # Each part a transfer of its own.
 
 
-class RouteTransport:
+class RouteTransport(Transport):
     """Carries each part as a transfer of its own, over whatever carries the group's tensors."""
 
     takes_many = False
@@ -296,6 +300,9 @@ class QueueTransport:
         if posted is True:
             self._note_posted(name, sender, dst, started)
         return posted
+
+    def fits(self, tensors: dict[str, Any], form: int) -> bool:
+        return bool(self._objects.fits(tensors, form))
 
     def _post(self, sender: Sender, obj: object, limit: int, number: int) -> bool | Outgoing:
         """Writes all of a message at once: True. Else False, or what was packed and has no room; no tensors then."""

@@ -95,7 +95,7 @@ def test_a_dict_of_the_form_of_those_before_is_read_without_its_head(tmp_path: P
                 taken.append(False)
                 receiver._take(incoming, 0)
                 continue
-            tensors = likely.allocate()
+            tensors = likely.allocate(receiver.empty)
             incoming.expect(likely.head, tensors)
             with incoming as head:
                 taken.append(head is None)
@@ -221,6 +221,10 @@ def test_a_dict_with_a_spec_leaves_by_one_call(tmp_path: Path) -> None:
             receiver.recv_list(room, spec.digest, 0)
             assert same(room, [x.detach(), fit["y"]])
         assert receiver.route.traffic().get("recv_list") == sender.route.traffic().get("send_list")
+        fitting = [sender.transport.fits(values, known.form.address) for values in (fit, *others)]
+        of_other_constants = (1, 11)  # which C++ doesn't look at
+        expected = [index in (0, *of_other_constants) for index in range(len(fitting))]
+        assert fitting == [each and native.load().has_ops for each in expected]
 
 
 class Collectives:

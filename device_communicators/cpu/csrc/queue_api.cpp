@@ -193,6 +193,14 @@ void* ps_posting_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
                                                  head_bytes, number_of(given[4])));
 }
 
+// Whether a dict is of a form, as calling.h has it: `ps_queue_post_dict` would take it.
+void* ps_fitting(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form
+  if (count != 2) return nullptr;
+  const auto& python = *static_cast<const Python*>(pointer_of(self));
+  const auto* const form = static_cast<const Form*>(pointer_of(given[1]));
+  return calling.make_integer(packer().gather(python, given[0], *form, {nullptr, 0}) ? 1 : 0);
+}
+
 // Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python; else call `ps_packed`.
 int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
   if (!packer().pack(*static_cast<const Python*>(python), object, depth, limit)) return 0;
