@@ -18,6 +18,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -523,8 +524,9 @@ struct Fake {
   std::string bytes;
   long long number = 0;
   void* tensor = nullptr;
-  int holders = 0;
 };
+
+std::multiset<void*> held;  // objects that the packer keeps alive
 
 const char kTypes[9] = {};  // list, dict, str, int, float, None, bool, bytes, Tensor
 enum { kList, kDict, kStr, kInt, kFloat, kNone, kBool, kBytes, kTensor };
@@ -539,8 +541,11 @@ Python fake_python() {
   static const char* const names[] = {"uint8", nullptr, "bfloat16"};
   Python python{};
   python.type_of = [](void* object) { return const_cast<void*>(fake(object)->type); };
-  python.let_go = [](void* object) { --fake(object)->holders; };
-  python.hold = [](void* object) { ++fake(object)->holders; };
+  python.hold = [](void* object) { held.insert(object); };
+  python.let_go = [](void* object) {  // or a type, which nobody holds
+    const auto found = held.find(object);
+    if (found != held.end()) held.erase(found);
+  };
   python.list_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size()); };
   python.list_item = [](void* object, std::ptrdiff_t at) -> void* { return fake(object)->items[at]; };
   python.dict_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size() / 2); };
@@ -691,9 +696,10 @@ void packed_objects() {
     Piece pieces[200];
     int counts[2] = {};
     if (status == 6 || (status == 1 && draw(2) == 0)) continue;  // what it holds then is let go by the next
-    void* held[64] = {};
-    const int count = ps_packed(pieces, 200, counts, held), heads = counts[0];
-    for (int each = 0; each < counts[1]; ++each) python.let_go(held[each]);
+    void* kept[64] = {};
+    const int count = ps_packed(pieces, 200, counts, kept), heads = counts[0];
+    for (int each = 0; each < counts[1]; ++each) python.let_go(kept[each]);
+    CHECK(held.empty());
     CHECK(count >= heads && heads >= 2 && pieces[0].bytes >= 37);
     std::size_t head_bytes = 0;
     for (int piece = 0; piece < heads; ++piece) head_bytes += pieces[piece].bytes;
@@ -716,7 +722,6 @@ void packed_objects() {
     const std::size_t taken = room >= head_bytes ? head_bytes : 0;
     const Piece all{came.data() + taken, came.size() - taken};
     CHECK(ps_queue_read(queue.reader, &all, 1, 0) == 0 && came == packed);
-    for (const Fake& each : objects) CHECK(each.holders == 0);
     const std::size_t body = pieces[0].bytes;
     CHECK(ps_plain_keys(reinterpret_cast<const std::uint8_t*>(packed.data()) + body, head_bytes - body, 0, 5, 1) == 1);
   }
