@@ -150,14 +150,14 @@ class _KnownForm(NamedTuple):
         messenger = self._messenger(group, tensors)
         return messenger is not None and messenger.try_send_dict(tensors, self.form.address, self.head, dst)
 
-    def try_broadcast(self, group: GroupMember, tensors: dict[str, Any], src: int, spec: TensorDictSpec) -> bool:
+    def try_broadcast(self, group: GroupFacts, tensors: dict[str, Any], src: int, spec: TensorDictSpec) -> bool:
         """Sends such a dict to all ranks, as try_send."""
         messenger, pieces = self._messenger(group, tensors), functools.partial(_tensors_of, tensors, spec)
         return messenger is not None and messenger.try_broadcast_dict(
             tensors, self.form.address, self.head, src, pieces
         )
 
-    def _messenger(self, group: GroupMember, tensors: dict[str, Any]) -> Any:
+    def _messenger(self, group: GroupFacts, tensors: dict[str, Any]) -> Any:
         """Returns the group's messenger; None where a constant is another."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
