@@ -52,7 +52,6 @@ from parallel_state.startup.watch import StartWatch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
 logger = logging.getLogger("parallel_state")
 
 c10d.register()

@@ -60,6 +60,7 @@ _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
+_NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
 _CORES = "cores"
 _ROSTER_S = 0.2  # between two rosters of those who came so far
@@ -241,34 +242,22 @@ class _Meeting:
             try:
                 if store is None:
                     store, name = dist.PrefixStore(self.prefix, self.connect()), b""
-                    self.obstacle = "rank 0 has not opened a world there"
+                    self.obstacle = _NO_WORLD
                 newest = store.get(_NAME) if store.check([_NAME]) else b""
                 if newest not in (b"", name):
                     name, world = newest, dist.PrefixStore(newest.decode(), store)
-                    self.processes.close()
-                    self.processes = Processes(self.own_place)
-                    self._read_roster(world)
-                    if 0 in self.processes.ended():  # the name was left behind, by a world that never was
-                        world, entered, self.obstacle = None, False, "rank 0 has not opened a world there"
+                    if self._is_left_behind(world):
+                        world, entered = None, False
                     else:
                         entered = self._enter(world, entry)
-                        self.obstacle = (
-                            "rank 0 gave no verdict" if entered else "another process came there with this rank"
-                        )
-                if world is not None and entered and world.check([_VERDICT]):
-                    verdict = world.get(_VERDICT).decode()
-                    world.add(_HEARD, 1)
-                    if verdict == f"{_COMPLETE} {self.place.world_size}":
-                        self.places = _places(json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode()))))
-                        self.processes.see(self.places)
-                        return world
-                    if not verdict.startswith(_COMPLETE):
-                        raise self._failure(verdict)
-                    # A smaller world, of some of the ranks, that comes first.
-                    entered = False
-                    self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
-                elif world is not None and entered:
+                if world is None or not entered:
+                    continue
+                if not world.check([_VERDICT]):
                     self._look_after(world)
+                elif self._is_complete(world):
+                    return world
+                else:
+                    entered = False
             except (OSError, dist.DistNetworkError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
@@ -281,6 +270,16 @@ class _Meeting:
             world.set(_GAVE_UP, "1")
         raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}")
 
+    def _is_left_behind(self, world: dist.Store) -> bool:
+        """Returns True for a world whose rank 0 has ended before it gave a verdict; else watches who came there."""
+        self.processes.close()
+        self.processes = Processes(self.own_place)
+        self._read_roster(world)
+        if 0 not in self.processes.ended():
+            return False
+        self.obstacle = _NO_WORLD
+        return True
+
     def _enter(self, world: dist.Store, entry: str) -> bool:
         """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""
         key = _key(self.place.rank)
@@ -291,7 +290,24 @@ class _Meeting:
             if other.ended():
                 found = world.compare_set(key, found, entry).decode()
             other.close()
+        self.obstacle = "rank 0 gave no verdict" if found == entry else "another process came there with this rank"
         return found == entry
+
+    def _is_complete(self, world: dist.Store) -> bool:
+        """Returns True if the verdict is that all ranks came, False for a smaller world, of some, that goes first.
+
+        Raises the error for any other verdict.
+        """
+        verdict = world.get(_VERDICT).decode()
+        world.add(_HEARD, 1)
+        if verdict == f"{_COMPLETE} {self.place.world_size}":
+            self.places = _places(json.loads(zlib.decompress(bytes.fromhex(world.get(_ROSTER).decode()))))
+            self.processes.see(self.places)
+            return True
+        if not verdict.startswith(_COMPLETE):
+            raise self._failure(verdict)
+        self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
+        return False
 
     def _look_after(self, world: dist.Store) -> None:
         """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
