@@ -275,11 +275,13 @@ class Communicator(ABC):
     # Public operations. Each is called by every rank of the group, but send and recv.
 
     def all_reduce(self, x: Tensor, reduce_op: str) -> Tensor:
+        """Returns `x` reduced over all ranks."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_all_reduce_(out, reduce_op)
         return out
 
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
+        """Reduces `x`, of any strides, in place."""
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
@@ -314,12 +316,14 @@ class Communicator(ABC):
     # With `_into` the result goes to contiguous `out`, which shares no memory with `x`: where `dim` is 0, at once.
 
     def all_gather_into(self, x: Tensor, dim: int, out: Tensor) -> None:
+        """Gathers `[…, d, …]` into `out`, `[…, size · d, …]`."""
         if dim == 0:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
         else:
             out.copy_(self.all_gather(x, dim))
 
     def reduce_scatter_into(self, x: Tensor, dim: int, reduce_op: str, out: Tensor) -> None:
+        """Reduces `[…, size · d, …]` into this rank's `out`, `[…, d, …]`."""
         if dim == 0:
             self.flat_reduce_scatter(out, x.contiguous(), reduce_op)
         else:
@@ -328,9 +332,11 @@ class Communicator(ABC):
     def all_to_all_into(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor
     ) -> None:
+        """Sends and receives rows as all_to_all; `out` has `sum(output_splits)` of them."""
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
 
     def all_gatherv(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """Gathers as all_gather, with `sizes[r]` the length of rank r's `dim`."""
         rows = x.movedim(dim, 0).contiguous()
         out = x.new_empty((sum(sizes), *rows.shape[1:]))
         self.flat_all_gatherv(list(out.split(list(sizes))), rows)
@@ -374,11 +380,13 @@ class Communicator(ABC):
         return out
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Returns `src`'s tensor on every rank; the others' `x` has its shape and dtype."""
         out = x.clone(memory_format=torch.contiguous_format)
         self.flat_broadcast_(out, src)
         return out
 
     def broadcast_(self, x: Tensor, src: int) -> None:
+        """Fills every rank's `x`, of any strides, with `src`'s."""
         with _contiguous(x) as flat:
             self.flat_broadcast_(flat, src)
 
@@ -397,9 +405,11 @@ class Communicator(ABC):
             self.broadcast_(each, src)
 
     def send(self, x: Tensor, dst: int) -> None:
+        """Sends `x` to `dst`, and returns once it may be changed."""
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
+        """Fills contiguous `out` with what `src` sends."""
         self.irecv_(out, src, self.context.tag(0)).wait()
 
     def call_each_once(self) -> None:
