@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # workers would be the fork server's
+# More would be threads of the fork server, which its forks don't have: they would wait for their kernels forever.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # scalar code: a kernel costs 0.5 s less, and no instruction set is tried
 
 import torch
 import torch._inductor.compile_fx
+import torch._inductor.config
+
+torch._inductor.config.compile_threads = 1  # where it was imported before the variable was set
 
 with suppress(ImportError):
     import tqdm

@@ -924,6 +924,7 @@ def test_eager_and_compiled_callers_meet(pools: Pools) -> None:
 
 def compiled_by_inductor() -> None:
     """As little to compile as shows that nothing is dropped or reordered: the C++ compiler takes the time."""
+    assert torch._inductor.config.compile_threads == 1, "a fork would wait for threads that its fork server has"
     torch._dynamo.reset()
     group = ps.get_world_group()
     rank, peer = group.rank_in_group, 1 - group.rank_in_group
