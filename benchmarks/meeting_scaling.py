@@ -32,6 +32,7 @@ from init_scaling import commit, machine, start_afresh
 from init_scaling_ranks import CountingStore, TrialFailedError, enter_own_network, run_ranks
 
 from parallel_state.startup import interfaces, reachability, rendezvous
+from parallel_state.startup import stores as start_stores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import StartWatch
@@ -107,8 +108,9 @@ def hosts_of_fork(world_size: int, count: bool, fork: int, port: int, mark: Call
     interfaces.whereabouts = lambda: _place_of(own.rank)
     stores: dict[int, list[BytesStore]] = {rank: [] for rank in ranks}
     if count:
-        rendezvous._tcp_store = _counting(rendezvous._tcp_store, own, stores)
-    rendezvous._within = lambda deadline, make, grace_s=0.0: make()  # in the rank's own thread, which knows its rank
+        start_stores._tcp_store = _counting(start_stores._tcp_store, own, stores)
+    # In the rank's own thread, which knows its rank.
+    start_stores.within = rendezvous.within = lambda deadline, make, grace_s=0.0: make()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     told: dict[int, Told | BaseException] = {}
 
