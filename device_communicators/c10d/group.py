@@ -10,9 +10,10 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,13 +34,7 @@ from device_communicators.cpu.native_group import (
     peer_died,
     timed_out,
 )
-from device_communicators.errors import (
-    CollectiveTimeoutError,
-    CommunicationError,
-    ForkedError,
-    PeerDiedError,
-    plain,
-)
+from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ForkedError, PeerDiedError, plain
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.member import LOST
@@ -77,21 +72,6 @@ def as_torch_error(error: BaseException) -> BaseException:
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind, dist.DistBackendError), names)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """The places of the queues between ranks: `QueuePlaces` in csrc/pairs.h."""
-
-    control_address: int
-    windows: int
-    descriptor: int
-    data_offset: int
-    chunk_bytes: int
-    chunks: int
-    kinds: int
-    spin_ns: int
-    yields: int
 
 
 class Group:
@@ -171,14 +151,17 @@ class Group:
         if self._is_worlds:
             self._world.close()
 
-    def places(self) -> _Places | None:
+    def places(self) -> SimpleNamespace | None:
+        """Returns the places of the queues between ranks: `QueuePlaces` in csrc/pairs.h."""
         memory = self._memory
         if memory.channels is None:
             return None
         queues: Any = memory.channels.memory
-        return _Places(
-            queues.control_address, queues.windows, queues.descriptor, queues.data_offset,
-            SHAPE.chunk_bytes, SHAPE.chunks, KINDS, *message_wait_policy(*memory.waiting),
+        spin_ns, yields = message_wait_policy(*memory.waiting)
+        return SimpleNamespace(
+            control_address=queues.control_address, windows=queues.windows, descriptor=queues.descriptor,
+            data_offset=queues.data_offset, chunk_bytes=SHAPE.chunk_bytes, chunks=SHAPE.chunks, kinds=KINDS,
+            spin_ns=spin_ns, yields=yields,
         )  # fmt: skip
 
     def set_timeout(self, timeout: timedelta) -> None:

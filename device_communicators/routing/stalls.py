@@ -21,7 +21,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from device_communicators import settings
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
@@ -30,6 +30,9 @@ from device_communicators.liveness.condition import condition_of
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.recorder import Operation
+
+if TYPE_CHECKING:
+    from device_communicators.routing.route import Route
 
 logger = logging.getLogger("parallel_state")
 
@@ -54,24 +57,11 @@ _LAST_OPERATIONS = 3
 _MOST_THREADS = 16
 
 
-class Waiting(Protocol):
-    """The route of a wait, as far as others may be told of it."""
-
-    @property
-    def context(self) -> GroupContext: ...
-
-    def served_operations(self) -> list[Operation]: ...
-
-    def operations(self) -> list[Operation]: ...
-
-    def traffic(self) -> dict[str, Any]: ...
-
-
-WAITS: dict[int, tuple[Waiting, Operation]] = {}
+WAITS: dict[int, tuple[Route, Operation]] = {}
 """By thread: the operation that it waits for, in Python."""
 
 
-def end_wait(thread: int, before: tuple[Waiting, Operation] | None) -> None:
+def end_wait(thread: int, before: tuple[Route, Operation] | None) -> None:
     """Ends a thread's wait; it may go on with the one that this was a step of."""
     if before is None:
         del WAITS[thread]
@@ -84,7 +74,7 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
     __slots__ = ("_before", "_thread", "_wait")
 
-    def __init__(self, route: Waiting, operation: Operation) -> None:
+    def __init__(self, route: Route, operation: Operation) -> None:
         self._wait = route, operation
         self._thread = threading.get_ident()
 
@@ -139,7 +129,7 @@ class Stalls:
         """`rank`: this process', global."""
         self._watcher = watcher
         self.rank = rank
-        self._routes: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
         self._store: Any = None
         self._published: State | None = None
         self._published_at = 0.0
@@ -156,7 +146,7 @@ class Stalls:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, route: Waiting) -> None:
+    def add(self, route: Route) -> None:
         self._routes.add(route)
         self._moved_s = max(self._moved_s, route.context.size / _TELLERS_PER_S)
         if self._thread is None:
@@ -263,7 +253,7 @@ class Stalls:
         if self._published is not None and now - self._published_at > _KEEP_S:
             self._publish(None)
 
-    def _publish_wait(self, route: Waiting, operation: Operation, thread: int | None, now: float) -> None:
+    def _publish_wait(self, route: Route, operation: Operation, thread: int | None, now: float) -> None:
         context = route.context
         if self._published is None or not self._published.is_in_call_of(
             State(group_key(context), call=call_in_words(context, operation))
@@ -325,9 +315,9 @@ class Stalls:
             self._store.set(key, value)
         return self._store is not None
 
-    def _longest_wait(self) -> tuple[Waiting, Operation, int | None] | None:
+    def _longest_wait(self) -> tuple[Route, Operation, int | None] | None:
         """Returns what the thread that has waited longest waits for, and the thread."""
-        waits: list[tuple[Waiting, Operation, int | None]] = [(*wait, thread) for thread, wait in list(WAITS.items())]
+        waits: list[tuple[Route, Operation, int | None]] = [(*wait, thread) for thread, wait in list(WAITS.items())]
         for route in list(self._routes):
             collectives = route.context.collectives
             if collectives is not None and collectives.is_busy:
@@ -395,7 +385,7 @@ class _Process:
 _PROCESS = _Process()
 
 
-def watch(route: Waiting) -> None:
+def watch(route: Route) -> None:
     """Tells of long waits of a group from now on, where its ranks can ask each other."""
     context = route.context
     watcher = context.watcher
@@ -435,7 +425,7 @@ def _state_without_call(idle_s: float) -> State:
     return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
 
 
-def _state_of(route: Waiting, operation: Operation, thread: int | None) -> State:
+def _state_of(route: Route, operation: Operation, thread: int | None) -> State:
     place = stacks.in_words(stacks.frames_of(thread))
     return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,25 +14,18 @@ from device_communicators.host_calls import host_call
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
-from device_communicators.routing.stalls import Waiting, waiting_for
+from device_communicators.routing.stalls import waiting_for
+
+if TYPE_CHECKING:
+    from device_communicators.routing.route import Route
 
 WAITED_FOR = "what was started by the host is waited for by the host; do both outside the compiled function"
-
-
-class Starter(Waiting, Protocol):
-    """The route that started an operation, as its handle needs it."""
-
-    is_parents: bool
-
-    def check_usable(self, operation: str = "a call") -> None: ...
-
-    def failure_of(self, error: Exception, operation: str, started: float, record: Operation) -> Exception: ...
 
 
 class Handle:
     """A started transfer. `wait()` returns when it is done and raises what went wrong; both calls may be repeated."""
 
-    def __init__(self, route: Starter, record: Operation, work: Work, tensor: Tensor) -> None:
+    def __init__(self, route: Route, record: Operation, work: Work, tensor: Tensor) -> None:
         self._route = route
         self._record = record
         self._work: Work | None = work

@@ -63,6 +63,9 @@ _GAVE_UP = "gave up"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _LOOPBACK, _SAME = "complete", "sizes", "missing", "loopback", "same"
 _CORES = "cores"
+_OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = (
+    (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
+)  # fmt: skip
 _ROSTER_S = 0.2  # between two rosters of those who came so far
 
 
@@ -201,12 +204,9 @@ class _Meeting:
             self.processes.see({rank: self.places[rank]})
         if ended := self._ended(world):
             return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
-        if unreachable := interfaces.unreachable(self.places):
-            return f"{_LOOPBACK} {' '.join(unreachable)}", size - 1
-        if shared := interfaces.shared_address(self.places):
-            return f"{_SAME} {' '.join(shared)}", size - 1
-        if different := binding.different_cores(self.places):
-            return f"{_CORES} {' '.join(different)}", size - 1
+        for kind, find in _OBSTACLES:
+            if words := find(self.places):
+                return f"{kind} {' '.join(words)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
 
     def _ended(self, world: dist.Store) -> list[int]:

@@ -20,12 +20,8 @@ from device_communicators.errors import AlreadyInitializedError
 from parallel_state.compat.sglang import communication_op, coordinator, dp_attention, parallel_state, utils
 from parallel_state.compat.sglang.context import ParallelContext as ParallelContext
 from parallel_state.compat.sglang.context import get_parallel as get_parallel
-from parallel_state.compat.sglang.utils import (
-    all_gather_single as all_gather_single,
-)
-from parallel_state.compat.sglang.utils import (
-    reduce_scatter_single as reduce_scatter_single,
-)
+from parallel_state.compat.sglang.utils import all_gather_single as all_gather_single
+from parallel_state.compat.sglang.utils import reduce_scatter_single as reduce_scatter_single
 
 _PARTS = (parallel_state, coordinator, communication_op, utils, dp_attention)
 globals().update(

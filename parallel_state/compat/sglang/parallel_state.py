@@ -23,40 +23,17 @@ from parallel_state import aliases, state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import utils
 from parallel_state.compat.sglang.context import GROUPS, get_parallel
-from parallel_state.compat.sglang.coordinator import (
-    REDUCE_OP_SUM as REDUCE_OP_SUM,
-)
-from parallel_state.compat.sglang.coordinator import (
-    GroupCoordinator,
-    refuse_elastic,
-)
-from parallel_state.compat.sglang.coordinator import (
-    P2PWork as P2PWork,
-)
-from parallel_state.compat.sglang.coordinator import (
-    TensorMetadata as TensorMetadata,
-)
-from parallel_state.compat.sglang.coordinator import (
-    _groups as _groups,
-)
-from parallel_state.compat.sglang.coordinator import (
-    flashinfer_allreduce as flashinfer_allreduce,
-)
-from parallel_state.compat.sglang.coordinator import (
-    inplace_all_reduce as inplace_all_reduce,
-)
-from parallel_state.compat.sglang.coordinator import (
-    outplace_all_reduce as outplace_all_reduce,
-)
-from parallel_state.compat.sglang.coordinator import (
-    reg_all_gather_into_tensor as reg_all_gather_into_tensor,
-)
-from parallel_state.compat.sglang.coordinator import (
-    reg_all_to_all_single as reg_all_to_all_single,
-)
-from parallel_state.compat.sglang.coordinator import (
-    reg_reduce_scatter_tensor as reg_reduce_scatter_tensor,
-)
+from parallel_state.compat.sglang.coordinator import REDUCE_OP_SUM as REDUCE_OP_SUM
+from parallel_state.compat.sglang.coordinator import GroupCoordinator, refuse_elastic
+from parallel_state.compat.sglang.coordinator import P2PWork as P2PWork
+from parallel_state.compat.sglang.coordinator import TensorMetadata as TensorMetadata
+from parallel_state.compat.sglang.coordinator import _groups as _groups
+from parallel_state.compat.sglang.coordinator import flashinfer_allreduce as flashinfer_allreduce
+from parallel_state.compat.sglang.coordinator import inplace_all_reduce as inplace_all_reduce
+from parallel_state.compat.sglang.coordinator import outplace_all_reduce as outplace_all_reduce
+from parallel_state.compat.sglang.coordinator import reg_all_gather_into_tensor as reg_all_gather_into_tensor
+from parallel_state.compat.sglang.coordinator import reg_all_to_all_single as reg_all_to_all_single
+from parallel_state.compat.sglang.coordinator import reg_reduce_scatter_tensor as reg_reduce_scatter_tensor
 from parallel_state.groups.same_node import in_the_same_node_as as _in_the_same_node_as
 from parallel_state.torch_internals import default_store
 
