@@ -165,7 +165,8 @@ class Watcher:
         self._linked: set[int] = set()
         self.bound_s = NEWS_S
         """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
-        self._has_left: Callable[[int], bool] = lambda rank: False
+        self.has_left: Callable[[int], bool] = lambda rank: False
+        """Returns True if a rank of this host, global, ended on purpose."""
         self._thread: threading.Thread | None = None
         self._wake: WakeEvent | None = None
         self._pid = os.getpid()
@@ -195,13 +196,9 @@ class Watcher:
 
         return answer_within(limit_s, ask)
 
-    def has_left(self, rank: int) -> bool:
-        """Returns True if a rank of this host, global, ended on purpose."""
-        return self._has_left(rank)
-
     def watch_processes(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
         """Watches processes of this host, by global rank; once. `has_left` tells who went on purpose."""
-        self._has_left = has_left
+        self.has_left = has_left
         self._pids = dict(pids)
         for rank, pid in pids.items():
             try:
@@ -275,7 +272,7 @@ class Watcher:
     def _report_ending(self, ranks: set[int]) -> None:
         """Reports what the kernel is ending already: until a large process has ended, seconds may go by."""
         for rank, pid in self._pids.items():
-            if rank in ranks and rank not in self._deaths and is_ending(pid) and not self._has_left(rank):
+            if rank in ranks and rank not in self._deaths and is_ending(pid) and not self.has_left(rank):
                 self.report(rank, "has ended")
 
     def close(self) -> None:
@@ -297,7 +294,7 @@ class Watcher:
                 os.close(pidfd)
         self._processes = {}
         self._pids = {}
-        self._has_left = lambda rank: False
+        self.has_left = lambda rank: False
         wake, self._wake = self._wake, None
         if wake is not None:
             wake.close()
@@ -315,5 +312,5 @@ class Watcher:
                     return
                 poll.unregister(descriptor)
                 rank = processes.pop(descriptor)
-                if not self._has_left(rank):
+                if not self.has_left(rank):
                     self.report(rank, "has ended")

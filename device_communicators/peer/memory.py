@@ -121,7 +121,7 @@ class _Rendezvous(ByThread):
     def wait(self) -> None:
         self.begin()
         deadline = time.monotonic() + min(_RENDEZVOUS_S, self._context.timeout_s / 2)
-        until(lambda seconds: self._ended(seconds) or time.monotonic() > deadline, self._context, self._operation)
+        until(lambda seconds: self._done.wait(seconds) or time.monotonic() > deadline, self._context, self._operation)
         if not self.is_completed():
             raise TimeoutError(f"{self._operation} was not done in time")
         super().wait()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,21 +52,6 @@ class Operation:
     def __str__(self) -> str:
         what = f" of {list(self.shape)} {self.dtype}" if self.dtype else ""
         return f"{self.name} number {self.sequence}{what}{f' at {self.site}' if self.site else ''}"
-
-
-class Recorder:
-    """The ring of what Python carried."""
-
-    def __init__(self) -> None:
-        self._operations: deque[Operation] = deque(maxlen=RECORDS)
-
-    def add(self, operation: Operation) -> None:
-        """Keeps an operation, in place of the oldest."""
-        self._operations.append(operation)
-
-    def last(self, others: Iterable[Operation] = ()) -> list[Operation]:
-        """Returns the last operations, with those recorded elsewhere, in the order of their numbers."""
-        return sorted([*self._operations, *others], key=lambda each: each.sequence)[-RECORDS:]
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]]) -> Path:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from device_communicators.routing.failures import (
     is_of_transport,
     kind_of_failure,
 )
-from device_communicators.routing.recorder import PAIRS, Operation, Recorder
+from device_communicators.routing.recorder import PAIRS, RECORDS, Operation
 from device_communicators.routing.reports import explained, publish
 from device_communicators.routing.stalls import add_calls, waiting_for
 from device_communicators.routing.started import Handle
@@ -152,8 +153,8 @@ class Route:
         self.communicators = communicators
         self.sequence = 0
         """The number of the last operation that came through here; what went past it counts as well."""
-        self._recorder = Recorder()
-        self._kept: list[Operation] = []
+        self._recorded: deque[Operation] = deque(maxlen=RECORDS)
+        self._kept: list[Operation] = []  # of those that went past this route, when it was served last
         self.first_failure: CommunicationError | None = None
         self._messenger: Callable[[], Any] = lambda: None
         self.closed = False
@@ -381,12 +382,13 @@ class Route:
             transfer_method() if call is None else str(call),
             peer,
         )
-        self._recorder.add(record)
+        self._recorded.append(record)
         return record
 
     def operations(self) -> list[Operation]:
         """Returns the last operations, in order; one without an end is under way, or has failed."""
-        return self._recorder.last(self._kept if self._server is None else self.served_operations())
+        others = self._kept if self._server is None else self.served_operations()
+        return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
     def count(self, name: str, calls: int = 1, size_bytes: int = 0) -> None:
         """Adds to the traffic of `name`."""
@@ -450,7 +452,7 @@ class Route:
         """
         if error is self.first_failure:
             return error
-        record = record or next(reversed(self._recorder.last()), None)
+        record = record or (self._recorded[-1] if self._recorded else None)
         sequence = self.sequence if record is None else record.sequence
         if isinstance(error, ParallelStateError) or not is_communication_error(error):
             if isinstance(error, PeerDiedError):

@@ -178,7 +178,7 @@ class ByThread:
     def wait(self) -> None:
         self.begin()
         try:
-            until(self._ended, self._context, self._operation)
+            until(self._done.wait, self._context, self._operation)
         except RuntimeError as late:
             if self._peer is None or isinstance(late, CommunicationError):
                 raise
@@ -192,9 +192,6 @@ class ByThread:
 
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-    def _ended(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
 
     def _run_to_end(self) -> None:
         try:
