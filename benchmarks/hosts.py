@@ -1,6 +1,7 @@
-"""A group over several hosts beside torch.distributed over gloo: collectives, sends, objects, tensor dicts.
+"""A group over several hosts beside torch.distributed over gloo, and MPI: collectives, sends, objects, tensor dicts.
 
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
+    python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `parallel_state peers setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
 as these cores, unless `--rate` limits what each of them sends. Every answer is checked before anything is timed; the
@@ -8,6 +9,10 @@ two are interleaved, a round's time is that of the slowest rank, the medians are
 median of the rounds' ratios, gloo's time by ours. `sent` is what host 0 sends in one call, and `packets` in how many
 packets, by the counters of its interface: these don't depend on what else the machine does. Quote ratios: the cores do
 the network's work, too.
+
+With `--mpis` each row is also that of a job of each MPI (`hosts_mpi.py`), started by its own mpiexec on the same hosts
+behind the others, so not in turns with them; its column is its median by ours. Between hosts Intel MPI needs libfabric
+(Debian: libfabric1), which its wheel doesn't bring.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
+from parallel_state.tools.bench import peers
+from tests.clusters.cluster import Cluster
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 
 SIZES = (8 << 10, 1 << 20, 16 << 20)
@@ -239,12 +247,46 @@ def _sent(
     return (many[0] - few[0]) / _COUNTED_CALLS, (many[1] - few[1]) / _COUNTED_CALLS
 
 
+_OF_MPI = (
+    "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "gather", "scatter", "send",
+    "barrier",
+)  # fmt: skip
+_STARTERS = {
+    "MPICH": ("-launcher", "ssh", "-launcher-exec"),
+    "Intel MPI": ("-bootstrap", "ssh", "-bootstrap-exec"),
+}
+_MPI_OVER_TCP = {"FI_PROVIDER": "tcp", "I_MPI_OFI_PROVIDER": "tcp", "I_MPI_FABRICS": "shm:ofi", "I_MPI_PIN": "0"}
+_MPI_DEADLINE_S = 240.0
+
+
+def _measure_mpi(
+    name: str, cluster: Cluster, ranks_per_host: int, operation: str, count: int, rounds: int, calls: int
+) -> list[float]:
+    """Returns the microseconds of each round of an MPI, whose ranks are a job of their own on the same cores."""
+    mpi = next(each for each in peers.MPIS if each.name == name)
+    programs = peers.DEFAULT / mpi.folder / "bin"
+    cores = "/".join(",".join(map(str, cpus)) for cpus in cores_of_each(len(cluster.hosts)))
+    command = [str(programs / "mpiexec"), *_STARTERS[name], str(cluster.agent), "-hosts", ",".join(cluster.names)]
+    command += ["-n", str(len(cluster.hosts) * ranks_per_host), "-ppn", str(ranks_per_host), str(programs / "python")]
+    script = [str(Path(__file__).with_name("hosts_mpi.py")), operation, str(count), str(rounds), str(calls), cores]
+    ended = cluster.run(0, [*command, *script, hex(mpi.bfloat16 or 0)], _MPI_DEADLINE_S, **_MPI_OVER_TCP)
+    samples = [line for line in ended.output.splitlines() if line.startswith("SAMPLES ")]
+    if ended.code or not samples:
+        raise RuntimeError(f"{name}'s {operation} ended with {ended.code}:\n{ended.output[-3000:]}")
+    return json.loads(samples[0].removeprefix("SAMPLES "))
+
+
 def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     dtype = getattr(torch, options.dtype)
     size = options.hosts * options.ranks_per_host
     found = []
     placement = [rank // options.ranks_per_host for rank in range(size)]
-    with Hosts([Host(cpus=cpus) for cpus in cores_of_each(options.hosts)]) as hosts, hosts.ranks(placement) as ranks:
+    machines = [Host(cpus=cpus) for cpus in cores_of_each(options.hosts)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(Path(folder), machines) as hosts,
+        hosts.ranks(placement) as ranks,
+    ):
         route = ranks.run(_route, tp=size)[0]
         for host in range(options.hosts):
             hosts.limit(host, options.rate)
@@ -257,6 +299,9 @@ def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
                 packets = {way: number for way, (_, number) in counts.items()}
                 calls = max(1, min(20, (1 << 20) // max(1, size_bytes)))
                 us = ranks.run(_measure, operation, count, dtype, options.rounds, calls, tp=size, timeout_s=300.0)[0]
+                for mpi in options.mpis if operation in _OF_MPI else ():
+                    job = (options.ranks_per_host, operation, count, options.rounds, calls)
+                    us[mpi] = _measure_mpi(mpi, hosts, *job)
                 found.append(
                     {
                         "operation": operation,
@@ -277,7 +322,8 @@ def _print(row: dict[str, Any]) -> None:
     print(
         f"{row['operation']:22} {row['bytes']:>9} {ours:>9.0f} {gloo:>9.0f} {ratio:>6.2f}   {sent['ours']:>11.0f} "
         f"{sent['gloo']:>11.0f} {sent['ours'] / max(1.0, sent['gloo']):>5.2f}   {packets['ours']:>7.1f} "
-        f"{packets['gloo']:>7.1f}",
+        f"{packets['gloo']:>7.1f}"
+        + "".join(f" {mpi} {statistics.median(row['us'][mpi]) / ours:.2f}" for mpi in row["us"] if mpi not in WAYS),
         flush=True,
     )
 
@@ -290,12 +336,15 @@ def main() -> None:
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes that a rank holds")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--mpis", nargs="+", choices=_STARTERS, default=(), help="peers beside gloo, for bfloat16 only")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     reason = problem()
     if reason is not None:
         sys.exit(f"no hosts can be made here: {reason}")
+    if options.mpis and options.dtype != "bfloat16":
+        parser.error("--mpis are measured with --dtype bfloat16, the default")
     print(
         f"{'operation':22} {'bytes':>9} {'us':>9} {'gloo us':>9} {'ratio':>6}   {'sent':>11} {'gloo sent':>11} "
         f"{'':5}   {'packets':>7} {'gloo':>7}"

@@ -1,0 +1,127 @@
+"""A rank of MPI between hosts, for `hosts.py`, which starts it by mpiexec: checks one collective, then times it.
+
+    python benchmarks/hosts_mpi.py OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16
+
+It borrows torch for its buffers. CORES are those of each host, in the order of the ranks, as `0,1/2,3`; BFLOAT16 is the
+handle of MPI's own type. Rank 0 prints the microseconds of each round's slowest rank as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+
+def calls_of(communicator: MPI.Comm, kind: MPI.Datatype) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Returns the operations, which do what those of `hosts.py` do: into new tensors but for all_reduce_."""
+    size, rank = communicator.size, communicator.rank
+
+    def of(x: Tensor, ranks: int = 1) -> list[object]:
+        """Returns what mpi4py takes for a tensor; for one with a part for each rank it counts those of a part."""
+        return [MPI.buffer.fromaddress(x.data_ptr(), x.nbytes), x.numel() // ranks, kind]
+
+    def into(elements: int, call: Callable[[Tensor], None]) -> Tensor:
+        out = torch.empty(elements, dtype=torch.bfloat16)
+        call(out)
+        return out
+
+    def in_place(x: Tensor) -> Tensor:
+        communicator.Allreduce(MPI.IN_PLACE, of(x))
+        return x
+
+    def broadcast(x: Tensor) -> Tensor:
+        y = x.clone() if rank == 0 else torch.empty_like(x)
+        communicator.Bcast(of(y), 0)
+        return y
+
+    def ping(x: Tensor) -> Tensor:
+        y, last = torch.empty_like(x), size - 1
+        if rank == 0:
+            communicator.Send(of(x), last)
+            communicator.Recv(of(y), last)
+        elif rank == last:
+            communicator.Recv(of(y), 0)
+            communicator.Send(of(y), 0)
+        return y if rank == 0 else x
+
+    def barrier(x: Tensor) -> Tensor:
+        communicator.Barrier()
+        return x
+
+    def gather(x: Tensor) -> Tensor:
+        out = torch.empty(size * len(x) if rank == 0 else 0, dtype=x.dtype)
+        communicator.Gather(of(x), of(out, size) if rank == 0 else None, 0)
+        return out
+
+    return {
+        "all_reduce": lambda x: into(len(x), lambda out: communicator.Allreduce(of(x), of(out))),
+        "all_reduce_": in_place,
+        "all_gather": lambda x: into(size * len(x), lambda out: communicator.Allgather(of(x), of(out, size))),
+        "reduce_scatter": lambda x: into(
+            len(x) // size, lambda out: communicator.Reduce_scatter_block(of(x, size), of(out))
+        ),
+        "broadcast": broadcast,
+        "all_to_all": lambda x: into(len(x), lambda out: communicator.Alltoall(of(x, size), of(out, size))),
+        "gather": gather,
+        "scatter": lambda x: into(
+            len(x) // size, lambda out: communicator.Scatter(of(x, size) if rank == 0 else None, of(out), 0)
+        ),
+        "send": ping,
+        "barrier": barrier,
+    }  # fmt: skip
+
+
+def expected(operation: str, elements: int, size: int, rank: int) -> Tensor:
+    inputs = [input_of(each, elements) for each in range(size)]
+    total, mine = torch.stack(inputs).sum(0), slice(rank * (elements // size), (rank + 1) * (elements // size))
+    return {
+        "all_reduce": total,
+        "all_reduce_": total,
+        "all_gather": torch.cat(inputs),
+        "reduce_scatter": total[mine],
+        "broadcast": inputs[0],
+        "all_to_all": torch.cat([x[mine] for x in inputs]),
+        "gather": torch.cat(inputs) if rank == 0 else torch.empty(0),
+        "scatter": inputs[0][mine],
+    }.get(operation, inputs[rank]).bfloat16()
+
+
+def input_of(rank: int, elements: int) -> Tensor:
+    return (torch.arange(elements) % 7 + rank).bfloat16()
+
+
+def main() -> None:
+    operation, *numbers, cores, bfloat16 = sys.argv[1:]
+    elements, rounds, calls = map(int, numbers)
+    communicator = MPI.COMM_WORLD
+    size, rank = communicator.size, communicator.rank
+    hosts = [[int(core) for core in each.split(",")] for each in cores.split("/")]
+    os.sched_setaffinity(0, hosts[rank * len(hosts) // size])
+    torch.set_num_threads(1)
+    call = calls_of(communicator, MPI.Datatype.fromhandle(int(bfloat16, 0)))[operation]
+    found = call(input_of(rank, elements))
+    if not torch.equal(found, expected(operation, elements, size, rank)):
+        raise RuntimeError(f"{operation} of {elements} × bfloat16 is wrong on rank {rank}")
+    samples = []
+    for _ in range(rounds + 1):
+        communicator.Barrier()
+        x = torch.ones(elements, dtype=torch.bfloat16)
+        started = time.perf_counter()
+        for _ in range(calls):
+            x.fill_(1.0)
+            call(x)[::32].sum()
+        mine = (time.perf_counter() - started) / calls
+        samples.append(communicator.allreduce(mine, MPI.MAX) * 1e6)
+    if rank == 0:
+        print("SAMPLES", json.dumps(samples[1:]), flush=True)  # the first warms up
+
+
+if __name__ == "__main__":
+    main()
