@@ -29,7 +29,7 @@ from device_communicators.routing.started import WAITED_FOR, Handle
 from device_communicators.routing.user_call import UserCall, message_call, transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages import buffers, wire
+from parallel_state.messages import buffers, known_heads, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import (
@@ -221,7 +221,7 @@ class _ObjectReader:
         self._tensors: list[Tensor] = []
         self._plain: tuple[Any] | None = None
         self._cache_key = b""
-        self._template: wire.Template | None = None
+        self._template: known_heads.Template | None = None
 
     def receive(self) -> list[Handle]:
         """Waits for the message; returns the transfers of device tensors, which may be under way still."""
@@ -237,7 +237,7 @@ class _ObjectReader:
                 self._decode(head)
             return self._incoming.read_into(self._tensors)
 
-    def _expects(self, likely: wire.Template) -> bool:
+    def _expects(self, likely: known_heads.Template) -> bool:
         """Makes the tensors of the message that probably comes, while there is time: before it has come."""
         if self._messenger.allow_pickle or not likely.can_be_gathered(self._all_gather_group):
             return False
@@ -262,10 +262,10 @@ class _ObjectReader:
             except MessageDecodeError as error:
                 raise wire.malformed(error, messenger.route.context, src) from error
             return self._plain is not None
-        if not head.has_tensors or messenger.allow_pickle or len(head.body) > wire.MOST_CACHED_BYTES:
+        if not head.has_tensors or messenger.allow_pickle or len(head.body) > known_heads.MOST_CACHED_BYTES:
             return False
         known = bytes(head.body)
-        template = self._template = wire.template_of(known)
+        template = self._template = known_heads.template_of(known)
         if template is None or not template.can_be_gathered(self._all_gather_group):
             self._cache_key, self._template = known, None
             return False
@@ -322,7 +322,7 @@ class _ObjectReader:
         value = wire.build(message, self._tensors, self._messenger.route.context, self._src)
         if self._cache_key and self._tensors:
             slices = 1 if group is None else group.world_size
-            wire.remember_template(self._cache_key, message.tensors, self._tensors, value, slices, self._sliced)
+            known_heads.remember_template(self._cache_key, message.tensors, self._tensors, value, slices, self._sliced)
         return value
 
 

@@ -25,13 +25,13 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import UserCall
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.known_heads import Template
 from parallel_state.messages.wire import (
     FRAME_BYTES,
     HEADER_BYTES,
     NOTHING,
     Head,
     Outgoing,
-    Template,
     TensorList,
     split_by_device,
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
-from parallel_state.messages import wire
+from parallel_state.messages import known_heads, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.values import MAX_DEPTH
@@ -235,7 +235,7 @@ def head(values: dict[str, Any]) -> bytes:
 def test_a_form_is_known_by_all_that_its_head_depends_on() -> None:
     same: dict[str, Any] = {"x": torch.ones(2, 3), "n": 1, "f": 0.0, "s": "a", "none": None}
     first = head(same)
-    assert wire.form_of(same)[0] in wire._heads
+    assert known_heads.form_of(same)[0] in known_heads._heads
     assert head({**same, "x": torch.zeros(2, 3)}) == first
     others = [
         {**same, "x": torch.ones(3, 2)}, {**same, "x": torch.ones(2, 3).int()}, {**same, "n": True}, {**same, "n": 2},
@@ -255,15 +255,15 @@ def test_dicts_that_have_no_form() -> None:
         {"x": complex_x.conj()}, {"x": torch.nn.Parameter(x)}, {"x": x, "l": [1]}, {"x": x, Text("k"): 1},
         {"x": x, "n": Number(1)}, {"x": torch._neg_view(x)},
     ):  # fmt: skip
-        assert wire.form_of(values)[0] is None, values
+        assert known_heads.form_of(values)[0] is None, values
 
 
 def test_a_template_gives_what_was_read() -> None:
     x, y = torch.ones(2), torch.zeros(3)
     metadata = [codec.TensorMetadata(t.dtype, tuple(t.shape), "cpu") for t in (x, y)]
     value = {"n": 1, "x": x, "f": 0.5, "y": y, "x again": x}
-    wire.remember_template(b"head", metadata, [x, y], value)
-    template = wire.template_of(b"head")
+    known_heads.remember_template(b"head", metadata, [x, y], value)
+    template = known_heads.template_of(b"head")
     assert template is not None
     made = template.fill([y, x])
     assert list(made) == list(value)
@@ -271,5 +271,5 @@ def test_a_template_gives_what_was_read() -> None:
     assert made["y"] is x
     assert (made["n"], made["f"]) == (1, 0.5)
     for other in ([x, y], {"x": x, "l": []}, {1: x}, {"x": torch.ones(2)}):
-        wire.remember_template(b"other", metadata, [x, y], other)
-        assert wire.template_of(b"other") is None
+        known_heads.remember_template(b"other", metadata, [x, y], other)
+        assert known_heads.template_of(b"other") is None
