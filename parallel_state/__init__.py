@@ -95,7 +95,7 @@ from parallel_state.layout.axes import AXES, PRESETS, Axis
 from parallel_state.layout.ranks import Grid, Layout
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.messages.codec.types import is_registered, register_type
-from parallel_state.messages.messenger import ReceiveHandle, SendHandle
+from parallel_state.messages.handles import ReceiveHandle, SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from parallel_state.process_groups.options import GroupOptions
 from parallel_state.recovery import reinitialize

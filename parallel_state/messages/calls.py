@@ -16,7 +16,8 @@ from parallel_state.collectives import checks
 from parallel_state.collectives.calls import GroupFacts
 from parallel_state.messages import tensor_dicts as by_spec
 from parallel_state.messages.buffers import Buffers, check_buffers, note_writes
-from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
+from parallel_state.messages.handles import NoReceive, NoSend, ReceiveHandle, SendHandle
+from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from parallel_state.messages.wire import AllGatherGroup
 
