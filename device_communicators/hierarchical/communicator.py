@@ -201,12 +201,13 @@ class HierarchicalCommunicator(PartialCommunicator):
     # From one rank to another. Where each is alone on its host, host r is rank r.
 
     def _exchange(self, hosts: Hosts, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Sends tensors to ranks, and receives from them; this rank's own is copied."""
-        mine = self.context.rank
+        """Sends tensors to ranks, and receives from them; this rank's own is copied while others' are on their way."""
+        mine, leaders = self.context.rank, hosts.leaders
+        sends = leaders.begin_exchange({rank: x for rank, x in sent.items() if rank != mine})
         if mine in received:
             received[mine].copy_(sent[mine])
-        others = ({rank: x for rank, x in each.items() if rank != mine} for each in (sent, received))
-        hosts.leaders.exchange_at_once(*others)
+        expected = {rank: x for rank, x in received.items() if rank != mine}
+        leaders.wait_for([*leaders.end_exchange(expected), *sends])
 
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
         with self._call("all_gatherv", x.dtype, *(out.nbytes for out in outs)) as hosts:
