@@ -15,13 +15,14 @@ import torch
 import parallel_state as ps
 from device_communicators.errors import CommunicationError, PeerDiedError
 from parallel_state.tools.bench.devices import captured
-from tests.gpu.ranks import GpuRanks, device, nccl_of, needs_a_gpu, synchronize, world
+from tests.gpu.ranks import DRY, GpuRanks, device, nccl_of, needs_a_gpu, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]
 VICTIM = 3
 LIMIT_S = 15.0
 """A rank's end is noticed within a second; four ranks on one GPU take their turns meanwhile."""
-TIMEOUT_S = 5.0
+TIMEOUT_S = 1.0 if DRY else 5.0
+"""On a GPU, ranks make a communicator of NCCL within it."""
 
 
 def _call_of(kind: str, group: ps.GroupCoordinator, x: torch.Tensor) -> Callable[[], Any]:
