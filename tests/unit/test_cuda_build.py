@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import kernel_resources
 import pytest
@@ -46,32 +49,35 @@ def kept(name: str, make: Callable[[], str]) -> str:
     return compiled.kept(name, [version], files, lambda path: path.write_text(make())).read_text()
 
 
-def ptx_of(arch: str) -> str:
-    """Through the binding itself: cuda.core asks the driver before it makes PTX."""
+def compiled_for(arch: str) -> dict[str, str]:
+    """What the assembler says of the kernels, and the PTX that it was given."""
+    return dict(json.loads(kept(f"{arch}.json", lambda: json.dumps(_compile(arch)))))
+
+
+def _compile(arch: str) -> dict[str, str]:
     from cuda.bindings import nvrtc
 
-    source = (peer_kernels.SOURCES / "kernels.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"kernels.cu", 0, [], [])
-    options = [f"--gpu-architecture={arch}".encode(), b"-std=c++17", f"-I{peer_kernels.SOURCES}".encode()]
-    (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    assert int(error) == 0
-    _, size = nvrtc.nvrtcGetPTXSize(program)
+    core, _ = peer_kernels._packages()
+    programs, log = [], io.StringIO()
+
+    def made(*given: Any, make: Callable[..., Any] = core.Program) -> Any:
+        programs.append(make(*given))
+        return programs[0]
+
+    with mock.patch.object(core, "Program", made):
+        assert peer_kernels.compile_kernels(arch, log=log)
+    # Through the binding itself: cuda.core asks the driver before it makes PTX.
+    _, size = nvrtc.nvrtcGetPTXSize(programs[0].handle)
     content = b" " * size
-    nvrtc.nvrtcGetPTX(program, content)
-    return content.decode()
-
-
-def log_of(arch: str) -> str:
-    log = io.StringIO()
-    assert peer_kernels.compile_kernels(arch, log=log)
-    return log.getvalue()
+    nvrtc.nvrtcGetPTX(programs[0].handle, content)
+    return {"log": log.getvalue(), "ptx": content.decode()}
 
 
 @needs_nvrtc
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kernel_compiles_and_none_spills(arch: str) -> None:
-    resources = kernel_resources.read(kept(f"{arch}.log", lambda: log_of(arch)))
+    resources = kernel_resources.read(compiled_for(arch)["log"])
     assert set(resources) == set(KERNELS)
     for name, used in resources.items():
         assert used["registers"] <= 128, f"{name}: a block of 512 threads has no more"
@@ -92,9 +98,9 @@ _ACCESS = re.compile(r"(?<!bar\.)\b((?:ld|st|atom|red|fence|membar)\.[\w.]+)")
 
 @needs_nvrtc
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["compute_80", "compute_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(arch: str) -> None:
-    ptx = kept(f"{arch}.ptx", lambda: ptx_of(arch))
+    ptx = compiled_for(arch)["ptx"]
     bodies = dict(re.findall(r"\.entry (\w+)\((.*?)^}", ptx, re.DOTALL | re.MULTILINE))
     assert set(bodies) == set(KERNELS)
     for name, body in bodies.items():
@@ -113,7 +119,7 @@ def test_what_other_ranks_see_is_accessed_with_system_scope_and_flags_in_order(a
             assert accesses.count("st.release.sys.global.u32") >= variants * barriers
             assert accesses.count("ld.acquire.sys.global.u32") >= variants * barriers
         assert "trap;" in body
-        if arch == "compute_90":
+        if arch == "sm_90":
             start, _, rest = body.partition("griddepcontrol.wait;")
             assert rest, f"{name} doesn't wait for the kernel before it"
             assert not [each for each in _ACCESS.findall(start) if ".param" not in each]
