@@ -96,14 +96,14 @@ class Step:
     def run(self) -> list[Tensor]:
         """Makes the step, and returns what the last of its collectives of each kind gave."""
         if self.pp.is_first_rank:
-            hidden, residual = self.tp.all_reduce(self.partial), self.residual
+            hidden, residual = self.tp.all_reduce(self._partial()), self.residual
         else:
             received = self.pp.recv_tensor_dict(all_gather_group=self.tp)
             hidden, residual = received["hidden_states"], received["residual"]
         for _ in range(self.layers // self.pp.world_size):
             for part in ("attention", "mlp"):
                 self._stream(self.matmuls_s[part])
-                hidden = self.tp.all_reduce(self.partial)
+                hidden = self.tp.all_reduce(self._partial())
         told = None
         if self.pp.is_last_rank:
             self._stream(self.matmuls_s["head"])
@@ -112,6 +112,10 @@ class Step:
             self.pp.send_tensor_dict({"hidden_states": hidden, "residual": residual}, all_gather_group=self.tp)
         tokens = self.pp.broadcast_tensor_dict(told, src=self.pp.world_size - 1)["tokens"]
         return [hidden, residual, tokens]
+
+    def _partial(self) -> Tensor:
+        """Returns what a matmul left, a tensor of its own: vLLM's all_reduce adds to it in place where it can."""
+        return self.partial.clone()
 
     def run_matmuls(self) -> None:
         """Makes the matmuls of all stages, one after the other as the stages do, on the first stage's ranks."""

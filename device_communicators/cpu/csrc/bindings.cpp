@@ -299,11 +299,15 @@ struct Broadcast {
     const std::shared_ptr<Served> served = find_served(group);
     if (served != nullptr && x.numel() != 0 && src >= 0 && src < served->handle().size()) {
       Tensor out = empty(*served, x.sizes(), x);
-      if (served->handle().rank() == src) out.copy_(x);
+      const bool sends = served->handle().rank() == src;
+      const Tensor given = sends ? x.resolve_conj().resolve_neg().contiguous() : x;
+      // The source copies to its own result while the others read: they need not wait for that.
+      void* const data = sends ? const_cast<void*>(given.const_data_ptr()) : out.mutable_data_ptr();
       const Told told = tell(Method::kBroadcast, x, -1, -1, src);
       const bool done = carry(*served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {
-        return self.broadcast(out.mutable_data_ptr(), out.nbytes(), static_cast<int>(src), timeout_s);
+        return self.broadcast(data, out.nbytes(), static_cast<int>(src), timeout_s);
       });
+      if (done && sends) out.copy_(given);
       if (done) return out;
     }
     return in_python<Broadcast>(x, token, src, group);
