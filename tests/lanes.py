@@ -6,7 +6,7 @@
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
-end, of the others the summary. Many tests have ranks that must notice something in time, with five lanes on few cores:
+end, of the others the summary. Many tests have ranks that must notice something in time, with six lanes on few cores:
 up to MOST_AGAIN that failed run once more, with the machine to themselves, and those that pass then are named. The last
 line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test. Ctrl-C ends all
 lanes with everything below them.
@@ -58,14 +58,16 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
     return tuple(f"{folder}/{stem}.py" for stem in stems if (ROOT / folder / f"{stem}.py").exists())
 
 
-COMPILERS = _files(
+NATIVE = _files(
     "tests/unit", "test_cpu_sanitizers", "test_cuda_build", "test_cuda_kernels", "test_cuda_races", "test_native"
-) + _files(
+)
+"""Tests of C++ and CUDA, which wait for their compilers."""
+COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_collectives_ranks", "test_device_mesh", "test_examples",
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
 )  # fmt: skip
-"""Also the contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
+"""Contract tests whose ranks need torch's compiler or FSDP: one fork server imports them."""
 PROGRAMS = _files(
     "tests/contract", "test_bench_command", "test_benchmarks", "test_c10d_launchers", "test_docs_code",
     "test_other_systems", "test_package", "test_torch_suite",
@@ -80,11 +82,12 @@ LANES = (
     Lane("failures", ("tests/failure",), but=DISAGREEMENTS),
     Lane("disagreements", DISAGREEMENTS),
     Lane("ranks", ("tests/contract",), but=(*PROGRAMS, *COMPILERS), niceness=3),
-    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=COMPILERS, niceness=3),
+    Lane("programs", ("tests/unit", "tests/gpu", *PROGRAMS), but=NATIVE, niceness=3),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
+    Lane("native", NATIVE, niceness=3),
 )
 """By what they wait for: the first two for ranks to notice something in time, so that they go before the others, none
-of which may starve: they have deadlines, too. The last has the most to do, and goes before the two above it."""
+of which may starve: they have deadlines, too. "compiles" has the most to do, and goes before those beside it."""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
