@@ -304,7 +304,6 @@ def create_parallel_groups(
             mesh.check(device_mesh, layout, world)
         division = _Division(
             world=world,
-            pool=pool,
             layout=layout,
             made=made_at_start(layout, given),
             options=_options_by_axis(world, layout, backend, axis_options, timeout, adopted),
@@ -358,7 +357,6 @@ class _Division:
     """Holds a rank's request, resolved; once all ranks ask for the same, it makes the groups."""
 
     world: GroupCoordinator
-    pool: ProcessGroupPool
     layout: Layout
     made: tuple[str, ...]
     """The kinds of group that are made at start."""
@@ -371,6 +369,13 @@ class _Division:
     adopted: Mapping[str, Any]
     """Process groups that the caller made."""
     failure_domain: str
+
+    @property
+    def pool(self) -> ProcessGroupPool:
+        """Returns the world's, which it lets go of at its end: who holds groups longer keeps no process group."""
+        if self.world.pool is None:
+            raise GroupNotInitializedError(f"{self.world} has ended, and with it its process groups; initialise again")
+        return self.world.pool
 
     def described(self) -> dict[str, str]:
         """Returns what must be the same on all ranks, each part with its name in messages."""
