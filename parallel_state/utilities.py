@@ -162,15 +162,17 @@ class _PlainGroup(TensorCalls):
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
 
-    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int], out: Tensor | None = None) -> Tensor:
+    def _exchange_rows(
+        self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         if self._is_single_rank():
             return x
         return _AllToAllRows.apply(x, outputs, inputs, self)
 
-    def exchange(self, x: Tensor, outputs: list[int], inputs: list[int]) -> Tensor:
-        out = x.new_empty([sum(outputs), *x.shape[1:]])
+    def exchange(self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int]) -> Tensor:
+        out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
         try:
-            dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
+            dist.all_to_all_single(out, x.contiguous(), list(outputs), list(inputs), group=self._group)
         except RuntimeError as error:
             raise CommunicationError(
                 f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that ended, "
@@ -184,7 +186,7 @@ class _PlainGroup(TensorCalls):
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, outputs: list[int], inputs: list[int], plain: _PlainGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], plain: _PlainGroup) -> Tensor:
         ctx.outputs, ctx.inputs, ctx.plain = outputs, inputs, plain
         return plain.exchange(x, outputs, inputs)
 

@@ -307,8 +307,7 @@ class TensorCalls(GroupFacts):
         checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
         size = self.world_size
         if scatter_dim == 0 and gather_dim == 0:
-            splits = [x.shape[0] // size] * size
-            return self._exchange_rows(x, splits, splits, out)
+            return self._exchange_rows(x, (), (), out)
         if out is not None:
             shape = self._scattered(x, scatter_dim)
             shape[gather_dim] *= size
@@ -319,7 +318,7 @@ class TensorCalls(GroupFacts):
         shape = list(x.shape)
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
-        received = self._exchange_rows(blocks, [1] * size, [1] * size)
+        received = self._exchange_rows(blocks, (), ())
         # Where the dims are 1 long, flatten gives a view of other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
@@ -335,9 +334,12 @@ class TensorCalls(GroupFacts):
             self, x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
         )
 
-    def _exchange_rows(self, x: Tensor, outputs: list[int], inputs: list[int], out: Tensor | None = None) -> Tensor:
+    def _exchange_rows(
+        self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
+        """Without splits all are equal."""
         if out is not None:
-            checks.check_out(self.context, "all_to_all", out, x, [sum(outputs), *x.shape[1:]])
+            checks.check_out(self.context, "all_to_all", out, x, [sum(outputs) if outputs else len(x), *x.shape[1:]])
             if self._goes_into(out, x):
                 _OPS.all_to_all_into(x, self._token, out, outputs, inputs, self._key)
                 return out

@@ -264,19 +264,24 @@ struct AllToAll {
                     string_view group) {
     const std::shared_ptr<Served> served = find_served(group);
     const auto size = served == nullptr ? 0u : static_cast<std::size_t>(served->handle().size());
-    if (served != nullptr && x.dim() != 0 && output_splits.size() == size && input_splits.size() == size) {
+    // Without splits all are equal.
+    const auto told_sizes = [&](c10::SymIntArrayRef splits) {
+      return splits.size() == size || (splits.empty() && x.size(0) % static_cast<std::int64_t>(size) == 0);
+    };
+    if (served != nullptr && x.dim() != 0 && told_sizes(output_splits) && told_sizes(input_splits)) {
       const auto in = x.expect_contiguous();
       const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
       std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
       std::int64_t rows = 0, rows_in = 0;
+      const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
       for (std::size_t rank = 0; rank < size; ++rank) {
-        const std::int64_t to_come = output_splits[rank].expect_int();
-        TORCH_CHECK_VALUE(to_come >= 0 && input_splits[rank].expect_int() >= 0,
-                          "splits of all_to_all must not be negative");
+        const std::int64_t to_come = output_splits.empty() ? equal : output_splits[rank].expect_int();
+        const std::int64_t to_go = input_splits.empty() ? equal : input_splits[rank].expect_int();
+        TORCH_CHECK_VALUE(to_come >= 0 && to_go >= 0, "splits of all_to_all must not be negative");
         out_bytes[rank] = to_come * row_bytes;
-        in_bytes[rank] = input_splits[rank].expect_int() * row_bytes;
+        in_bytes[rank] = to_go * row_bytes;
         rows += to_come;
-        rows_in += input_splits[rank].expect_int();
+        rows_in += to_go;
       }
       TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
                         " rows of x, but add up to ", rows_in);

@@ -269,13 +269,12 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
     """Returns the registered op as a function of its tensor. `key`: of the route, by default the group's."""
-    op, size = getattr(torch.ops.parallel_state, name), group.world_size
+    op = getattr(torch.ops.parallel_state, name)
     values = {"token": group._token, "reduce_op": "sum", "src": 0, "dim": dim, "group": key or group._key}
     if name == "all_to_all":
 
         def all_to_all(x: Tensor) -> Tensor:
-            splits = [x.shape[0] // size] * size
-            return op(x, values["token"], splits, splits, values["group"])
+            return op(x, values["token"], (), (), values["group"])
 
         return all_to_all
     after = [values[argument.name] for argument in op.default._schema.arguments[1:]]
