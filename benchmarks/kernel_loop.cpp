@@ -4,9 +4,7 @@
 #include <cstring>
 #include <ctime>
 
-extern "C" {
-
-// One call, of this library's C interface (group, ... timeout) or of MPI's (integer handles, as in the MPICH ABI).
+// One call, of this library's C interface (group, told, shape, ...) or of MPI's (integer handles, as in the MPICH ABI).
 struct Call {
   std::int64_t kind;
   void* function;
@@ -23,24 +21,22 @@ struct Call {
 enum Kind { kNothing, kOurs, kMpi };
 enum Collective { kAllReduce, kAllGather, kReduceScatter, kBroadcast, kAllToAll };
 
+// The second and third argument are what the others hear of the call; 0: what it is.
+template <typename... Arguments>
+static int call_group(const Call& call, Arguments... arguments) {
+  return reinterpret_cast<int (*)(std::uint64_t, std::uint64_t, std::uint64_t, Arguments...)>(call.function)(
+      call.group, 0, 0, arguments...);
+}
+
 static int call_ours(const Call& call, int collective) {
   const auto dtype = static_cast<int>(call.dtype), op = static_cast<int>(call.op);
+  const void* const in = call.in;
   switch (collective) {
-    case kAllReduce:
-      return reinterpret_cast<int (*)(std::uint64_t, void*, const void*, std::size_t, int, int)>(call.function)(
-          call.group, call.out, call.in, call.count, dtype, op);
-    case kAllGather:
-      return reinterpret_cast<int (*)(std::uint64_t, void*, const void*, std::size_t, std::size_t)>(call.function)(
-          call.group, call.out, call.in, 1, call.count);
-    case kReduceScatter:
-      return reinterpret_cast<int (*)(std::uint64_t, void*, const void*, std::size_t, std::size_t, int, int)>(
-          call.function)(call.group, call.out, call.in, 1, call.count, dtype, op);
-    case kBroadcast:
-      return reinterpret_cast<int (*)(std::uint64_t, void*, std::size_t, int)>(call.function)(call.group, call.out,
-                                                                                              call.count, 0);
-    case kAllToAll:
-      return reinterpret_cast<int (*)(std::uint64_t, void*, const void*, const std::size_t*, const std::size_t*)>(
-          call.function)(call.group, call.out, call.in, call.blocks, call.blocks);
+    case kAllReduce: return call_group(call, call.out, in, call.count, dtype, op);
+    case kAllGather: return call_group(call, call.out, in, std::size_t{1}, call.count);
+    case kReduceScatter: return call_group(call, call.out, in, std::size_t{1}, call.count, dtype, op);
+    case kBroadcast: return call_group(call, call.out, call.count, 0);
+    case kAllToAll: return call_group(call, call.out, in, call.blocks, call.blocks);
   }
   return -1;
 }
@@ -66,8 +62,8 @@ static int call_mpi(const Call& call, int collective) {
 
 // Microseconds per iteration, or a thousand million times minus the status of a call that failed. With `touch` each
 // iteration writes the whole input and reads the whole output; time that with kind kNothing and take it off.
-double time_loop(const Call* call, int collective, int iterations, int touch, std::size_t in_bytes,
-                 std::size_t out_bytes) {
+extern "C" double time_loop(const Call* call, int collective, int iterations, int touch, std::size_t in_bytes,
+                            std::size_t out_bytes) {
   static volatile std::uint64_t sink;
   timespec begin{}, end{};
   clock_gettime(CLOCK_MONOTONIC, &begin);
@@ -88,5 +84,3 @@ double time_loop(const Call* call, int collective, int iterations, int touch, st
   return (static_cast<double>(end.tv_sec - begin.tv_sec) * 1e9 + static_cast<double>(end.tv_nsec - begin.tv_nsec)) /
          1e3 / iterations;
 }
-
-}  // extern "C"
