@@ -24,6 +24,7 @@ from device_communicators.errors import CommunicationError, InvalidArgumentError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
+from parallel_state.collectives.ops import Splits
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
@@ -162,17 +163,15 @@ class _PlainGroup(TensorCalls):
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
 
-    def _exchange_rows(
-        self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], out: Tensor | None = None
-    ) -> Tensor:
+    def _exchange_rows(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
         if self._is_single_rank():
             return x
         return _AllToAllRows.apply(x, outputs, inputs, self)
 
-    def exchange(self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int]) -> Tensor:
+    def exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
         out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
         try:
-            dist.all_to_all_single(out, x.contiguous(), list(outputs), list(inputs), group=self._group)
+            dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
         except RuntimeError as error:
             raise CommunicationError(
                 f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that ended, "
@@ -186,7 +185,7 @@ class _PlainGroup(TensorCalls):
 
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], plain: _PlainGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, outputs: Splits, inputs: Splits, plain: _PlainGroup) -> Tensor:
         ctx.outputs, ctx.inputs, ctx.plain = outputs, inputs, plain
         return plain.exchange(x, outputs, inputs)
 

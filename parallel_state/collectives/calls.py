@@ -32,8 +32,8 @@ from parallel_state.collectives import batches, checks, ops
 from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
-_ALL_REDUCE = _OPS.all_reduce.default
-"""The overload itself, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
+_ALL_REDUCE, _ALL_TO_ALL = _OPS.all_reduce.default, _OPS.all_to_all.default
+"""The overloads themselves, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
 _INTO_BYTES = 2 << 20
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
@@ -300,14 +300,16 @@ class TensorCalls(GroupFacts):
         rank b must equal `output_split_sizes` of b for a. Leaving one of the two out means equal slices there.
         """
         checks.check_tensor(self.context, "all_to_all", x)
-        scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
-        gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)
+        if type(scatter_dim) is not int or scatter_dim != 0:  # 0 is one of every tensor
+            scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
+        if type(gather_dim) is not int or gather_dim != 0:
+            gather_dim = checks.normal_dim(self.context, "all_to_all", x, gather_dim)
         if output_split_sizes is not None or input_split_sizes is not None:
             return self._all_to_all_rows(x, scatter_dim, gather_dim, output_split_sizes, input_split_sizes, out)
         checks.check_divisible(self.context, "all_to_all", x, scatter_dim)
         size = self.world_size
         if scatter_dim == 0 and gather_dim == 0:
-            return self._exchange_rows(x, (), (), out)
+            return self._exchange_rows(x, None, None, out)
         if out is not None:
             shape = self._scattered(x, scatter_dim)
             shape[gather_dim] *= size
@@ -318,7 +320,7 @@ class TensorCalls(GroupFacts):
         shape = list(x.shape)
         blocks = x.reshape(*shape[:scatter_dim], size, shape[scatter_dim] // size, *shape[scatter_dim + 1 :])
         blocks = blocks.movedim(scatter_dim, 0).contiguous()
-        received = self._exchange_rows(blocks, (), ())
+        received = self._exchange_rows(blocks, None, None)
         # Where the dims are 1 long, flatten gives a view of other strides.
         return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1).contiguous()
 
@@ -334,16 +336,13 @@ class TensorCalls(GroupFacts):
             self, x, out=out, output_split_sizes=output_split_sizes or None, input_split_sizes=input_split_sizes or None
         )
 
-    def _exchange_rows(
-        self, x: Tensor, outputs: Sequence[int], inputs: Sequence[int], out: Tensor | None = None
-    ) -> Tensor:
-        """Without splits all are equal."""
+    def _exchange_rows(self, x: Tensor, outputs: ops.Splits, inputs: ops.Splits, out: Tensor | None = None) -> Tensor:
         if out is not None:
             checks.check_out(self.context, "all_to_all", out, x, [sum(outputs) if outputs else len(x), *x.shape[1:]])
             if self._goes_into(out, x):
                 _OPS.all_to_all_into(x, self._token, out, outputs, inputs, self._key)
                 return out
-        received = x if self._is_single_rank() else _OPS.all_to_all(x, self._token, outputs, inputs, self._key)
+        received = x if self._is_single_rank() else _ALL_TO_ALL(x, self._token, outputs, inputs, self._key)
         return received if out is None else out.copy_(received)
 
     def _all_to_all_rows(

@@ -21,7 +21,7 @@ gradient, the inputs of all must (a receiver of a broadcast passes `torch.empty(
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ OP_NAMES: list[str] = []
 Formula = Callable[..., Tensor]
 """From the gradient of an op's output, and the op's arguments after `x`, to the gradient of `x`."""
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+Splits: TypeAlias = "Sequence[int] | None"
+"""Rows to or from each rank; None: as many for each."""
 
 
 def ordering_token(device: torch.device) -> Tensor:
@@ -249,7 +251,7 @@ def _grad_reduce_scatterv(grad: Tensor, token: Tensor, dim: int, sizes: Sequence
     return _OPS.all_gatherv(_averaged(grad, op, group), token, dim, sizes, group)
 
 
-def _grad_all_to_all(grad: Tensor, token: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str) -> Tensor:
+def _grad_all_to_all(grad: Tensor, token: Tensor, outputs: Splits, inputs: Splits, group: str) -> Tensor:
     return _OPS.all_to_all(grad, token, inputs, outputs, group)
 
 
@@ -261,9 +263,7 @@ def _grad_broadcast(grad: Tensor, token: Tensor, src: int, group: str) -> Tensor
     return total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
 
 
-def _splits(
-    x: Tensor, outputs: Sequence[int], inputs: Sequence[int], group: str
-) -> tuple[Sequence[int], Sequence[int]]:
+def _splits(x: Tensor, outputs: Splits, inputs: Splits, group: str) -> tuple[Sequence[int], Sequence[int]]:
     size = find_route(group).context.size
     equal = [len(x) // size] * size
     return outputs or equal, inputs or equal
@@ -351,13 +351,11 @@ def scatter(
     return out
 
 
-@register("Tensor x, Tensor(a!) token, SymInt[] output_splits, SymInt[] input_splits, str group",
+@register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=lambda x, token, outputs, *_: x.new_empty(_resized(x, 0, sum(outputs) if outputs else len(x))),
           formula=_grad_all_to_all)  # fmt: skip
-def all_to_all(
-    x: Tensor, token: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
-) -> Tensor:
-    """Without splits all are equal, which saves the microsecond that two lists take to go through torch."""
+def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
+    """Without splits all are equal: two lists take 1.5 us to go through torch, and empty ones still 0.7."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 
@@ -377,10 +375,10 @@ def reduce_scatter_into(x: Tensor, token: Tensor, out: Tensor, dim: int, reduce_
     find_route(group).run("reduce_scatter", x, *args, reduce_op=reduce_op, form="reduce_scatter_into")
 
 
-@register("Tensor x, Tensor(a!) token, Tensor(b!) out, SymInt[] output_splits, SymInt[] input_splits, str group", "()",
-          autograd=_into_kernel("all_to_all_into"))  # fmt: skip
+@register("Tensor x, Tensor(a!) token, Tensor(b!) out, SymInt[]? output_splits, SymInt[]? input_splits, str group",
+          "()", autograd=_into_kernel("all_to_all_into"))  # fmt: skip
 def all_to_all_into(
-    x: Tensor, token: Tensor, out: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
+    x: Tensor, token: Tensor, out: Tensor, output_splits: Splits, input_splits: Splits, group: str
 ) -> None:
     args = (_apart(x, out), *_splits(x, output_splits, input_splits, group), out)
     find_route(group).run("all_to_all", x, *args, form="all_to_all_into")

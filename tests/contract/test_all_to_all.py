@@ -52,6 +52,8 @@ def _rows_body(member: Member, pattern: str) -> None:
     # In a simulated group every rank sends as this one does, so it receives its own block from each.
     outputs = [table[sender][member.rank] for sender in ranks]
     rows = list(itertools.product(((), (3,), (2, 0), (2, 3)), ("contiguous", "strided")))
+    if pattern == "even beside uneven":  # of rows that don't fit the slots of shared memory
+        rows.append(((9001,), "contiguous"))
     cases = [(dtype, *each) for each, dtype in member.in_turn(rows, (torch.float32, torch.bool))]
     if pattern == "uneven":
         cases += [(dtype, *each) for dtype, each in member.in_turn(MOVABLE, rows)]
@@ -78,6 +80,8 @@ def _table(pattern: str) -> list[list[int]]:
         return [[(2 * a + b) % 4 for b in range(4)] for a in range(4)]
     if pattern == "one sender":
         return [[b + 1 if a == 1 else 0 for b in range(4)] for a in range(4)]
+    if pattern == "even beside uneven":
+        return [[3 if 0 in (a, b) else (a + b) % 3 for b in range(4)] for a in range(4)]
     if pattern == "one receiver":
         return [[a + 1 if b == 0 else 0 for b in range(4)] for a in range(4)]
     return [[0] * 4 for _ in range(4)]
@@ -90,6 +94,10 @@ def _rows(count: int, columns: tuple[int, ...], dtype: torch.dtype, layout: str,
 
 def test_all_to_all_of_uneven_rows(carrier: Carrier) -> None:
     carrier.run(_rows_body, "uneven")
+
+
+def test_all_to_all_where_one_rank_has_even_rows(carrier: Carrier) -> None:
+    carrier.run(_rows_body, "even beside uneven")
 
 
 def test_all_to_all_where_one_rank_sends_all(carrier: Carrier) -> None:

@@ -67,6 +67,8 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
     PARTS: (
         "small", lambda g, x: _scattered(g, [1, 1, 1, 1]), lambda g, x: _scattered(g, [1, 2, 1, 0]),
         ("2 rows", "expects 1")),
+    "row 6: even parts of an all_to_all": (
+        "small", lambda g, x: g.all_to_all(x[:4]), lambda g, x: g.all_to_all(x[:8]), ("all_to_all", "expects")),
     "row 7: dtypes": ("small", _reduce, lambda g, x: g.all_reduce_(x.int()), ("float32", "int32")),
     "row 7: dtypes, of large ones": ("large", _reduce, lambda g, x: g.all_reduce_(x.int()), ("float32", "int32")),
     "row 8: reductions": ("small", _reduce, lambda g, x: g.all_reduce_(x, "max"), ("sum", "max")),

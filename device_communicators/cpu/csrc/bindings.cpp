@@ -258,25 +258,24 @@ struct ReduceScatter {
 
 struct AllToAll {
   static constexpr const char* kName = "all_to_all";
-  using Signature = Tensor(const Tensor&, Tensor&, c10::SymIntArrayRef, c10::SymIntArrayRef, string_view);
+  using Splits = at::OptionalSymIntArrayRef;  // none: all are equal
+  using Signature = Tensor(const Tensor&, Tensor&, Splits, Splits, string_view);
 
-  static Tensor run(const Tensor& x, Tensor& token, c10::SymIntArrayRef output_splits, c10::SymIntArrayRef input_splits,
-                    string_view group) {
+  static Tensor run(const Tensor& x, Tensor& token, Splits output_splits, Splits input_splits, string_view group) {
     const std::shared_ptr<Served> served = find_served(group);
     const auto size = served == nullptr ? 0u : static_cast<std::size_t>(served->handle().size());
-    // Without splits all are equal.
-    const auto told_sizes = [&](c10::SymIntArrayRef splits) {
-      return splits.size() == size || (splits.empty() && x.size(0) % static_cast<std::int64_t>(size) == 0);
+    const auto fit = [&](Splits splits) {
+      return splits.has_value() ? splits->size() == size : x.size(0) % static_cast<std::int64_t>(size) == 0;
     };
-    if (served != nullptr && x.dim() != 0 && told_sizes(output_splits) && told_sizes(input_splits)) {
+    if (served != nullptr && x.dim() != 0 && fit(output_splits) && fit(input_splits)) {
       const auto in = x.expect_contiguous();
       const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
       std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
       std::int64_t rows = 0, rows_in = 0;
       const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
       for (std::size_t rank = 0; rank < size; ++rank) {
-        const std::int64_t to_come = output_splits.empty() ? equal : output_splits[rank].expect_int();
-        const std::int64_t to_go = input_splits.empty() ? equal : input_splits[rank].expect_int();
+        const std::int64_t to_come = output_splits.has_value() ? (*output_splits)[rank].expect_int() : equal;
+        const std::int64_t to_go = input_splits.has_value() ? (*input_splits)[rank].expect_int() : equal;
         TORCH_CHECK_VALUE(to_come >= 0 && to_go >= 0, "splits of all_to_all must not be negative");
         out_bytes[rank] = to_come * row_bytes;
         in_bytes[rank] = to_go * row_bytes;

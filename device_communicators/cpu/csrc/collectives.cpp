@@ -203,21 +203,32 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
 Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                          double timeout_s) {
   begin(timeout_s);
-  // Each rank tells how much it sends to each other and expects from it: the longest block of those that didn't come
-  // with it says how many exchanges follow. All ranks see all of it, so all find the same where what is sent isn't what
-  // is expected.
-  tell_parts(in_bytes);
+  // All ranks must see what each sends to each other and expects from it, so that all find the same where these differ.
+  // A rank whose blocks are all of one size tells it with its tick; others, whose size is the same, need not look
+  // further. What another sends and expects lies as a row before the blocks in its slot.
+  const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
+  const auto is_each = [each](std::size_t bytes) { return bytes == each; };
+  const bool even =
+      std::all_of(in_bytes, in_bytes + size_, is_each) && std::all_of(out_bytes, out_bytes + size_, is_each);
+  if (even) {
+    tell_even_parts(each);
+  } else {
+    tell_parts(in_bytes);
+  }
   const std::uint64_t call = call_of(Kind::kAllToAll, 0, Method::kAllToAll);
-  const std::size_t row = 2 * static_cast<std::size_t>(size_);
-  rows_.resize(row * size_);
-  std::uint64_t* const own = rows_.data() + rank_ * row;
-  std::copy(in_bytes, in_bytes + size_, own);
-  std::copy(out_bytes, out_bytes + size_, own + size_);
-  // The blocks of a rank follow in the same slot where all of them fit.
-  const std::size_t head = (row * sizeof *own + 63) / 64 * 64;
+  const std::uint64_t note = even ? (mixed(call + each) & ~Counter::kFlag) | 1 : call;
+  bool same = even;  // so far, on all ranks
+  if (!even) {
+    rows_.resize(row * size_);
+    std::copy(in_bytes, in_bytes + size_, rows_.data() + rank_ * row);
+    std::copy(out_bytes, out_bytes + size_, rows_.data() + rank_ * row + size_);
+  }
+  // The blocks of a rank come with its tick where all of them fit a slot.
   const auto begin_of = [&](int from, int to) {
+    if (same) return to * each;
     const std::uint64_t* const sent = rows_.data() + from * row;
-    return std::accumulate(sent, sent + to, head);
+    const bool has_row = std::any_of(sent, sent + row, [sent](std::uint64_t bytes) { return bytes != *sent; });
+    return std::accumulate(sent, sent + to, has_row ? (row * sizeof *sent + 63) / 64 * 64 : 0);
   };
   const auto fits = [&](int from) { return begin_of(from, size_) <= tuning_.small_slot_bytes; };
   std::size_t in_start[kMaxRanks], out_start[kMaxRanks];
@@ -225,24 +236,34 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
     in_start[rank] = rank == 0 ? 0 : in_start[rank - 1] + in_bytes[rank - 1];
     out_start[rank] = rank == 0 ? 0 : out_start[rank - 1] + out_bytes[rank - 1];
   }
-  RETURN_IF_FAILED(move(
-      row * sizeof *own, call,
-      [&](char* slot, std::size_t, std::size_t) {
-        copy(slot, own, row * sizeof *own);
-        for (int rank = 0; rank < size_ && fits(rank_); ++rank) {
-          if (rank == rank_) continue;
-          copy(slot + begin_of(rank_, rank), static_cast<const char*>(in) + in_start[rank], in_bytes[rank]);
-        }
-      },
-      kEveryone,
-      [&](int rank, const char* slot, std::size_t, std::size_t) {
-        std::uint64_t* const theirs = rows_.data() + rank * row;
-        copy(theirs, slot, row * sizeof *own);
-        if (theirs[rank_] != out_bytes[rank] || !fits(rank)) return;
-        copy(static_cast<char*>(out) + out_start[rank], slot + begin_of(rank, rank_), out_bytes[rank]);
-      }));
-  std::uint64_t longest = 0;
-  for (int from = 0; from < size_; ++from) {
+  const Slot slot = next_slot(tuning_.small_slot_bytes);
+  RETURN_IF_FAILED(reuse(*slot.used));
+  if (!even) copy(place(rank_, slot), rows_.data() + rank_ * row, row * sizeof rows_[0]);
+  for (int rank = 0; rank < size_ && fits(rank_); ++rank) {
+    if (rank == rank_) continue;
+    copy(place(rank_, slot) + begin_of(rank_, rank), static_cast<const char*>(in) + in_start[rank], in_bytes[rank]);
+  }
+  const std::uint64_t tick = *slot.used = publish(call, note);
+  copy(static_cast<char*>(out) + out_start[rank_], static_cast<const char*>(in) + in_start[rank_],
+       std::min(in_bytes[rank_], out_bytes[rank_]));
+  for (int step = 1; step < size_; ++step) {
+    const int rank = (rank_ + step) % size_;
+    RETURN_IF_FAILED(wait_one(rank, tick, kNoCall));
+    std::uint64_t theirs;
+    if (!even || !lines_[rank].note_of(tick, &theirs) || theirs != note) {
+      if (differs(rank, tick, call)) return Status::kMismatch;
+      if (same) rows_.assign(row * size_, each);
+      same = false;
+      std::uint64_t* const told = rows_.data() + rank * row;
+      if (!find_even_parts(rank, tick, told, row)) copy(told, place(rank, slot), row * sizeof *told);
+      if (told[rank_] != out_bytes[rank]) continue;
+    }
+    if (!fits(rank)) continue;
+    copy(static_cast<char*>(out) + out_start[rank], place(rank, slot) + begin_of(rank, rank_), out_bytes[rank]);
+  }
+  all_reached_ = std::max(all_reached_, tick);
+  std::uint64_t longest = same && !fits(rank_) ? each : 0;  // of what didn't come yet
+  for (int from = 0; from < size_ && !same; ++from) {
     for (int to = 0; to < size_; ++to) {
       const std::uint64_t sent = rows_[from * row + to], expected = rows_[to * row + size_ + from];
       if (!fits(from)) longest = std::max(longest, sent);
@@ -273,10 +294,6 @@ Status Group::all_to_all(void* out, const void* in, const std::size_t* out_bytes
           const std::size_t length = fits(rank) ? 0 : part(out_bytes[rank], start);
           if (length != 0) copy(static_cast<char*>(out) + out_start[rank] + start, slot + rank_ * piece, length);
         }));
-  }
-  const std::size_t mine = std::min(in_bytes[rank_], out_bytes[rank_]);
-  if (mine != 0) {
-    copy(static_cast<char*>(out) + out_start[rank_], static_cast<const char*>(in) + in_start[rank_], mine);
   }
   return Status::kDone;
 }

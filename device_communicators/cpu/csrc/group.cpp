@@ -54,14 +54,23 @@ Group::Slot Group::next_slot(std::size_t bytes) {
   return {slot * tuning_.small_slot_bytes, &small_used_[slot]};
 }
 
-std::uint64_t Group::publish(std::uint64_t call) {
+void Group::tell_even_parts(std::size_t bytes) { parts_ = size_ | (bytes + 1) << kEvenShift; }
+
+bool Group::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const {
+  const std::uint64_t even = archives_[rank].entries[tick % kKept].parts.load(std::memory_order_relaxed) >> kEvenShift;
+  if (even != 0) std::fill_n(bytes, count, even - 1);
+  return even != 0;
+}
+
+// The note beside the tick may be another than that of the call, for ranks that know why: see all_to_all.
+std::uint64_t Group::publish(std::uint64_t call, std::uint64_t note) {
   constexpr auto relaxed = std::memory_order_relaxed;  // who reads it has seen the tick
   Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
   entry.note.store(call & ~Counter::kFlag, relaxed);
   entry.word.store(told_.word, relaxed);
   entry.shape.store(told_.shape, relaxed);
   entry.parts.store(parts_, relaxed);
-  lines_[rank_].publish(++tick_, call);
+  lines_[rank_].publish(++tick_, note);
   return tick_;
 }
 
@@ -98,9 +107,8 @@ WaitResult Group::measured_wait(int rank, std::uint64_t tick) {
 bool Group::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   if (call == kNoCall) return false;
   std::uint64_t note;
-  if (!lines_[rank].note_of(tick, &note)) {
-    note = archives_[rank].entries[tick % kKept].note.load(std::memory_order_relaxed);
-  }
+  if (lines_[rank].note_of(tick, &note) && note == (call & ~Counter::kFlag)) return false;
+  note = archives_[rank].entries[tick % kKept].note.load(std::memory_order_relaxed);
   return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
@@ -147,7 +155,8 @@ bool Group::remember(int rank, std::uint64_t tick) {
   const auto show = [&](int of, Shown& shown) {
     const Archive::Entry& entry = archives_[of].entries[tick % kKept];
     shown.told = {entry.word.load(relaxed), entry.shape.load(relaxed)};
-    shown.count = static_cast<int>(std::min<std::uint64_t>(entry.parts.load(relaxed), size_));
+    shown.count = static_cast<int>(std::min<std::uint64_t>(entry.parts.load(relaxed) & kPartsMask, size_));
+    if (find_even_parts(of, tick, shown.parts, shown.count)) return;
     for (int part = 0; part < shown.count; ++part) shown.parts[part] = archives_[of].part_bytes[part].load(relaxed);
   };
   suspect_ = rank;

@@ -163,7 +163,8 @@ class Group {
   bool remember(int rank, std::uint64_t tick);
   Status wait_all(std::uint64_t tick, std::uint64_t call);
   Status wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call);
-  std::uint64_t publish(std::uint64_t call);
+  std::uint64_t publish(std::uint64_t call) { return publish(call, call); }
+  std::uint64_t publish(std::uint64_t call, std::uint64_t note);
   void begin(double timeout_s);
 
   // The note of a call that has begun: all of it must be equal on all ranks.
@@ -171,11 +172,18 @@ class Group {
                         int root = -1);
   void tell_parts(const std::size_t* bytes);
 
+  // That all parts are of one size; whether that is what `rank` told with its tick, and then `bytes` is filled with it.
+  void tell_even_parts(std::size_t bytes);
+  bool find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const;
+
   // The last calls of a rank; written by it before the tick that they belong to is published.
   static constexpr std::uint64_t kKept = 64;
+  static constexpr unsigned kEvenShift = 8;
+  static constexpr std::uint64_t kPartsMask = (1 << kEvenShift) - 1;
   struct alignas(128) Archive {
     struct Entry {
-      std::atomic<std::uint64_t> note, word, shape, parts;  // parts: how many
+      // parts: how many, and from kEvenShift on 1 + the bytes of each, where they are even; else 0
+      std::atomic<std::uint64_t> note, word, shape, parts;
     };
     Entry entries[kKept];
     std::atomic<std::uint64_t> part_bytes[kMaxRanks];  // of the last call that has parts
@@ -254,7 +262,7 @@ class Group {
   int reporter_ = -1;
   Told told_;
   std::uint64_t history_ = 0;        // a digest of all calls so far
-  std::uint64_t parts_ = 0;          // how many the call has
+  std::uint64_t parts_ = 0;          // of the call, as the archive has them
   std::vector<std::uint64_t> rows_;  // of an all_to_all: what each rank sends and expects
   Shown expected_;
   Shown found_;

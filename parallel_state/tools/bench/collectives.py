@@ -274,7 +274,7 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
     if name == "all_to_all":
 
         def all_to_all(x: Tensor) -> Tensor:
-            return op(x, values["token"], (), (), values["group"])
+            return op(x, values["token"], None, None, values["group"])
 
         return all_to_all
     after = [values[argument.name] for argument in op.default._schema.arguments[1:]]
