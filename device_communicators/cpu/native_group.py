@@ -38,7 +38,7 @@ _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
 }
 _COUNTED = (
     "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",
-    "all_reduce_add_rms_norm",
+    "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv",
 )  # fmt: skip
 """In the order of `Counted` in csrc/handle.h."""
 DTYPES = {

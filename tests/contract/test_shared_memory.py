@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -157,6 +158,43 @@ def test_huge_pages_where_asked_for() -> None:
         pytest.skip("this kernel makes no huge pages of shared memory")
     assert all(huge_bytes >= 24 << 20 for _, huge_bytes, _ in asked)
     assert all(right and huge_bytes == 0 for _, huge_bytes, right in ps.launch(_huge_bytes, 2, timeout=DEADLINE_S))
+
+
+def _by_either_way() -> dict[str, int]:
+    """Ranks that call an op's kernel in C++ and its twin in Python by turns; how many calls the kernels carried."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with world(size), torch._C._AutoDispatchBelowAutograd():  # above it, both registrations have the same kernels
+        group = ps.get_tp_group()
+        token, key, cpu = group._token, group._key, torch.device("cpu")
+        sizes = [each + 1 for each in range(size)]
+        before = group.route.communicators[0].op_server.traffic(key)
+        for turn, dim in itertools.product(range(size + 1), (0, 1)):
+            shape = (size * 2, size * 2)
+            xs = [torch.randn(shape, generator=torch.Generator().manual_seed(each)) for each in range(size)]
+            uneven = [x.narrow(dim, 0, n).contiguous() for x, n in zip(xs, sizes, strict=True)]
+            ops = torch.ops.parallel_state if turn in (rank, size) else torch.ops.parallel_state_python
+            gathered = ops.gather(xs[rank], token, dim, 1, key)
+            assert torch.equal(gathered, torch.cat(xs, dim) if rank == 1 else torch.empty(0))
+            slices = xs[1].chunk(size, dim)
+            given = xs[1] if rank == 1 else None
+            mine = ops.scatter(given, token, list(slices[0].shape), torch.float32, cpu, dim, 1, key)
+            assert torch.equal(mine, slices[rank])
+            assert torch.equal(ops.all_gatherv(uneven[rank], token, dim, sizes, key), torch.cat(uneven, dim))
+            whole = [torch.cat([x] * size, dim).narrow(dim, 0, sum(sizes)) for x in xs]
+            total = functools.reduce(torch.add, whole).split(sizes, dim)[rank]
+            assert torch.equal(ops.reduce_scatterv(whole[rank], token, dim, sizes, "sum", key), total)
+            rows = [2] * size if turn % 2 == rank % 2 else None
+            exchanged = ops.all_to_all(xs[rank], token, rows, None, key)
+            assert torch.equal(exchanged, torch.cat([x.split(2)[rank] for x in xs]))
+        after = group.route.communicators[0].op_server.traffic(key)
+        return {name: calls - before.get(name, (0, 0))[0] for name, (calls, _) in after.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kernels_of_ops_and_their_twins_meet_each_other(pools: Pools, ranks: int) -> None:
+    names = ("gather", "scatter", "all_gatherv", "reduce_scatterv", "all_to_all")
+    for counts in pools(ranks).run(_by_either_way, timeout_s=DEADLINE_S):
+        assert {name: counts.get(name, 0) for name in names} == dict.fromkeys(names, 4)
 
 
 def _touched() -> list[list[float]]:

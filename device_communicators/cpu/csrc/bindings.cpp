@@ -10,6 +10,10 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
 #include "handle.h"
 #include "pack.h"
 
@@ -70,9 +74,13 @@ Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::for_blob(block, sizes).deleter(release).options(at::TensorOptions(dtype)).make_tensor();
 }
 
+Tensor empty(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served, sizes, dtype);
+}
+
 Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
-  const std::size_t bytes = c10::multiply_integers(sizes) * like.element_size();
-  return bytes < kPooledBytes ? ordinary(sizes, like.scalar_type()) : symmetric(served, sizes, like.scalar_type());
+  return empty(served, sizes, like.scalar_type());
 }
 
 // As native_group.py numbers those dtypes that both know.
@@ -110,6 +118,26 @@ c10::SmallVector<std::int64_t, 8> resized(const Tensor& x, std::int64_t dim, std
   c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
   sizes[dim] = length;
   return sizes;
+}
+
+// `x` with `dim` in front, contiguous, and the reverse.
+Tensor rows_of(const Tensor& x, std::int64_t dim) { return (dim == 0 ? x : x.movedim(dim, 0)).contiguous(); }
+Tensor with_rows(const Tensor& rows, std::int64_t dim) { return dim == 0 ? rows : rows.movedim(0, dim).contiguous(); }
+
+// Whether `sizes` has one for each rank.
+bool fit(c10::SymIntArrayRef sizes, const Served& served) {
+  return sizes.size() == static_cast<std::size_t>(served.handle().size()) &&
+         std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.expect_int() >= 0; });
+}
+
+// As `tell`, of a call with `sizes` of the ranks' parts.
+Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymIntArrayRef sizes, int reduction,
+                std::int64_t dim) {
+  c10::SmallVector<std::int64_t, 16> compared(shape.begin(), shape.end());
+  for (const c10::SymInt& size : sizes) compared.push_back(size.expect_int());
+  Told told = told_of(method, compared, number_of(x.scalar_type()), reduction, static_cast<int>(dim));
+  told.shape = packed_shape(shape);
+  return told;
 }
 
 std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multiply_integers(x.sizes().slice(0, dim)); }
@@ -295,6 +323,146 @@ struct AllToAll {
   }
 };
 
+struct AllGatherv {
+  static constexpr const char* kName = "all_gatherv";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && dim >= 0 && dim < x.dim() && fit(sizes, *served)) {
+      const int rank = served->handle().rank();
+      const Tensor in = rows_of(x, dim);
+      const std::size_t row_bytes = c10::multiply_integers(in.sizes().slice(1)) * in.element_size();
+      std::int64_t rows = 0;
+      for (const c10::SymInt& size : sizes) rows += size.expect_int();
+      Tensor out = empty(*served, resized(in, 0, rows), x);
+      auto* at = static_cast<char*>(out.mutable_data_ptr());
+      void* outs[kMaxRanks];
+      std::size_t bytes[kMaxRanks];
+      for (std::size_t part = 0; part < sizes.size(); at += bytes[part++]) {
+        outs[part] = at;
+        bytes[part] = sizes[part].expect_int() * row_bytes;
+      }
+      auto shape = resized(x, dim, 0);
+      shape.erase(shape.begin() + dim);
+      const Told told = tell_sized(Method::kAllGatherv, x, shape, sizes, -1, dim);
+      const bool fits = rows * row_bytes != 0 && bytes[rank] == in.nbytes();
+      const bool done = fits && carry(*served, Counted::kAllGatherv, x, told, [&](Group& self, double timeout_s) {
+                          return self.gatherv(outs, bytes, in.const_data_ptr(), timeout_s);
+                        });
+      if (done && bytes[rank] != 0) std::memcpy(outs[rank], in.const_data_ptr(), bytes[rank]);
+      if (done) return with_rows(out, dim);
+    }
+    return in_python<AllGatherv>(x, token, dim, sizes, group);
+  }
+};
+
+struct ReduceScatterv {
+  static constexpr const char* kName = "reduce_scatterv";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view, string_view);
+
+  // Exchanges the slices, and reduces one's own.
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
+                    string_view group) {
+    Reduction how;
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && fit(sizes, *served) &&
+        reduction_of(x.scalar_type(), op, &how)) {
+      const std::size_t size = sizes.size();
+      const Tensor in = rows_of(x, dim);
+      const std::size_t row_bytes = in.nbytes() / in.size(0);
+      const std::int64_t mine = sizes[served->handle().rank()].expect_int();
+      const Tensor slices = empty(*served, resized(in, 0, mine * static_cast<std::int64_t>(size)), x);
+      std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
+      const void* sources[kMaxRanks];
+      for (std::size_t rank = 0; rank < size; ++rank) {
+        out_bytes[rank] = mine * row_bytes;
+        in_bytes[rank] = sizes[rank].expect_int() * row_bytes;
+        sources[rank] = static_cast<const char*>(slices.const_data_ptr()) + rank * out_bytes[rank];
+      }
+      Tensor out = empty(*served, resized(in, 0, mine), x);
+      const Told told = tell_sized(Method::kReduceScatterv, x, x.sizes(), sizes, how.told, dim);
+      const bool fits = std::accumulate(in_bytes, in_bytes + size, std::size_t{0}) == in.nbytes();
+      const bool done =
+          fits && carry(*served, Counted::kReduceScatterv, x, told, [&](Group& self, double timeout_s) {
+            return self.all_to_all(slices.mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
+          });
+      if (done) {
+        void* const to = out.mutable_data_ptr();
+        reduce_function(how.dtype, how.op)(&to, 1, sources, static_cast<int>(size), out.numel());
+        return with_rows(out, dim);
+      }
+    }
+    return in_python<ReduceScatterv>(x, token, dim, sizes, op, group);
+  }
+};
+
+struct Gather {
+  static constexpr const char* kName = "gather";
+  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, std::int64_t, string_view);
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, std::int64_t dst, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && dst >= 0 && dst < served->handle().size()) {
+      const int size = served->handle().size(), rank = served->handle().rank();
+      const auto in = x.expect_contiguous();
+      c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
+      sizes.insert(sizes.begin(), size);
+      const Tensor blocks = rank == dst ? empty(*served, sizes, x) : ordinary({0}, x.scalar_type());
+      void* outs[kMaxRanks] = {};
+      std::size_t bytes[kMaxRanks];
+      for (int part = 0; part < size; ++part) {
+        bytes[part] = in->nbytes();
+        if (rank == dst) outs[part] = static_cast<char*>(blocks.mutable_data_ptr()) + part * in->nbytes();
+      }
+      const Told told = tell(Method::kGather, x, -1, dim, dst);
+      const bool done = carry(*served, Counted::kGather, x, told, [&](Group& self, double timeout_s) {
+        return self.gatherv(outs, bytes, in->const_data_ptr(), timeout_s);
+      });
+      if (done && rank != dst) return blocks;
+      if (done) std::memcpy(outs[rank], in->const_data_ptr(), bytes[rank]);
+      if (done && dim == 0) return blocks.flatten(0, 1);
+      // Where the dims are 1 long, flatten gives a view of other strides.
+      if (done) return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous();
+    }
+    return in_python<Gather>(x, token, dim, dst, group);
+  }
+};
+
+struct Scatter {
+  static constexpr const char* kName = "scatter";
+  using Signature = Tensor(const std::optional<Tensor>&, Tensor&, c10::SymIntArrayRef, at::ScalarType, at::Device,
+                           std::int64_t, std::int64_t, string_view);
+
+  static Tensor run(const std::optional<Tensor>& x, Tensor& token, c10::SymIntArrayRef size, at::ScalarType dtype,
+                    at::Device device, std::int64_t dim, std::int64_t src, string_view group) {
+    const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(size);
+    const std::shared_ptr<Served> served = device.is_cpu() ? find_served(group) : nullptr;
+    const auto dims = static_cast<std::int64_t>(sizes.size());
+    if (served != nullptr && c10::multiply_integers(sizes) != 0 && dim >= 0 && dim < dims && src >= 0 &&
+        src < served->handle().size()) {
+      const int ranks = served->handle().size();
+      const bool gives = served->handle().rank() == src;
+      const bool fits = !gives || (x.has_value() && x->device().is_cpu() && x->scalar_type() == dtype &&
+                                   x->dim() == dims && x->size(dim) == ranks * sizes[dim] &&
+                                   x->numel() == ranks * static_cast<std::int64_t>(c10::multiply_integers(sizes)));
+      Tensor out = empty(*served, sizes, dtype);
+      Tensor blocks;  // slices one after the other
+      if (gives && fits) {
+        blocks = dim == 0 ? x->contiguous() : x->unflatten(dim, {ranks, sizes[dim]}).movedim(dim, 0).contiguous();
+      }
+      const Told told = tell(Method::kScatter, out, -1, dim, src);
+      const bool done =
+          fits && carry(*served, Counted::kScatter, out, told, [&](Group& self, double timeout_s) {
+            const void* const in = gives ? blocks.const_data_ptr() : nullptr;
+            return self.scatter(out.mutable_data_ptr(), in, out.nbytes(), static_cast<int>(src), timeout_s);
+          });
+      if (done) return out;
+    }
+    return in_python<Scatter>(x, token, size, dtype, device, dim, src, group);
+  }
+};
+
 struct Broadcast {
   static constexpr const char* kName = "broadcast";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
@@ -366,6 +534,8 @@ bool wants_gradient(const Tensor& x) {
   return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
 }
 
+bool wants_gradient(const std::optional<Tensor>& x) { return x.has_value() && wants_gradient(*x); }
+
 // Straight down where no gradient is wanted; else the formula, or the refusal, of the Python twin.
 template <typename Op, typename Signature = typename Op::Signature>
 struct Autograd;
@@ -412,8 +582,8 @@ void all_on_autograd(torch::Library& library) {
 
 void autograd(torch::Library& library) {
   library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
-  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, ReduceScatter, AllToAll, Broadcast, BroadcastInPlace>(
-      library);
+  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, AllGatherv, ReduceScatter, ReduceScatterv, Gather, Scatter,
+                  AllToAll, Broadcast, BroadcastInPlace>(library);
 }
 
 }  // namespace
@@ -423,7 +593,11 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<AllReduceInPlace>(library);
   on_cpu<AllReduceAddRmsNorm>(library);
   on_cpu<AllGather>(library);
+  on_cpu<AllGatherv>(library);
   on_cpu<ReduceScatter>(library);
+  on_cpu<ReduceScatterv>(library);
+  on_cpu<Gather>(library);
+  on_cpu<Scatter>(library);
   on_cpu<AllToAll>(library);
   on_cpu<Broadcast>(library);
   on_cpu<BroadcastInPlace>(library);

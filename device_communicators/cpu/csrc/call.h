@@ -33,9 +33,13 @@ enum class Method : std::uint8_t {
   kReduceScatter = 24,
   kBroadcast = 32,
   kBroadcastInPlace,
+  kAllGatherv = 40,
+  kReduceScatterv = 48,
   kAllToAll = 56,
   kBarrier = 64,
-  kAllReduceAddRmsNorm = 72
+  kAllReduceAddRmsNorm = 72,
+  kGather = 96,
+  kScatter = 104
 };
 constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
 

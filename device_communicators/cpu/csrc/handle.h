@@ -43,6 +43,10 @@ enum class Counted : int {
   kAllToAll,
   kBarrier,
   kFused,
+  kGather,
+  kScatter,
+  kAllGatherv,
+  kReduceScatterv,
   kCount
 };
 
