@@ -208,6 +208,11 @@ BUILD: Setting[str] = Setting(
     "PARALLEL_STATE_BUILD", "auto", _one_of("auto", "plain", "never"), "auto, plain or never",
     "Whether the compiled part may be compiled at its first use, into the user's cache; plain: without torch's ops.",
 )  # fmt: skip
+INSTRUCTIONS: Setting[str] = Setting(
+    "PARALLEL_STATE_INSTRUCTIONS", "auto", _one_of("auto", "avx512", "avx2", "plain"), "auto, avx512, avx2 or plain",
+    "Instruction set of the reductions in shared memory: the best that the processor has (auto), or one of those that "
+    "it has, to measure and test what machines without the others do; read once. Results have the same bits with each.",
+)  # fmt: skip
 SYMMETRIC_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_SYMMETRIC_BYTES", 8 << 30, _bytes, "a number of bytes",
     "How much memory for tensors that all ranks of a host map (`group.empty`, large results) a rank may have in each "
@@ -260,8 +265,8 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, EARLY_BYTES, BUILD, SYMMETRIC_BYTES, HUGE_PAGES,
-    SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, EARLY_BYTES, BUILD, INSTRUCTIONS, SYMMETRIC_BYTES,
+    HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

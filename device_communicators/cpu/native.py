@@ -32,6 +32,7 @@ from device_communicators import build_cache, settings
 from device_communicators.build_cache import CacheError
 from device_communicators.cpu import native_build
 from device_communicators.cpu.native_build import BuildError, Recipe
+from device_communicators.errors import SettingError
 
 logger = logging.getLogger("parallel_state")
 
@@ -49,6 +50,7 @@ _UNUSED_S = 60 * 86400.0
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_version": (c_int, ()),
     "ps_instruction_set": (c_char_p, ()),
+    "ps_use_instruction_set": (c_int, (c_char_p,)),
     "ps_set_interpreter": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_ulong)),
     "ps_take_exception": (None, (POINTER(c_void_p),)),
     "ps_segment_bytes": (c_size_t, (c_int,)),
@@ -181,6 +183,12 @@ class NativeLibrary:
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
+        wanted = settings.INSTRUCTIONS.get()
+        if wanted != "auto" and self._library.ps_use_instruction_set(wanted.encode()) != 0:
+            raise SettingError(
+                f"{settings.INSTRUCTIONS.name} must be a set that this processor has, as "
+                f"{self._library.ps_instruction_set().decode()}, but is {wanted}; unset it to use that"
+            )
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:

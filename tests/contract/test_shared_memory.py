@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import os
 import random
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 import parallel_state as ps
+from device_communicators import settings
 from device_communicators.cpu import native
+from device_communicators.errors import SettingError
 from tests.contract.attempts import attempt, environment, world
 from tests.contract.slot_pages import touched_slots
 from tests.extent import LONG
@@ -158,6 +161,56 @@ def test_huge_pages_where_asked_for() -> None:
         pytest.skip("this kernel makes no huge pages of shared memory")
     assert all(huge_bytes >= 24 << 20 for _, huge_bytes, _ in asked)
     assert all(right and huge_bytes == 0 for _, huge_bytes, right in ps.launch(_huge_bytes, 2, timeout=DEADLINE_S))
+
+
+INSTRUCTION_SETS = ("plain", "avx2", "avx512")
+
+
+def _bits_of(instruction_sets: tuple[str, ...]) -> tuple[str, list[bytes]]:
+    """The set that this rank uses, of those that the processor has, and its results' bits."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    library = native.load()
+    in_use = library.ps_instruction_set()
+    if instruction_sets:
+        library.ps_use_instruction_set(instruction_sets[rank % len(instruction_sets)].encode())
+    found = []
+    with world(size):
+        group = ps.get_tp_group()
+        used = library.ps_instruction_set().decode()
+        assert used in group.explain()
+        for dtype, count in itertools.product((torch.float32, torch.float16, torch.bfloat16), (1003, 40_000, 500_000)):
+            x = torch.randn(4, count // 4, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            residual, weight = torch.full_like(x, 0.3), torch.linspace(-1, 1, count // 4).to(dtype)
+            results = [group.all_reduce(x, op) for op in ("sum", "avg", "product")]
+            results += [group.all_gather(group.reduce_scatter(x.repeat(size, 1), 0), 0), group.all_reduce_(x.clone())]
+            results += group.all_reduce_add_rms_norm(x, residual, weight)
+            found += [hashlib.sha256(bytes(each.view(torch.uint8).numpy())).digest() for each in results]
+    library.ps_use_instruction_set(in_use)
+    return used, found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_other_instruction_sets_have_the_same_bits(pools: Pools, ranks: int) -> None:
+    asked = ((), *((each,) for each in INSTRUCTION_SETS), INSTRUCTION_SETS)
+    results = [pools(ranks).run(_bits_of, each, timeout_s=DEADLINE_S) for each in asked]
+    expected = results[0][0][1]
+    assert all(bits == expected for result in results for _, bits in result)
+    assert [used for used, _ in results[1]] == ["plain"] * ranks
+    if results[0][0][0] != "plain":
+        assert len({used for used, _ in results[-1]}) > 1
+
+
+def test_a_variable_chooses_the_instruction_set() -> None:
+    used = ps.launch(_bits_of, 2, args=((),), env={"PARALLEL_STATE_INSTRUCTIONS": "plain"}, timeout=DEADLINE_S)
+    assert [name for name, _ in used] == ["plain", "plain"]
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = native.load()
+    assert library.ps_use_instruction_set(b"another") == 1
+    monkeypatch.setattr(settings.Setting, "get", lambda setting: "neon" if setting is settings.INSTRUCTIONS else None)
+    with pytest.raises(SettingError, match=r"INSTRUCTIONS must be a set that this processor has, as .*, but is neon"):
+        native.NativeLibrary(library.path, library.has_ops)
 
 
 def _by_either_way() -> dict[str, int]:

@@ -41,6 +41,9 @@ int ps_version() { return 6; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
+// 0, or 1 where this processor lacks it.
+int ps_use_instruction_set(const char* name) { return use_instruction_set(name) ? 0 : 1; }
+
 // PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release, and the thread that
 // runs signal handlers: see interrupt.h.
 void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch)(void**, void**, void**),

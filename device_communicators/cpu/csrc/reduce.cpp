@@ -1,5 +1,6 @@
 #include "reduce.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -66,10 +67,14 @@ Isa detect() {
   return Isa::kPlain;  // on ARM the plain loops are NEON: every 64-bit ARM has it
 }
 
-Isa isa() {
-  static const Isa chosen = detect();
-  return chosen;
+Isa best() {
+  static const Isa found = detect();
+  return found;
 }
+
+std::atomic<Isa> chosen{best()};
+
+Isa isa() { return chosen.load(std::memory_order_relaxed); }
 
 const char* name_of(Isa isa) {
   switch (isa) {
@@ -78,6 +83,16 @@ const char* name_of(Isa isa) {
     case Isa::kPlain: break;
   }
   return "plain";
+}
+
+// False for an instruction set that this processor lacks.
+bool find_isa(const char* name, Isa* found) {
+  for (const Isa each : {Isa::kPlain, Isa::kAvx2, Isa::kAvx512}) {
+    if (each > best() || std::strcmp(name, name_of(each)) != 0) continue;
+    *found = each;
+    return true;
+  }
+  return false;
 }
 
 ReduceFunction find([[maybe_unused]] Isa isa, Dtype dtype, ReduceOp op) {
@@ -125,10 +140,8 @@ PartFunction part_function(Dtype dtype, ReduceOp op) {
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op) { return find(isa(), dtype, op); }
 
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set) {
-  for (const Isa each : {Isa::kPlain, Isa::kAvx2, Isa::kAvx512}) {
-    if (each <= isa() && std::strcmp(instruction_set, name_of(each)) == 0) return find(each, dtype, op);
-  }
-  return nullptr;
+  Isa named;
+  return find_isa(instruction_set, &named) ? find(named, dtype, op) : nullptr;
 }
 
 AddRmsNormFunction add_rms_norm_function(Dtype dtype) {
@@ -140,5 +153,12 @@ AddRmsNormFunction add_rms_norm_function(Dtype dtype) {
 }
 
 const char* instruction_set() { return name_of(isa()); }
+
+bool use_instruction_set(const char* name) {
+  Isa named;
+  if (!find_isa(name, &named)) return false;
+  chosen.store(named, std::memory_order_relaxed);
+  return true;
+}
 
 }  // namespace parallel_state

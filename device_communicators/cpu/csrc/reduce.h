@@ -28,7 +28,7 @@ PartFunction part_function(Dtype dtype, ReduceOp op);
 // Of an element of the sums of a part.
 std::size_t wide_size_of(Dtype dtype);
 
-// The fastest version for this processor.
+// The version in use: the fastest for this processor, unless `use_instruction_set` chose another.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
 // The version for an instruction set, by its name, for tests; null where this processor lacks it.
@@ -39,7 +39,10 @@ using AddRmsNormFunction = void (*)(void* out, void* residual_out, const void* s
                                     const void* weight, std::size_t hidden, float eps);
 AddRmsNormFunction add_rms_norm_function(Dtype dtype);
 
-// Which instruction set `reduce_function` chose: "avx512", "avx2" or "plain".
+// Which instruction set is in use: "avx512", "avx2" or "plain".
 const char* instruction_set();
+
+// From now on, in all threads. False for a set that this processor lacks.
+bool use_instruction_set(const char* name);
 
 }  // namespace parallel_state
