@@ -338,7 +338,8 @@ class TensorCalls(GroupFacts):
 
     def _exchange_rows(self, x: Tensor, outputs: ops.Splits, inputs: ops.Splits, out: Tensor | None = None) -> Tensor:
         if out is not None:
-            checks.check_out(self.context, "all_to_all", out, x, [sum(outputs) if outputs else len(x), *x.shape[1:]])
+            rows = x.shape[0] if outputs is None else sum(outputs)
+            checks.check_out(self.context, "all_to_all", out, x, [rows, *x.shape[1:]])
             if self._goes_into(out, x):
                 _OPS.all_to_all_into(x, self._token, out, outputs, inputs, self._key)
                 return out
@@ -390,7 +391,7 @@ class TensorCalls(GroupFacts):
     def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
         """Returns rank `src`'s flag on every rank."""
         with self.route.called_as("broadcast_flag"):
-            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8), src).item())
+            return bool(self.broadcast_(torch.tensor(flag, dtype=torch.uint8, device="cpu"), src).item())
 
     def split(self, x: Tensor, dim: int = -1) -> Tensor:
         """Returns this rank's slice of `x`, which every rank holds: `[…, world_size · d, …]` to a view `[…, d, …]`.

@@ -90,6 +90,21 @@ def test_a_tensor_parallel_block_compiles_once_for_all_token_counts(pools: Calla
     pools(2).run(_block_body, tp=2, timeout_s=300)
 
 
+def _equal_slices_body() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tp = ps.get_tp_group()
+    compiled = torch.compile(tp.all_to_all, fullgraph=True, backend=_own_backend(), dynamic=True)
+    for rows in (4, 6, 10):
+        x = torch.arange(rows * 3.0).view(rows, 3) + 100 * tp.rank_in_group
+        assert torch.equal(compiled(x), tp.all_to_all(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "a new number of rows recompiled"
+
+
+def test_all_to_all_of_equal_slices_compiles_once_for_all_numbers_of_rows(pools: Callable[[int], WorkerPool]) -> None:
+    pools(2).run(_equal_slices_body, tp=2, timeout_s=300)
+
+
 def _every_op(x: Tensor) -> tuple[Tensor, ...]:
     tp = ps.get_tp_group()
     rank, size = tp.rank_in_group, tp.world_size

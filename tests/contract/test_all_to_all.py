@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from torch import Tensor
 
+from device_communicators.errors import InvalidArgumentError
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import (
     MOVABLE,
@@ -124,3 +126,20 @@ def _one_side_body(member: Member) -> None:
 
 def test_split_sizes_that_are_left_out_are_equal(carrier: Carrier) -> None:
     carrier.run(_one_side_body)
+
+
+def _bare_op_body(member: Member) -> None:
+    """The op itself takes both lists of splits or neither, and rows that all of them name."""
+    op, token, key = torch.ops.parallel_state.all_to_all, member.group._token, member.group._key
+    equal = [2] * member.size
+    odd, even = torch.zeros(2 * member.size + 1), torch.zeros(2 * member.size)
+    wrong = [(even, equal, None), (even, None, equal), (even, [], [])]
+    for x, *splits in [*wrong, (odd, None, None)] if member.size > 1 else wrong:
+        with member.case(f"{len(x)} rows, {splits}"), pytest.raises(InvalidArgumentError, match="nothing was sent"):
+            op(x, token, *splits, key)
+    if member.size > 1:
+        assert torch.equal(op(even, token, None, None, key), op(even, token, equal, equal, key))
+
+
+def test_the_bare_op_never_drops_rows(carrier: Carrier) -> None:
+    carrier.run(_bare_op_body)

@@ -295,7 +295,8 @@ struct AllToAll {
     const auto fit = [&](Splits splits) {
       return splits.has_value() ? splits->size() == size : x.size(0) % static_cast<std::int64_t>(size) == 0;
     };
-    if (served != nullptr && x.dim() != 0 && fit(output_splits) && fit(input_splits)) {
+    if (served != nullptr && x.dim() != 0 && output_splits.has_value() == input_splits.has_value() &&
+        fit(output_splits) && fit(input_splits)) {
       const auto in = x.expect_contiguous();
       const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
       std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
