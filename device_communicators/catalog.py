@@ -269,7 +269,7 @@ def _vote(context: GroupContext, rows: Sequence[Row], reasons: list[str | None])
     reasons = [row.probe(context) if i in probed and row.probe else reasons[i] for i, row in enumerate(rows)]
     if context.make_cpu_group is None:
         return reasons
-    fit = torch.tensor([reasons[i] is None for i in probed], dtype=torch.uint8)
+    fit = torch.tensor([reasons[i] is None for i in probed], dtype=torch.uint8, device="cpu")
     context.cpu_group.allreduce([fit], torch.distributed.ReduceOp.MIN).wait()
     agreed = dict(zip(probed, fit.tolist(), strict=True))
     return [

@@ -74,14 +74,14 @@ def _offset(world: GroupCoordinator) -> float:
 def _serve_clock(world: GroupCoordinator, rank: int) -> None:
     for _ in range(_EXCHANGES):
         world.recv((1,), torch.float64, rank, device=torch.device("cpu"))
-        world.send(torch.tensor([time.monotonic()], dtype=torch.float64), rank)
+        world.send(torch.tensor([time.monotonic()], dtype=torch.float64, device="cpu"), rank)
 
 
 def _compare_clock(world: GroupCoordinator) -> float:
     exchanges = []
     for _ in range(_EXCHANGES):
         asked = time.monotonic()
-        world.send(torch.tensor([asked], dtype=torch.float64), 0)
+        world.send(torch.tensor([asked], dtype=torch.float64, device="cpu"), 0)
         theirs = float(world.recv((1,), torch.float64, 0, device=torch.device("cpu")))
         heard = time.monotonic()
         exchanges.append((heard - asked, theirs - (asked + heard) / 2))

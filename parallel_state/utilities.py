@@ -69,7 +69,9 @@ def _read_and_broadcast(path: str | PathLike[str], world: GroupCoordinator) -> i
     if world.is_first_rank:
         try:
             data = bytearray(Path(path).read_bytes())
-            content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            content = (
+                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
         except Exception as error:  # also a path that is none: the others wait
             failure, content = error, f"{type(error).__name__}: {error}"
     content = world.broadcast_object(content, 0)

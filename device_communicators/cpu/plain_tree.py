@@ -240,7 +240,8 @@ def _type_at() -> int:
 
 def _tensor_at() -> int:
     """Returns where a tensor's object has the address of its TensorImpl; 0 where a look at some doesn't find it."""
-    probes = [torch.empty(1), torch.nn.Parameter(torch.empty(2)), torch.empty(2, 2).t()]
+    plain = torch.empty(2, device="cpu")
+    probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):
         if all(_Type.from_address(id(probe) + at).value == getattr(probe, "_cdata", None) for probe in probes):
             return at

@@ -106,7 +106,7 @@ def _exchange(
 
 def _splits_of_all(hosts: Hosts, mine: Sequence[int]) -> tuple[int, ...]:
     """Returns the splits of the ranks of this host, in their order."""
-    words = torch.tensor(mine, dtype=torch.int64)
+    words = torch.tensor(mine, dtype=torch.int64, device="cpu")
     everyone = words.new_empty(len(hosts.ranks[hosts.host]) * len(mine))
     hosts.all_gather(everyone, words)
     return tuple(everyone.tolist())

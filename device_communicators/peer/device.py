@@ -38,7 +38,7 @@ class HostWords:
     """64-bit words in pinned memory, which the GPU reads and writes at the same address as the host."""
 
     def __init__(self, count: int, *, pinned: bool = True) -> None:
-        self._memory = torch.zeros(count, dtype=torch.int64, pin_memory=pinned)
+        self._memory = torch.zeros(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.address = self._memory.data_ptr()
         self._words = (ctypes.c_uint64 * count).from_address(self.address)
 

@@ -175,9 +175,9 @@ def exchange(context: GroupContext, call: Call, payload: Tensor | None, gather: 
     Raises CollectiveMismatchError on every rank.
     """
     count = frame_bytes(context.size)
-    mine = torch.zeros(count, dtype=torch.uint8)
+    mine = torch.zeros(count, dtype=torch.uint8, device="cpu")
     fill(mine, call, payload)
-    frames = torch.empty(context.size, count, dtype=torch.uint8)
+    frames = torch.empty(context.size, count, dtype=torch.uint8, device="cpu")
     begin_sending()
     if gather is None:
         Watched(context.cpu_group._allgather_base(frames.view(-1), mine), context, call.operation).wait()

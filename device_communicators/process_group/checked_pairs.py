@@ -160,7 +160,7 @@ class _Recv(Transfer):
 
 
 def _empty_frame(room_bytes: int) -> Tensor:
-    return torch.empty(head_bytes(len(_SPLITS)) + room_bytes, dtype=torch.uint8)
+    return torch.empty(head_bytes(len(_SPLITS)) + room_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _frame_of(call: Call, payload: Tensor) -> Tensor:

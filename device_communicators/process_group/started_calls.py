@@ -144,7 +144,7 @@ class StartedCall:
         self._done = threading.Event()
         self._error: BaseException | None = None
         context = exchange.context
-        self._frames = torch.zeros(context.size, frame_bytes(context.size), dtype=torch.uint8)
+        self._frames = torch.zeros(context.size, frame_bytes(context.size), dtype=torch.uint8, device="cpu")
         mine = self._frames[context.rank]
         length = fill(mine, call, payload)
         self._works = exchange.start(

@@ -246,4 +246,4 @@ def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
-            process_group.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
+            process_group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)

@@ -31,7 +31,7 @@ def _from_bytes(data: bytes) -> Any:
     message = codec.read(data[_LENGTH.size : at], allow_pickle=True)
     tensors = []
     for each in message.tensors:
-        tensor = torch.empty(each.shape, dtype=each.dtype)
+        tensor = torch.empty(each.shape, dtype=each.dtype, device="cpu")
         size = tensor.numel() * tensor.element_size()
         flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data[at : at + size] or b"\0"), dtype=torch.uint8)[:size])
         tensors.append(tensor)

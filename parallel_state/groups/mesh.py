@@ -134,7 +134,7 @@ def _root(groups: ParallelGroups, grid: Grid, dims: Sequence[str], process_group
     if list(dims) == ["world"]:
         return DeviceMesh.from_group(process_groups[0], world.device.type, mesh_dim_names=("world",))
     offsets = [grid.offsets(layout.axes_of(name)) for name in dims]
-    ranks = torch.tensor([world.context.ranks[sum(steps)] for steps in product(*offsets)])
+    ranks = torch.tensor([world.context.ranks[sum(steps)] for steps in product(*offsets)], device="cpu")
     mesh = ranks.reshape([len(steps) for steps in offsets])
     return DeviceMesh.from_group(list(process_groups), world.device.type, mesh, mesh_dim_names=tuple(dims))
 

@@ -35,19 +35,19 @@ def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
     rank, size = group.rank(), group.size()
     if not 0 <= source_rank < size:
         raise InvalidArgumentError(f"source_rank must be a rank in the group, 0 … {size - 1}, but is {source_rank}")
-    announced = torch.zeros(NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8)
+    announced = torch.zeros(NAME_BYTES + _SECRET_BYTES, dtype=torch.uint8, device="cpu")
     with contextlib.ExitStack() as stack:
         if rank == source_rank:
             secret = secrets.token_bytes(_SECRET_BYTES)
             segment = _make_segment(secret, stack)
             if segment is not None:
-                announced = torch.tensor(list(segment.name.encode() + secret), dtype=torch.uint8)
+                announced = torch.tensor(list(segment.name.encode() + secret), dtype=torch.uint8, device="cpu")
         options = dist.BroadcastOptions()
         options.rootRank = source_rank
         group.broadcast([announced], options).wait()
         content = bytes(announced.tolist())
         shares_memory = rank == source_rank or _read_segment(content[:NAME_BYTES]) == content[NAME_BYTES:]
-        flags = torch.zeros(size, dtype=torch.int32)
+        flags = torch.zeros(size, dtype=torch.int32, device="cpu")
         flags[rank] = int(shares_memory)
         group.allreduce([flags], dist.ReduceOp.SUM).wait()  # ends after every rank has looked
         return [flag == 1 for flag in flags.tolist()]

@@ -117,7 +117,7 @@ class GroupCoordinator:
         self.unique_name, self.device = group.unique_name, group.device
         self.rank, self.ranks, self.world_size = group.rank, group.ranks, group.world_size
         self.local_rank, self.rank_in_group = group.local_rank, group.rank_in_group
-        self.active_ranks_cpu = torch.ones(group.world_size, dtype=torch.int32)
+        self.active_ranks_cpu = torch.ones(group.world_size, dtype=torch.int32, device="cpu")
         self.active_ranks = self.active_ranks_cpu.to(group.device)
         self.device_module = torch.get_device_module(group.device)
         _groups[self.unique_name] = weakref.ref(self)
@@ -305,7 +305,11 @@ class GroupCoordinator:
         body = torch.frombuffer(bytearray(metadata), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
-            for each in (torch.tensor([len(metadata)]), body, *(each.cpu().contiguous() for each in tensors))
+            for each in (
+                torch.tensor([len(metadata)], device="cpu"),
+                body,
+                *(each.cpu().contiguous() for each in tensors),
+            )
         ]
         for each in () if async_send else started:
             each.work.wait()  # type: ignore[union-attr]
@@ -313,7 +317,7 @@ class GroupCoordinator:
 
     def _recv_tagged(self, src: int, tag: int) -> Any:
         def received(size: Any, dtype: torch.dtype) -> Tensor:
-            buffer = torch.empty(size, dtype=dtype)
+            buffer = torch.empty(size, dtype=dtype, device="cpu")
             dist.recv(buffer, self.ranks[src], self.cpu_group, tag)
             return buffer
 

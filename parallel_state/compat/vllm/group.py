@@ -288,7 +288,7 @@ class GroupCoordinator(coordinator.GroupCoordinator):
     def _dispatch(self, tensors: list[Tensor], is_sequence_parallel: bool) -> list[Tensor]:
         group = self._expert_group(is_sequence_parallel)
         rows = tensors[0].shape[0]
-        self._sizes = coordinator.GroupCoordinator.all_gather(group, torch.tensor([rows]), 0).tolist()
+        self._sizes = coordinator.GroupCoordinator.all_gather(group, torch.tensor([rows], device="cpu"), 0).tolist()
         return group.all_gatherv(tensors, 0, self._sizes)
 
     def dispatch_router_logits(

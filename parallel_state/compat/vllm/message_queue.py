@@ -495,7 +495,7 @@ def _exchange(pg: Any, handle: Handle | None) -> list[Handle | None]:
     """Returns the handles of a process group's ranks, all of which call it."""
     text = b"" if handle is None else json.dumps({**vars(handle), "secret": handle.secret.hex()}).encode()
     mine = torch.frombuffer(bytearray(text.ljust(_HANDLE_BYTES)), dtype=torch.uint8)
-    every = torch.empty(dist.get_world_size(pg) * _HANDLE_BYTES, dtype=torch.uint8)
+    every = torch.empty(dist.get_world_size(pg) * _HANDLE_BYTES, dtype=torch.uint8, device="cpu")
     dist.all_gather_into_tensor(every, mine, group=pg)
     return [_handle_of(bytes(row.tolist()).strip()) for row in every.view(-1, _HANDLE_BYTES)]
 
@@ -522,7 +522,7 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 def _rebuild(data: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not len(data):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data if isinstance(data, bytearray) else bytearray(data), dtype=dtype).view(shape)
 
 

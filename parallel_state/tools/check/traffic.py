@@ -96,7 +96,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
             request = Request("all_reduce", torch.float32, group.device.type, numel, "sum")
             carriers.append(group.route.pick(request).name)
     found.route = ", ".join(dict.fromkeys(carriers))
-    small, large = torch.ones(16, device=group.device), torch.ones(_QUICK_LARGE if quick else _LARGE)
+    small, large = torch.ones(16, device=group.device), torch.ones(_QUICK_LARGE if quick else _LARGE, device="cpu")
     large = large.to(group.device)
     samples = _timed(group, small, 30 if quick else 100)
     found.latency_us = statistics.median(samples)
