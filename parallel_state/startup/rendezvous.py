@@ -244,7 +244,10 @@ class _Meeting:
                     store, name = dist.PrefixStore(self.prefix, self.connect()), b""
                     self.obstacle = _NO_WORLD
                 newest = store.get(_NAME) if store.check([_NAME]) else b""
-                if newest not in (b"", name):
+                # First the verdict of the world that this rank is in, if there is one by now: where the others' start
+                # failed at once and rank 0 is back, this rank's fails with them, and all come to the next together.
+                is_decided = entered and world is not None and world.check([_VERDICT])
+                if newest not in (b"", name) and not is_decided:
                     name, world = newest, dist.PrefixStore(newest.decode(), store)
                     if self._is_left_behind(world):
                         world, entered = None, False
@@ -252,7 +255,7 @@ class _Meeting:
                         entered = self._enter(world, entry)
                 if world is None or not entered:
                     continue
-                if not world.check([_VERDICT]):
+                if not is_decided:
                     self._look_after(world)
                 elif self._is_complete(world):
                     return world

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from device_communicators.errors import RendezvousError
+from parallel_state.startup import rendezvous
 from parallel_state.startup.binding import different_cores
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -33,6 +37,32 @@ def test_a_rank_that_gave_up_is_not_the_one_that_is_missing() -> None:
         with pytest.raises(RendezvousError, match=r"ranks \[2\] did not come") as told:
             opened.result(10.0)
     assert own.value.suspect_ranks == told.value.suspect_ranks == (2,)
+
+
+@pytest.mark.parametrize("decided", [True, False])
+def test_a_rank_stays_in_the_world_that_was_decided(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 opens another world between two looks: as its start failed, or as it was killed and is back."""
+    top = dist.PrefixStore("start", dist.HashStore())
+
+    def decide(world: str) -> None:
+        dist.PrefixStore(world, top).set("roster", zlib.compress(json.dumps({}).encode()).hex())
+        dist.PrefixStore(world, top).set("verdict", "complete 2")
+
+    def looks(*_: object) -> Iterator[None]:
+        top.set("world", "first")
+        yield
+        if decided:
+            decide("first")
+        top.set("world", "second")
+        yield
+        decide("second")
+        yield
+
+    monkeypatch.setattr(rendezvous, "looks", looks)
+    place = ProcessEnvironment(1, 1, 2, 2, "localhost", 1, "explicit")
+    meeting = _Meeting(place, Address(), "here", 1.0, time.monotonic() + 1.0, lambda: top.underlying_store, "start")
+    assert meeting.enter_world().get("rank/1").decode().startswith("2 ")
+    assert dist.PrefixStore("second", top).check(["rank/1"]) != decided
 
 
 def test_ranks_of_each_host_must_begin_with_the_same_cores() -> None:
