@@ -31,7 +31,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import NEWS_S, describe_deaths, kind_of_deaths
+from device_communicators.liveness.health import describe_deaths, kind_of_deaths
 from device_communicators.machine.group_topology import find_shared_gpus, shared_gpu_warning, uuid_of
 from device_communicators.routing.failures import died
 from device_communicators.routing.waiting import Watched
@@ -308,7 +308,7 @@ def _not_connected(
     everyone = range(place.world_size)
     late = time.monotonic() > met.deadline
     # What torch says comes with the end of a rank, or a moment before; at the deadline the watch is just asking.
-    deaths = [] if watch is None else watch.watcher.await_death_of(everyone, 1.0)
+    deaths = [] if watch is None else watch.watcher.await_death_of(everyone)
     who = f"rank {place.rank} of {place.world_size} met the others, but "
     facts = {
         "group": "world",
@@ -411,7 +411,7 @@ def closing_barrier(world: GroupCoordinator) -> None:
         raise
     except RuntimeError as error:
         # A connection can break before the end of its rank is heard of.
-        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks, NEWS_S):
+        if world.context.watcher is not None and world.context.watcher.await_death_of(world.ranks):
             raise died(world.context, "barrier", started) from error
         raise CommunicationError(
             f"rank {world.rank} made its groups, but not all of {world.context} came to the closing barrier within "

@@ -31,7 +31,6 @@ from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import (
     HAS_PIDFDS,
-    NEWS_S,
     FailureDomain,
     Watcher,
     describe_deaths,
@@ -114,7 +113,7 @@ class HostMemory:
             if isinstance(error, CommunicationError):
                 raise
             # A connection breaks with its rank, or a moment before that is heard of.
-            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks, NEWS_S)
+            deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks)
             raise self.members.failure(
                 kind_of_deaths(deaths, CommunicationError),
                 f"the ranks of {self.members} could not look for shared memory together: "

@@ -163,6 +163,8 @@ class Watcher:
         self._processes: dict[int, int] = {}  # pidfd -> global rank
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._linked: set[int] = set()
+        self.news_s = NEWS_S
+        """The time from a transport's own error to the news of a death; more while a world starts."""
         self.bound_s = NEWS_S
         """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
         self.has_left: Callable[[int], bool] = lambda rank: False
@@ -257,9 +259,13 @@ class Watcher:
         """Returns the certain deaths of the world, by rank."""
         return [death for _, death in sorted(self._deaths.items()) if death.certain]
 
-    def await_death_of(self, ranks: Iterable[int], timeout_s: float) -> list[Death]:
-        """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them."""
+    def await_death_of(self, ranks: Iterable[int], timeout_s: float | None = None) -> list[Death]:
+        """Waits for a death of these ranks, and others that follow at once; returns `deaths_of` them.
+
+        Left out, `timeout_s` is `news_s`: for a connection that broke.
+        """
         ranks = list(ranks)
+        timeout_s = self.news_s if timeout_s is None else timeout_s
         with self._news:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)

@@ -14,7 +14,7 @@ from device_communicators.errors import (
     HostUnreachableError,
     PeerDiedError,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher, describe_deaths, kind_of_deaths
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 
@@ -78,7 +78,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
     watcher = context.watcher
     if watcher is None:
         return failure
-    deaths = watcher.await_death_of(context.failure_ranks, NEWS_S)
+    deaths = watcher.await_death_of(context.failure_ranks)
     if not deaths and watcher.watches(failure.suspect_ranks):  # else its death may only come to be known
         blame_the_dead(watcher, failure)
     known = len(deaths) <= len(failure.suspect_ranks) and all(death.certain for death in deaths)
@@ -103,7 +103,7 @@ def attributed(
     watcher = context.watcher
     if watcher is None:
         return failure
-    if watcher.await_death_of(context.failure_ranks, NEWS_S):
+    if watcher.await_death_of(context.failure_ranks):
         return died(context, operation, started)
     if not isinstance(failure, PeerDiedError) or not watcher.watches(context.other_ranks):
         return failure

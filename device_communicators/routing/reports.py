@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
-from device_communicators.liveness.health import NEWS_S
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
@@ -83,7 +82,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
     if watcher is None or isinstance(failure, CollectiveTimeoutError):
         return failure
     started = time.monotonic() - (failure.elapsed_s or 0)
-    wait_s = NEWS_S if watcher.watches(missing) else watcher.bound_s
+    wait_s = watcher.news_s if watcher.watches(missing) else watcher.bound_s
     if watcher.await_death_of(context.failure_ranks, wait_s):
         return died(context, failure.operation or "an operation", started)
     return failure

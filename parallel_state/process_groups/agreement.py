@@ -27,7 +27,7 @@ from device_communicators.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher, describe_deaths, kind_of_deaths
+from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 
 T = TypeVar("T")
 Request = Mapping[str, str]
@@ -327,7 +327,7 @@ class Agreement:
         self, what: str, words: str, watched: Collection[int], started: float, timeout_s: float, error: Exception
     ) -> CommunicationError:
         asked = f" ({words})" if words else ""
-        deaths = self._watcher.await_death_of(watched, NEWS_S)  # a connection breaks a moment before its server's end
+        deaths = self._watcher.await_death_of(watched)  # a connection breaks a moment before its server's end
         return self._error(
             f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree doesn't answer: "
             f"{describe_deaths(deaths) or str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or "

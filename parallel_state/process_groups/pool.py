@@ -34,7 +34,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import NEWS_S, Watcher, kind_of_deaths
+from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
 from parallel_state.process_groups.options import GroupOptions
@@ -342,7 +342,7 @@ class ProcessGroupPool:
         """Returns the error for a group that couldn't be made: with the ranks that ended, or gave up."""
         limit_s = settings.START_TIMEOUT_S.get()
         elapsed_s = time.monotonic() - started
-        deaths = self.watcher.await_death_of(self.watched_with(ranks), NEWS_S)
+        deaths = self.watcher.await_death_of(self.watched_with(ranks))
         who = {death.rank: death.reason for death in deaths}
         failure = self.agreement.failure(name)
         if not who and failure is not None and failure[0] != self.rank:

@@ -34,6 +34,8 @@ _LOOK_S = 0.2
 """Between two looks into the store; more in large worlds, whose ranks share one store."""
 _LOOKS_PER_S = 1024
 _SLICE_S = 0.05
+_NEWS_S = 1.0
+"""With a look into the store: the time in which the news of a death goes from its host's ranks to those of others."""
 _FAILED = "failed"
 
 
@@ -68,6 +70,9 @@ class Processes:
             else:  # its pid is another one's by now
                 os.close(descriptor)
                 self._ended.append(rank)
+
+    def watches(self, rank: int) -> bool:
+        return rank in self._descriptors.values()
 
     def ended(self, wait_s: float = 0.0, *wake: int) -> list[int]:
         """Returns all that have ended so far; waits so long for one more, or until a descriptor is readable."""
@@ -112,7 +117,9 @@ class StartWatch:
         self._processes = processes
         self._served_by = served_by
         self._look_s = max(_LOOK_S, world_size / _LOOKS_PER_S)
+        self.watcher.news_s = _NEWS_S + self._look_s
         self._stage = 0
+        self._reported: set[int] = set()
         self._wake = WakeEvent()
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
@@ -140,6 +147,7 @@ class StartWatch:
         if self._closed:
             return
         self._closed = True
+        self.watcher.news_s = NEWS_S
         self._wake.set()
         self._thread.join(1.0)
         self._store = self._own = None
@@ -148,19 +156,21 @@ class StartWatch:
             self._processes.close()
 
     def _run(self) -> None:
-        reported: set[int] = set()
         listening = True
         while not self._closed:
-            ended = self._processes.ended(self._look_s, self._wake.fileno())
-            for rank in ended:
-                if rank not in reported and not self.watcher.has_left(rank) and not self._closed:
-                    self.watcher.report(rank, "has ended during the start")
-                    self._publish({"rank": rank, "reason": "has ended during the start", "ended": True})
-                reported.add(rank)
+            self._report_ended(self._look_s)
             listening = listening and not self._closed and self._read_failure()
             if time.monotonic() > self.deadline:
                 self._report_ranks_behind()
                 return
+
+    def _report_ended(self, wait_s: float) -> None:
+        """Reports processes that have ended; waits so long for one."""
+        for rank in self._processes.ended(wait_s, self._wake.fileno()):
+            if rank not in self._reported and not self.watcher.has_left(rank) and not self._closed:
+                self.watcher.report(rank, "has ended during the start")
+                self._publish({"rank": rank, "reason": "has ended during the start", "ended": True})
+            self._reported.add(rank)
 
     def _publish(self, what: dict[str, Any]) -> None:
         with contextlib.suppress(dist.DistError, AttributeError):
@@ -176,17 +186,28 @@ class StartWatch:
                 return True
             failure = json.loads(store.get(_FAILED))
         except dist.DistNetworkError:
-            served_by = self._served_by
-            if served_by is not None and served_by != self._rank and not self._closed:
-                self.watcher.await_death_of([served_by], NEWS_S)
-                if not self._closed and not self.watcher.has_left(served_by):
-                    self.watcher.report(served_by, "has closed the store of the start, which it serves")
+            self._report_lost_server()
             return False
         except dist.DistError:
             return True
         if failure["rank"] != self._rank:
             self.watcher.report(failure["rank"], failure["reason"], certain=failure.get("ended", False))
         return False
+
+    def _report_lost_server(self) -> None:
+        """Reports the rank that served the store: by its process, where this thread can watch that, as it ends.
+
+        Without a word on others, whose end can't be heard of any more. One that has left on purpose, right after its
+        own start, did so when this rank's was all but over: the time given here is for that, too.
+        """
+        served_by = self._served_by
+        if served_by is None or served_by == self._rank:
+            return
+        until = time.monotonic() + (NEWS_S if self._processes.watches(served_by) else NOTICE_S)
+        while not self._closed and served_by not in self._reported and (left_s := until - time.monotonic()) > 0:
+            self._report_ended(left_s)
+        if not self._closed and not self.watcher.has_left(served_by):
+            self.watcher.report(served_by, "has closed the store of the start, which it serves")
 
     def _report_ranks_behind(self) -> None:
         store = self._store
