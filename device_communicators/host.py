@@ -8,10 +8,15 @@ import functools
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+_REACH_S = 5.0
+_TRY = timedelta(seconds=0.5)
 _LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
@@ -45,6 +50,35 @@ def start_time(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
+
+
+def connect_anew(store: Any) -> Any:
+    """Returns a new connection to a store of torch's; None where it gives no other one, or its server has ended.
+
+    torch goes on for many seconds with a server that has ended, so it gets a little time between two looks at its port.
+    """
+    server, deadline = store, time.monotonic() + _REACH_S
+    while (underlying := getattr(server, "underlying_store", None)) is not None:
+        server = underlying
+    has_address = getattr(server, "host", "") and getattr(server, "port", 0)
+    while True:
+        try:
+            if not has_address:
+                return store.clone()
+            socket.create_connection((server.host, server.port), timeout=_REACH_S).close()
+            timeout = server.timeout
+            server.set_timeout(_TRY)  # a new connection takes it over
+            try:
+                made = store.clone()
+            finally:
+                server.set_timeout(timeout)
+            made.set_timeout(timeout)
+            return made
+        except (AttributeError, OSError, ValueError):
+            return None
+        except RuntimeError:
+            if not has_address or time.monotonic() > deadline:
+                return None
 
 
 def address_towards(server: tuple[str, int] | None) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.watching import watch_ranks
-from device_communicators.host import address_towards
+from device_communicators.host import address_towards, connect_anew
 from device_communicators.liveness.health import FailureDomain, Watcher
 
 
@@ -66,10 +66,8 @@ class World:
 
     def _open_store(self) -> Any:
         """Returns a connection of its own to the store; None if it can't give another one."""
-        try:
-            return None if self._store is None else dist.PrefixStore("world", self._store.clone())
-        except (AttributeError, RuntimeError, ValueError):
-            return None
+        own = None if self._store is None else connect_anew(self._store)
+        return None if own is None else dist.PrefixStore("world", own)
 
 
 def address_of(store: Any) -> str:

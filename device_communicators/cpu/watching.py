@@ -43,23 +43,26 @@ def watch_ranks(memory: HostMemory, watcher: Watcher, open_store: Callable[[], A
 
     watcher.watch_processes(others, has_left)
     apart = [[ranks[place] for place in part] for part in memory.watched_together]
-    store = open_store() if len(apart) > 1 else None
-    if store is not None:
-        interval_s = settings.HEARTBEAT_S.get() * max(1.0, len(ranks) / _READERS_PER_S)
-        beats = Heartbeats(
-            store, apart, own, watcher,
-            interval_s=interval_s, limit_s=max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s),
-        )  # fmt: skip
+    if len(apart) < 2:
+        return
+    for_beats, for_links = open_store(), open_store()
+    interval_s = settings.HEARTBEAT_S.get() * max(1.0, len(ranks) / _READERS_PER_S)
+    limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s)
+    try:
+        if for_beats is None or for_links is None:
+            raise RuntimeError("it takes no further connection")
+        beats = Heartbeats(for_beats, apart, own, watcher, interval_s=interval_s, limit_s=limit_s)
         beats.start()
-        watcher.bound_s = beats.limit_s + 2 * interval_s
-        watcher.on_close.append(beats.close)
-        links = Links(open_store(), apart, own, address, watcher)
-        try:
-            links.start()
-        except (OSError, RuntimeError) as error:
-            logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
-                           own, address, str(error).splitlines()[0])  # fmt: skip
-        watcher.on_close.append(links.close)
-    elif len(apart) > 1:
-        logger.warning("the store of %s takes no second connection, so hosts that vanish are noticed late",
-                       memory.members)  # fmt: skip
+    except RuntimeError as error:  # it may just have gone with its server, whose end the start will name
+        logger.warning("hosts of %s that vanish are noticed late, as its store can't be used for beats: %s",
+                       memory.members, str(error).splitlines()[0])  # fmt: skip
+        return
+    watcher.bound_s = limit_s + 2 * interval_s
+    watcher.on_close.append(beats.close)
+    links = Links(for_links, apart, own, address, watcher)
+    try:
+        links.start()
+    except (OSError, RuntimeError) as error:
+        logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
+                       own, address, str(error).splitlines()[0])  # fmt: skip
+    watcher.on_close.append(links.close)

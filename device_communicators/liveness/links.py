@@ -73,6 +73,7 @@ class Links:
     def __init__(self, store: Any, hosts: Sequence[Sequence[int]], rank: int, address: str, watcher: Watcher) -> None:
         """`store`: a connection of its own. `address`: this rank's, as other hosts reach it."""
         self._store = store
+        self._ranks = frozenset(each for host in hosts for each in host)
         self._peers = peers_of(hosts, rank)
         self._rank = rank
         self._watcher = watcher
@@ -101,7 +102,10 @@ class Links:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread.start()
-        self._complete.wait(_START_S)
+        until = time.monotonic() + _START_S
+        while not self._complete.wait(_PAUSE_S) and time.monotonic() < until:
+            if self._watcher.deaths_of(self._ranks):  # it may be a peer, of which nothing will come
+                break
 
     def close(self) -> None:
         """Says farewell on all connections, and ends the thread."""

@@ -34,11 +34,12 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
+from device_communicators.host import connect_anew
 from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
 from parallel_state.process_groups.options import GroupOptions
-from parallel_state.startup.watch import AbandonedError, cloned, run_watched
+from parallel_state.startup.watch import AbandonedError, run_watched
 from parallel_state.torch_internals import (
     bound_device,
     default_store,
@@ -221,9 +222,10 @@ class ProcessGroupPool:
     def private_store(self) -> Any:
         """Returns a new connection to the store of this world; None if the store can't give another one."""
         try:
-            return dist.PrefixStore(self._prefix, default_store().clone())  # type: ignore[attr-defined]
-        except (AttributeError, RuntimeError, ValueError):
+            own = connect_anew(default_store())
+        except (RuntimeError, ValueError):
             return None
+        return None if own is None else dist.PrefixStore(self._prefix, own)
 
     def next_channel(self, ranks: Sequence[int]) -> int:
         """Returns a number that no other user of a group of these ranks has: their transfers have other tags.
@@ -305,7 +307,7 @@ class ProcessGroupPool:
             if connects:
                 with self._lock:
                     store = self._stores.pop() if self._stores else None
-                store = store or cloned(default_store())
+                store = store or connect_anew(default_store())
             group = new_group_of_members(
                 name, ranks, str(options.backend), connecting.timeout_s, connecting.for_backend(), store
             )

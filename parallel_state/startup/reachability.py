@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from device_communicators.errors import RendezvousError, format_ranks
-from device_communicators.liveness.health import describe_deaths, kind_of_deaths
+from device_communicators.errors import CommunicationError, RendezvousError, format_ranks
+from device_communicators.liveness.health import Death, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import StartWatch
@@ -37,11 +37,26 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 4096
 def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
     """Returns once all hosts reach each other, or where there is one only. Every rank calls it.
 
-    Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one.
+    Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one;
+    PeerDiedError where a rank ends, the one that serves the store included.
     """
     leaders = leaders_of(places)
     if len(leaders) < 2:
         return
+    try:
+        verdict = _find_out(store, rank, places, watch, leaders)
+    except dist.DistError as error:  # the store is lost, with the rank that serves it, most likely
+        deaths = watch.watcher.await_death_of(range(len(places)))
+        problem = describe_deaths(deaths) or f"the store doesn't answer: {str(error).splitlines()[0]}"
+        raise _unproven(problem, deaths, rank, len(places)) from error
+    if verdict is not None:
+        raise _not_reached(places, rank, *verdict)
+
+
+def _find_out(
+    store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch, leaders: Sequence[int]
+) -> Any:
+    """Returns rank 0's verdict: None, or who doesn't reach whom and why."""
 
     def wait_for(ready: Callable[[], bool]) -> None:
         _wait_for(ready, store, watch, rank, len(places), leaders)
@@ -69,9 +84,7 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
             wait_for(is_known)
     else:
         wait_for(is_known)
-    verdict = json.loads(store.get("reach/verdict"))
-    if verdict is not None:
-        raise _not_reached(places, rank, *verdict)
+    return json.loads(store.get("reach/verdict"))
 
 
 def _read(store: dist.Store, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
@@ -182,27 +195,26 @@ def _wait_for(
 ) -> None:
     """Waits until it is so in the store, or a rank of the start ends or gives up, or until the start's deadline."""
     pause_s, everyone = max(_SHORTEST_S, world_size / _FIRST_LOOKS_PER_S), range(world_size)
-    error: Exception | None = None
-    while True:
-        try:
-            if ready():
-                return
-            deaths = watch.watcher.deaths_of(everyone)
-        except dist.DistError as lost:  # with the rank that serves it, most likely
-            error = lost
-            deaths = watch.watcher.await_death_of(everyone, 1.0)
-        if error is not None or deaths or time.monotonic() >= watch.deadline:
-            break
+    while not ready():
+        deaths = watch.watcher.deaths_of(everyone)
+        if deaths or time.monotonic() >= watch.deadline:
+            missing: list[int] = []
+            with contextlib.suppress(dist.DistError):
+                missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]
+            silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
+            raise _unproven(describe_deaths(deaths) or silent, deaths, rank, world_size, missing)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, max(_LONGEST_S, world_size / _LOOKS_PER_S))
-    missing: list[int] = []
-    with contextlib.suppress(dist.DistError):
-        missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]
-    silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
-    raise kind_of_deaths(deaths, RendezvousError)(
-        f"rank {rank} of {world_size} finds out whether the hosts reach each other, but "
-        f"{describe_deaths(deaths) or silent}; look at the logs of these ranks",
+
+
+def _unproven(
+    problem: str, deaths: Sequence[Death], rank: int, world_size: int, missing: Sequence[int] = ()
+) -> CommunicationError:
+    """Returns the error for a proof that did not come to its end."""
+    return kind_of_deaths(deaths, RendezvousError)(
+        f"rank {rank} of {world_size} finds out whether the hosts reach each other, but {problem}; look at the logs of "
+        "these ranks",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=[death.rank for death in deaths] or missing,
-    ) from error
+    )

@@ -112,7 +112,9 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
     own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where)
-    meeting = _Meeting(place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix)
+    meeting = _Meeting(
+        place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None
+    )
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -139,6 +141,7 @@ class _Meeting:
     """A new connection; raises OSError or DistNetworkError where it may be tried again."""
     prefix: str
     obstacle: str = "it was not tried"
+    rank_0_serves: bool = False
 
     def __post_init__(self) -> None:
         self.places = {self.place.rank: self.own_place}
@@ -265,7 +268,8 @@ class _Meeting:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
                 if world is None:  # else what was found there says more
-                    self.obstacle = str(error).splitlines()[0]
+                    who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
+                    self.obstacle = who + str(error).splitlines()[0]
         missing = self._missing(world) if store is not None and world is not None and entered else []
         if world is None or not missing:
             raise self.not_met()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.host import start_time
+from device_communicators.host import connect_anew, start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from parallel_state.startup.interfaces import Address
 
@@ -111,7 +111,7 @@ class StartWatch:
         self.watcher = Watcher()
         """The world's, from its beginning."""
         self.deadline = deadline
-        self._store: Any = cloned(store)
+        self._store: Any = connect_anew(store)
         self._rank = rank
         self._world_size = world_size
         self._processes = processes
@@ -220,14 +220,6 @@ class StartWatch:
             for rank in keys:
                 if stages.get(rank, -1) < self._stage and not self._closed:
                     self.watcher.report(rank, "did not go on with the start until its deadline", certain=False)
-
-
-def cloned(store: dist.Store) -> dist.Store | None:
-    """Returns a new connection to the same store; None if it can't give another one."""
-    try:
-        return store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):
-        return None
 
 
 class AbandonedError(RuntimeError):

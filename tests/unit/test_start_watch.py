@@ -5,18 +5,25 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from device_communicators.cpu.native_group import Members
+from device_communicators.cpu.watching import watch_ranks
 from device_communicators.errors import CommunicationError, PeerDiedError
-from device_communicators.host import start_time
+from device_communicators.host import connect_anew, start_time
+from device_communicators.liveness.health import Watcher
+from device_communicators.liveness.links import Links
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
-from parallel_state.startup import interfaces
+from parallel_state.startup import interfaces, reachability
+from parallel_state.startup.interfaces import Address
 from parallel_state.startup.watch import Processes, StartWatch
 
 NEIGHBOUR, REMOTE = 0, 2
@@ -37,6 +44,9 @@ class LostStore:
     def check(self, keys: list[str]) -> bool:
         self.asked.set()
         raise dist.DistNetworkError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Broken pipe")
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
         raise dist.DistNetworkError("Broken pipe")
@@ -102,3 +112,59 @@ def test_the_news_of_a_remote_rank_may_take_longer_than_that_of_a_neighbour(
     finally:
         late.join()
         watch.close()
+
+
+def test_a_store_that_is_lost_while_hosts_are_proven_is_named(neighbour: subprocess.Popen[bytes]) -> None:
+    store: Any = LostStore()
+    watch = _watch(store, REMOTE, neighbour)
+    places = {rank: Address(f"network {rank}", "127.0.0.1") for rank in range(3)}
+    try:
+        with pytest.raises(PeerDiedError, match="finds out whether the hosts reach each other") as told:
+            reachability.prove(store, 1, places, watch)
+        assert told.value.suspect_ranks == (REMOTE,)
+    finally:
+        watch.close()
+
+
+def _two_hosts() -> Any:
+    """Returns what the watch over its ranks asks of a world's memory: that of rank 0 of two, alone on its host."""
+    return SimpleNamespace(
+        members=Members("world", (0, 1), 0, 5.0), local_ranks=(0,), pids=(1,), collectives=None,
+        watched_together=((0,), (1,)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stores", [[LostStore(), LostStore()], [dist.HashStore(), None]], ids=["lost", "one only"])
+def test_ranks_are_watched_as_far_as_the_store_goes(stores: list[Any]) -> None:
+    """It may have gone with its server while the groups were made: the start's first call will say with whom."""
+    watcher = Watcher()
+    watch_ranks(_two_hosts(), watcher, lambda: stores.pop(0), "127.0.0.1")
+    watcher.close()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def test_links_do_not_wait_for_a_rank_that_has_ended() -> None:
+    watcher = Watcher()
+    watcher.report(1, "has ended")
+    links = Links(dist.HashStore(), [[0], [1]], 0, "127.0.0.1", watcher)
+    try:
+        assert _seconds(links.start) < SOON_S
+    finally:
+        links.close()
+
+
+def test_no_second_connection_to_a_store_that_has_ended() -> None:
+    """torch would try for as long as the store waits for anything, or longer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.PrefixStore("start", dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=DEADLINE_S)))
+    again = connect_anew(store)
+    again.set("key", "value")
+    assert again.timeout == store.timeout == timedelta(seconds=DEADLINE_S)
+    del server
+    assert _seconds(lambda: connect_anew(store)) < SOON_S
+    assert connect_anew(store) is None
