@@ -173,6 +173,8 @@ def init_distributed_environment(
         if watch is not None:
             watch.give_up(named)
         destroy_distributed_environment()
+        if watch is not None:
+            watch.watcher.close()
         if named is not error:
             raise named from error
         raise

@@ -234,6 +234,7 @@ def make_default_group(
     try:
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
+            watch.connect(met.places, met.links)
         options = GroupOptions(backend, timeout_s, high_priority_stream)
         _init_process_group(met, place, options, device if bind_device else None, watch)
     except BaseException as error:
@@ -241,6 +242,9 @@ def make_default_group(
         if watch is not None:
             watch.give_up(named)
             watch.close()
+            watch.watcher.close()
+        if met.links is not None:
+            met.links.listener.close()
         met.reserved.close()
         if named is not error:
             raise named from error

@@ -11,7 +11,7 @@ from device_communicators import settings
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.heartbeat import Heartbeats
-from device_communicators.liveness.links import Links
+from device_communicators.liveness.links import LinkPort, Links
 
 logger = logging.getLogger("parallel_state")
 
@@ -45,13 +45,13 @@ def watch_ranks(memory: HostMemory, watcher: Watcher, open_store: Callable[[], A
     apart = [[ranks[place] for place in part] for part in memory.watched_together]
     if len(apart) < 2:
         return
-    for_beats, for_links = open_store(), open_store()
+    store = open_store()
     interval_s = settings.HEARTBEAT_S.get() * max(1.0, len(ranks) / _READERS_PER_S)
     limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * interval_s)
     try:
-        if for_beats is None or for_links is None:
+        if store is None:
             raise RuntimeError("it takes no further connection")
-        beats = Heartbeats(for_beats, apart, own, watcher, interval_s=interval_s, limit_s=limit_s)
+        beats = Heartbeats(store, apart, own, watcher, interval_s=interval_s, limit_s=limit_s)
         beats.start()
     except RuntimeError as error:  # it may just have gone with its server, whose end the start will name
         logger.warning("hosts of %s that vanish are noticed late, as its store can't be used for beats: %s",
@@ -59,10 +59,15 @@ def watch_ranks(memory: HostMemory, watcher: Watcher, open_store: Callable[[], A
         return
     watcher.bound_s = limit_s + 2 * interval_s
     watcher.on_close.append(beats.close)
-    links = Links(for_links, apart, own, address, watcher)
+    if sorted(watcher.linked_apart) == sorted(apart):
+        return
+    store = open_store()
     try:
+        if store is None:
+            raise RuntimeError("the store takes no further connection")
+        links = Links(apart, own, LinkPort(address), watcher, store=store)
+        watcher.on_close.append(links.close)
         links.start()
     except (OSError, RuntimeError) as error:
-        logger.warning("rank %d can't listen at %r for the other hosts (%s): its end is noticed there by beats",
+        logger.warning("rank %d is not connected to the other hosts from %r (%s): its end is noticed there by beats",
                        own, address, str(error).splitlines()[0])  # fmt: skip
-    watcher.on_close.append(links.close)

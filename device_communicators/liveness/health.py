@@ -163,6 +163,8 @@ class Watcher:
         self._processes: dict[int, int] = {}  # pidfd -> global rank
         self._pids: dict[int, int] = {}  # global rank -> PID
         self._linked: set[int] = set()
+        self.linked_apart: list[list[int]] = []
+        """The ranks by host where those of several are connected since the start."""
         self.news_s = NEWS_S
         """The time from a transport's own error to the news of a death; more while a world starts."""
         self.bound_s = NEWS_S

@@ -6,8 +6,8 @@ other knows within a round trip. A closed connection alone is no death, as firew
 the other's port, which stays open as long as its process. Refused is dead, an answer is a new connection, silence is
 left to the heartbeats.
 
-Ports and tokens are told through the store. A connection begins with the token of who listens and the rank of who
-connects; a rank that goes on purpose says so before it closes.
+Ports and tokens are told through the store, or have been told where the ranks met. A connection begins with the token
+of who listens and the rank of who connects; a rank that goes on purpose says so before it closes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,8 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"{_TOKEN_BYTES}sI")
 _WELCOME, _LEAVING = b"+", b"-"
 _START_S = 1.0
+_MISSING_S = 0.4
+"""The time that a rank has to connect before it is asked after."""
 _CONNECT_S = 5.0
 _ASK_S = 1.0
 _ATTEMPTS = 3
@@ -59,32 +61,61 @@ def peers_of(hosts: Sequence[Sequence[int]], rank: int) -> list[int]:
 
 
 @dataclass
-class _Peer:
+class LinkPlace:
     """The address at which a rank listens."""
 
     host: str
     port: int
     token: bytes
 
+    def __str__(self) -> str:
+        return json.dumps([self.host, self.port, self.token.hex()], separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> LinkPlace:
+        host, port, token = json.loads(text)
+        return cls(host, port, bytes.fromhex(token))
+
+
+class LinkPort:
+    """A port of this process at which ranks of other hosts connect, and the token that they say there."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: this rank's, as other hosts reach it. Raises OSError."""
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        self.listener = socket.create_server((address, 0), family=family, backlog=4 * MOST_PEERS)
+        self.listener.setblocking(False)
+        self.place = LinkPlace(address, self.listener.getsockname()[1], secrets.token_bytes(_TOKEN_BYTES))
+
 
 class Links:
     """This rank's connections; one thread makes and watches them."""
 
-    def __init__(self, store: Any, hosts: Sequence[Sequence[int]], rank: int, address: str, watcher: Watcher) -> None:
-        """`store`: a connection of its own. `address`: this rank's, as other hosts reach it."""
+    def __init__(
+        self,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        port: LinkPort,
+        watcher: Watcher,
+        *,
+        store: Any = None,
+        places: Mapping[int, LinkPlace] | None = None,
+    ) -> None:
+        """`port` is closed with the links. `places`: of all ranks; else they are told through `store`.
+
+        That is a connection of its own.
+        """
         self._store = store
         self._ranks = frozenset(each for host in hosts for each in host)
         self._peers = peers_of(hosts, rank)
         self._rank = rank
         self._watcher = watcher
-        self._address = address
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._where: dict[int, _Peer] = {}
+        self._port = port
+        self._where = dict(places or {})
         self._links: dict[socket.socket, int] = {}
         self._strangers: dict[socket.socket, float] = {}
         """Connections that haven't said their token yet -> until when they may."""
         self._selector = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
         self._wake, self._waker = socket.socketpair()
         self._closing = threading.Event()
         self._complete = threading.Event()
@@ -93,13 +124,10 @@ class Links:
         _OPEN.add(self)
 
     def start(self) -> None:
-        """Listens, tells the others where, and waits a moment for the connections that the thread makes."""
-        family = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((self._address, 0), family=family, backlog=4 * MOST_PEERS)
-        self._listener.setblocking(False)
-        where = [self._address, self._listener.getsockname()[1], self._token.hex()]
-        self._store.set(f"link/{self._rank}", json.dumps(where))
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        """Tells the others where this rank listens, and waits a moment for the connections that the thread makes."""
+        if self._store is not None:
+            self._store.set(f"link/{self._rank}", str(self._port.place))
+        self._selector.register(self._port.listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread.start()
         until = time.monotonic() + _START_S
@@ -121,9 +149,8 @@ class Links:
 
     def drop(self) -> None:
         """Closes the descriptors without a word: those of a forked child, whose parent's they are."""
-        for each in (*self._links, *self._strangers, self._listener, self._wake, self._waker):
-            if each is not None:
-                each.close()
+        for each in (*self._links, *self._strangers, self._port.listener, self._wake, self._waker):
+            each.close()
         self._selector.close()
 
     # In the thread.
@@ -131,8 +158,9 @@ class Links:
     def _run(self) -> None:
         try:
             self._meet()
+            self._ask_after_missing()
             while not self._closing.is_set():
-                self._look()
+                self._look(_STRANGER_S if self._strangers else None)
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # KeyError: `close` was quicker
             if not self._closing.is_set():
                 logger.warning("rank %d has no connections to other hosts (%s): a rank's end there is noticed by "
@@ -141,10 +169,9 @@ class Links:
     def _meet(self) -> None:
         """Connects to the lower ranks; the higher ones connect to this one."""
         for peer in self._peers:
-            while not self._closing.is_set():
+            while not self._closing.is_set() and self._store is not None:
                 if self._store.check([f"link/{peer}"]):  # its own wait logs each time that it waits in vain
-                    host, port, token = json.loads(self._store.get(f"link/{peer}"))
-                    self._where[peer] = _Peer(host, port, bytes.fromhex(token))
+                    self._where[peer] = LinkPlace.parse(self._store.get(f"link/{peer}"))
                     break
                 if self._watcher.deaths_of([peer, 0]):  # nobody will tell
                     break
@@ -206,8 +233,26 @@ class Links:
         if set(self._peers) <= set(self._links.values()):
             self._complete.set()
 
-    def _look(self) -> None:
-        for link in self._serve(_STRANGER_S if self._strangers else None):
+    def _ask_after_missing(self) -> None:
+        """Reports higher ranks that have ended before they connected; the lower ones were asked by connecting."""
+        until = time.monotonic() + _MISSING_S
+        while not self._complete.is_set() and not self._closing.is_set() and (left_s := until - time.monotonic()) > 0:
+            self._look(left_s)
+        for peer in self._peers:
+            self._look(0.0)
+            if self._closing.is_set():
+                return
+            if peer > self._rank and peer in self._where and peer not in self._links.values():
+                where = self._where[peer]
+                try:
+                    socket.create_connection((where.host, where.port), timeout=_MISSING_S).close()
+                except ConnectionRefusedError:
+                    self._watcher.report(peer, "has ended: nobody listens at its port")
+                except OSError:  # the heartbeats will tell
+                    continue
+
+    def _look(self, limit_s: float | None) -> None:
+        for link in self._serve(limit_s):
             if link in self._links:
                 self._read(link)
 
@@ -218,7 +263,7 @@ class Links:
             ready = key.fileobj
             if ready is self._wake:
                 return []
-            if ready is self._listener:
+            if ready is self._port.listener:
                 self._accept()
             elif ready in self._strangers:
                 self._greet(ready)
@@ -230,10 +275,8 @@ class Links:
         return links
 
     def _accept(self) -> None:
-        if self._listener is None:
-            return
         with contextlib.suppress(OSError):
-            stranger, _ = self._listener.accept()
+            stranger, _ = self._port.listener.accept()
             if len(self._strangers) >= _MOST_STRANGERS:
                 stranger.close()
                 return
@@ -247,7 +290,7 @@ class Links:
             hello = stranger.recv(_HELLO.size)
         self._forget(stranger, close=False)
         token, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", -1)
-        if not secrets.compare_digest(token, self._token):
+        if not secrets.compare_digest(token, self._port.place.token):
             stranger.close()
             return
         try:

@@ -199,8 +199,10 @@ def _wait_for(
         deaths = watch.watcher.deaths_of(everyone)
         if deaths or time.monotonic() >= watch.deadline:
             missing: list[int] = []
-            with contextlib.suppress(dist.DistError):
-                missing = [leader for leader in leaders if not store.check([f"reach/found/{leader}"])]
+            others = [leader for leader in leaders if leader != rank]
+            with contextlib.suppress(dist.DistError):  # who doesn't listen keeps the others from finding anything
+                for key in ("found", "at"):
+                    missing = [leader for leader in others if not store.check([f"reach/{key}/{leader}"])] or missing
             silent = f"ranks {format_ranks(missing)} did not take part until the deadline of the start"
             raise _unproven(describe_deaths(deaths) or silent, deaths, rank, world_size, missing)
         time.sleep(pause_s)

@@ -44,6 +44,7 @@ from device_communicators.errors import (
     format_ranks,
 )
 from device_communicators.host import is_loopback
+from device_communicators.liveness.links import LinkPort
 from parallel_state.startup import binding, interfaces
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
@@ -79,6 +80,8 @@ class Met(NamedTuple):
     """Deadline of the whole start."""
     reserved: ReservedPort
     """This process' port for the store of the next world; `places` have those of all ranks."""
+    links: LinkPort | None = None
+    """This process' port for ranks that can't watch it; its owner is who takes it, a `StartWatch`."""
 
     def address(self, rank: int, towards_store: str) -> str:
         """Returns where other hosts reach this process: from where it reaches the store, unless that is its own host.
@@ -111,17 +114,25 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
-    own_place = own_place._replace(cores=binding.cores_to_share(), next_store=reserved.where)
+    links = None
+    if own_place.address and not is_loopback(own_place.address):
+        with contextlib.suppress(OSError):  # the heartbeats are left
+            links = LinkPort(own_place.address)
+    own_place = own_place._replace(
+        cores=binding.cores_to_share(), next_store=reserved.where, link="" if links is None else str(links.place)
+    )
     meeting = _Meeting(
         place, own_place, way.where, timeout_s, deadline, way.connect, way.prefix, rank_0_serves=way.server is not None
     )
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(store, meeting.places, meeting.processes, deadline, reserved)
+        return Met(store, meeting.places, meeting.processes, deadline, reserved, links)
     except BaseException as error:
         meeting.processes.close()
         reserved.close()
+        if links is not None:
+            links.listener.close()
         if isinstance(error, dist.DistError):
             meeting.obstacle = str(error).splitlines()[0]
             raise meeting.not_met() from error

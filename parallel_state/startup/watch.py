@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from device_communicators.host import connect_anew, start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
+from device_communicators.liveness.links import LinkPlace, LinkPort, Links
 from parallel_state.startup.interfaces import Address
 
 T = TypeVar("T")
@@ -124,6 +125,24 @@ class StartWatch:
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
         self._thread.start()
+
+    def connect(self, places: Mapping[int, Address], port: LinkPort | None) -> None:
+        """Connects the ranks that can't watch each other's processes, for as long as the world lives: see `links`.
+
+        Before they reach each other's hosts a connection that is refused says nothing.
+        """
+        apart: dict[str, list[int]] = {}
+        for rank, place in sorted(places.items()):
+            apart.setdefault(place.processes or str(rank), []).append(rank)
+        if port is None or len(apart) < 2 or not all(place.link for place in places.values()):
+            if port is not None:
+                port.listener.close()
+            return
+        known = {rank: LinkPlace.parse(place.link) for rank, place in places.items()}
+        self.watcher.linked_apart = list(apart.values())
+        links = Links(self.watcher.linked_apart, self._rank, port, self.watcher, places=known)
+        self.watcher.on_close.append(links.close)
+        links.start()
 
     def stage(self, number: int) -> None:
         """Tells how far this rank has come: who is furthest behind at the deadline is who the others waited for."""

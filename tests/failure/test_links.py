@@ -17,7 +17,7 @@ from device_communicators.routing.communicator import GroupContext
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
-from tests.hosts import INTERFACE, HostRanks, Hosts, problem
+from tests.hosts import INTERFACE, Host, HostRanks, Hosts, problem
 
 pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0
@@ -132,7 +132,7 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
     def and_then(context: GroupContext, mine: bytes, operation: str) -> list[bytes]:
         found = exchange(context, mine, operation)
         if operation == "connect" and rank == who:
-            Path(folder, "vanished").write_text(str(time.monotonic()))
+            Path(folder, "vanished").write_text(str(time.time()))  # hosts have monotonic clocks of their own
             _shell(command.format(pid=os.getpid()))
         return found
 
@@ -142,7 +142,7 @@ def _vanish_while_connecting(folder: str, who: int, command: str, of_world: bool
     streams.all_gather_bytes = and_then
     try:
         told = attempt(ps.init_distributed_environment) if of_world else attempt(ps.initialize_model_parallel, 2, 2)
-        return told, time.monotonic() - float(Path(folder, "vanished").read_text())
+        return told, time.time() - float(Path(folder, "vanished").read_text())
     finally:
         streams.all_gather_bytes = exchange
         ps.destroy_distributed_environment()
@@ -180,6 +180,24 @@ def test_who_vanishes_while_a_group_is_connected(
         return max(told_s for _, told_s in results.values())
 
     assert_in_time(trial, tmp_path, bound_s)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_only_rank_of_a_host_is_killed_in_the_start(tmp_path: Path, who: int) -> None:
+    """Row 41: nobody can watch its process, so nobody tells of its end."""
+
+    def trial(folder: Path) -> float:
+        if problem() is not None:
+            pytest.skip(f"no hosts can be made here: {problem()}")
+        with Hosts([Host(own_pids=True)] * 2) as two, _ranks(two, ONE_EACH) as ranks:
+            results = ranks.survivors(
+                _vanish_while_connecting, str(folder), who, "kill -9 {pid}", True, timeout_s=DEADLINE_S
+            )
+        (told, told_s) = results[1 - who]
+        assert told.kind == "PeerDiedError" and told.suspect_ranks == (who,), told
+        return told_s
+
+    assert_in_time(trial, tmp_path)
 
 
 def _through_a_pause(seconds: float, first_on_host_1: int) -> list[float]:

@@ -19,7 +19,7 @@ from device_communicators.cpu.watching import watch_ranks
 from device_communicators.errors import CommunicationError, PeerDiedError
 from device_communicators.host import connect_anew, start_time
 from device_communicators.liveness.health import Watcher
-from device_communicators.liveness.links import Links
+from device_communicators.liveness.links import LinkPort, Links
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from parallel_state.startup import interfaces, reachability
@@ -151,7 +151,7 @@ def _seconds(call: Callable[[], object]) -> float:
 def test_links_do_not_wait_for_a_rank_that_has_ended() -> None:
     watcher = Watcher()
     watcher.report(1, "has ended")
-    links = Links(dist.HashStore(), [[0], [1]], 0, "127.0.0.1", watcher)
+    links = Links([[0], [1]], 0, LinkPort("127.0.0.1"), watcher, store=dist.HashStore())
     try:
         assert _seconds(links.start) < SOON_S
     finally:
