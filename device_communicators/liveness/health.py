@@ -147,7 +147,9 @@ class Farewells:
         self._store = store
 
     def announce(self, rank: int) -> None:
-        answer_within(_FAREWELL_S, lambda: self._store.set(f"left/{rank}", "1"))
+        key = f"left/{rank}"
+        # A set is not answered: only what the same connection asks then tells that the others can see it.
+        answer_within(_FAREWELL_S, lambda: (self._store.set(key, "1"), self._store.check([key])))
 
     def was_announced(self, rank: int) -> bool:
         """Returns True if the rank announced its end; False if the store, gone with it perhaps, is silent."""

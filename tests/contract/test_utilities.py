@@ -115,6 +115,7 @@ class Log:
 
     def reached(self, what: str, rank: int) -> None:
         self.store.set(f"{what}/{rank}", b"1")
+        assert self.has(what, rank)  # a set is not answered: now the others see it, too
 
     def has(self, what: str, rank: int) -> bool:
         return self.store.check([f"{what}/{rank}"])
