@@ -18,6 +18,7 @@ from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.watching import watch_ranks
 from device_communicators.errors import CommunicationError, PeerDiedError
 from device_communicators.host import connect_anew, start_time
+from device_communicators.liveness import health
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.links import LinkPort, Links
 from device_communicators.routing.communicator import GroupContext
@@ -158,12 +159,13 @@ def test_links_do_not_wait_for_a_rank_that_has_ended() -> None:
         links.close()
 
 
-def test_a_farewell_is_seen_by_whoever_asks_after_it() -> None:
+def test_a_farewell_is_seen_by_whoever_asks_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time for the end of the process that follows; a store takes in what is set as it comes to that."""
+    monkeypatch.setattr(health, "_FAREWELL_S", DEADLINE_S)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own, others = (Farewells(dist.TCPStore("127.0.0.1", server.port)) for _ in range(2))
     unseen = 0
-    for rank in range(1000):
+    for rank in range(500):
         own.announce(rank)
         unseen += not others.was_announced(rank)
     assert unseen == 0
