@@ -1,4 +1,4 @@
-"""The caller's own tensors for a dict to be received: `out` of recv_tensor_dict.
+"""The caller's own tensors for a dict to be received: `out` of the calls that receive one.
 
 They are checked before the call begins as far as they can be without the message, and against it once it is there. A
 dict that doesn't fit has been received by then, and is dropped: the group goes on.
@@ -7,7 +7,7 @@ dict that doesn't fit has been received by then, and is dropped: the group goes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +16,39 @@ from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives import checks
 
-Buffers = Mapping[str, Tensor]
-_METHOD = "recv_tensor_dict"
+
+class Buffers(NamedTuple):
+    """The buffers that were given to a call."""
+
+    method: str
+    tensors: Mapping[str, Tensor]
 
 
-def check_buffers(context: GroupContext, out: object) -> None:
-    """Raises InvalidArgumentError unless `out` is a mapping of str to dense tensors that may be written to."""
+def checked_buffers(context: GroupContext, method: str, out: object) -> Buffers | None:
+    """Returns `out` of a method, or None where that is None.
+
+    Raises InvalidArgumentError unless it is a mapping of str to dense tensors that may be written to.
+    """
+    if out is None:
+        return None
     if not isinstance(out, Mapping):
         raise InvalidArgumentError(
-            f"out of {_METHOD} on {context} must be a dict of tensors, but is a {type(out).__name__}"
+            f"out of {method} on {context} must be a dict of tensors, but is a {type(out).__name__}"
         )
     for key, buffer in out.items():
         if not isinstance(key, str) or not isinstance(buffer, Tensor):
             raise InvalidArgumentError(
-                f"out of {_METHOD} on {context} must have str keys and tensors, but {key!r} is a "
+                f"out of {method} on {context} must have str keys and tensors, but {key!r} is a "
                 f"{type(buffer).__name__}; other values of the dict are in what the call returns"
             )
         is_lazy = not torch.compiler.is_compiling() and (buffer.is_conj() or buffer.is_neg())
         if buffer.requires_grad or buffer.layout is not torch.strided or is_lazy:
             raise InvalidArgumentError(
-                f"out[{key!r}] of {_METHOD} on {context} must be a dense tensor without gradient or lazy bits, which "
+                f"out[{key!r}] of {method} on {context} must be a dense tensor without gradient or lazy bits, which "
                 "is overwritten; pass x.detach(), or a new tensor"
             )
-        checks.check_writable(context, _METHOD, buffer)
+        checks.check_writable(context, method, buffer)
+    return Buffers(method, out)
 
 
 def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> str | None:
@@ -51,16 +61,16 @@ def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
     )
 
 
-def refused(context: GroupContext, problem: str, remedy: str) -> InvalidArgumentError:
+def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"out of {_METHOD} on {context} must have a buffer for each tensor of the dict and no other: {problem}. "
+        f"out of {out.method} on {context} must have a buffer for each tensor of the dict and no other: {problem}. "
         f"{remedy}"
     )
 
 
 def note_writes(out: Buffers) -> None:
     """Tells autograd that the buffers were written to, of which memory that is written to directly doesn't."""
-    written = [buffer for buffer in out.values() if not buffer.is_inference()]
+    written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
 
@@ -70,24 +80,24 @@ def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[s
 
     Raises InvalidArgumentError, and writes to none of them, where they don't fit.
     """
-    tensors: dict[Any, Tensor] = {}
+    buffers, tensors = out.tensors, {}
     problem = None
     if isinstance(received, dict):
         tensors = {key: each for key, each in received.items() if isinstance(each, Tensor)}
     else:
         problem = f"rank {src} sent a {type(received).__name__}"
-    if problem is None and tensors.keys() != out.keys():
-        missing = [key for key in tensors if key not in out]
+    if problem is None and tensors.keys() != buffers.keys():
+        missing = [key for key in tensors if key not in buffers]
         problem = (
-            f"it lacks {missing}" if missing else f"rank {src} sent no tensor for {[*out.keys() - tensors.keys()]}"
+            f"it lacks {missing}" if missing else f"rank {src} sent no tensor for {[*buffers.keys() - tensors.keys()]}"
         )
     elif problem is None:
-        problems = (misfit(key, out[key], x.shape, x.dtype, x.device.type) for key, x in tensors.items())
+        problems = (misfit(key, buffers[key], x.shape, x.dtype, x.device.type) for key, x in tensors.items())
         problem = next(filter(None, problems), None)
     if problem is not None:
-        raise refused(context, problem, "The dict has come, and is lost; the group can be used further")
+        raise refused(context, out, problem, "The dict has come, and is lost; the group can be used further")
     for key, x in tensors.items():
-        if x is not out[key]:
-            out[key].copy_(x)
-        received[key] = out[key]
+        if x is not buffers[key]:
+            buffers[key].copy_(x)
+        received[key] = buffers[key]
     return received

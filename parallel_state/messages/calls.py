@@ -9,13 +9,15 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import GroupFacts
 from parallel_state.messages import tensor_dicts as by_spec
-from parallel_state.messages.buffers import Buffers, check_buffers, note_writes
+from parallel_state.messages.buffers import Buffers, checked_buffers
 from parallel_state.messages.handles import NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import TensorDictSpec
@@ -106,25 +108,39 @@ class MessageCalls(GroupFacts):
     # Tensor dicts.
 
     def broadcast_tensor_dict(
-        self, tensor_dict: dict[Any, Any] | None = None, src: int = 0, *, spec: TensorDictSpec | None = None
+        self,
+        tensor_dict: dict[Any, Any] | None = None,
+        src: int = 0,
+        *,
+        spec: TensorDictSpec | None = None,
+        out: Mapping[str, Tensor] | None = None,
     ) -> dict[Any, Any]:
         """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
 
         CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
         With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
+        With `out`, a dict of tensors, a receiver's are filled, as in recv_tensor_dict; `src`, which has its own, passes
+        none.
 
         Raises CollectiveMismatchError where `src` has another spec, or only one side has one; for CPU tensors only.
+        InvalidArgumentError where `out` doesn't fit, as recv_tensor_dict, or `src` passes it.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        if out is not None and self.rank_in_group == src:
+            raise InvalidArgumentError(
+                f"out of broadcast_tensor_dict on {self.context} is filled on the ranks that receive, but this is rank "
+                f"{src}, which sends; pass None there: the call returns the dict that is sent"
+            )
+        buffers = checked_buffers(self.context, "broadcast_tensor_dict", out)
         if spec is not None:
-            return by_spec.broadcast(self, tensor_dict, src, spec)
+            return by_spec.broadcast(self, tensor_dict, src, spec, buffers)
         if self._is_single_rank():
             return _checked_dict(tensor_dict)
-        return self._broadcast_dict(tensor_dict, src)
+        return self._broadcast_dict(tensor_dict, src, buffers)
 
     @host_call(_SPEC, "broadcast_tensor_dict")
-    def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int) -> dict[Any, Any]:
-        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", must_be=dict)
+    def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int, out: Buffers | None) -> dict[Any, Any]:
+        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", dict, out)
 
     def send_tensor_dict(
         self,
@@ -175,7 +191,7 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         spec: TensorDictSpec | None = None,
-        out: Buffers | None = None,
+        out: Mapping[str, Tensor] | None = None,
     ) -> dict[Any, Any] | None:
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
@@ -187,20 +203,16 @@ class MessageCalls(GroupFacts):
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
-        if out is not None:
-            check_buffers(self.context, out)
+        buffers = checked_buffers(self.context, "recv_tensor_dict", out)
         if spec is not None:
             src = checks.source(self.context, "recv_tensor_dict", src)
-            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, out)
-        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group, out)
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, buffers)
+        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group, buffers)
 
     @host_call(_SPEC, "recv_tensor_dict")
     @transfer("recv_tensor_dict")
     def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None) -> dict[Any, Any]:
-        received: dict[Any, Any] = self._messenger.recv(src, all_gather_group, out)
-        if out is not None:
-            note_writes(out)
-        return received
+        return self._messenger.recv(src, all_gather_group, out)
 
     @host_call(_WAITING_DICT)
     @transfer("isend_tensor_dict")
@@ -231,15 +243,20 @@ class MessageCalls(GroupFacts):
         src: int | None = None,
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        out: Mapping[str, Tensor] | None = None,
     ) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
 
+        With `out`, a dict of tensors, those are filled, as in recv_tensor_dict, and are in the dict: leave them alone
+        until `wait()`, which raises InvalidArgumentError where they don't fit; the dict is lost then.
         The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group
         of one rank `wait()` gives None, and what vLLM's callers take apart is None and two empty lists.
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return NoReceive()
-        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group)
+        buffers = checked_buffers(self.context, "irecv_tensor_dict", out)
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group, buffers)
 
     def _destination(self, operation: str, dst: int | None) -> int:
         dst = checks.destination(self.context, operation, dst)

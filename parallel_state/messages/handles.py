@@ -67,10 +67,12 @@ class SendHandle:
 class ReceiveHandle:
     """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
 
-    def __init__(self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None) -> None:
+    def __init__(
+        self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None
+    ) -> None:
         self._messenger = messenger
         self._src = src
-        self._message = ObjectReader(messenger, messenger.transport.incoming(src), src, all_gather_group)
+        self._message = ObjectReader(messenger, messenger.transport.incoming(src), src, all_gather_group, out)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -199,7 +201,7 @@ class ObjectReader:
         if self._messenger.allow_pickle or not likely.can_be_gathered(self._all_gather_group):
             return False
         try:
-            tensors = likely.allocate(self._messenger.empty) if self._out is None else likely.within(self._out)
+            tensors = likely.allocate(self._messenger.empty) if self._out is None else likely.within(self._out.tensors)
         except Exception:  # another may come, which needs less
             return False
         if tensors is None:
@@ -227,7 +229,7 @@ class ObjectReader:
             self._cache_key, self._template = known, None
             return False
         self._incoming.remember(template)
-        within = None if self._out is None else template.within(self._out)
+        within = None if self._out is None else template.within(self._out.tensors)
         cut = template.cut or (False,) * len(template.tensors)
         self._tensors = within or [
             messenger.allocate(metadata, src, template.slices if is_cut else 1)
@@ -259,10 +261,11 @@ class ObjectReader:
         value, out, template = self._build(), self._out, self._template
         if out is None:
             return value
-        is_of_buffers = template is not None and len(out) == len(template.places)
-        if is_of_buffers and all(value.get(key) is buffer for key, buffer in out.items()):
-            return value
-        return buffers.fill(self._messenger.route.context, self._src, value, out)
+        is_of_buffers = template is not None and len(out.tensors) == len(template.places)
+        if not (is_of_buffers and all(value.get(key) is buffer for key, buffer in out.tensors.items())):
+            value = buffers.fill(self._messenger.route.context, self._src, value, out)
+        buffers.note_writes(out)
+        return value
 
     def _build(self) -> Any:
         if self._plain is not None:

@@ -23,7 +23,7 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import UserCall, message_call, transfer
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages import buffers, wire
+from parallel_state.messages import wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ObjectReader, ReceiveHandle, SendHandle
@@ -161,18 +161,19 @@ class Messenger:
             raise outgoing.error
         return handle
 
-    def irecv(self, src: int, all_gather_group: AllGatherGroup | None = None) -> ReceiveHandle:
-        """Starts to receive the next message of `src`."""
+    def irecv(
+        self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None
+    ) -> ReceiveHandle:
+        """Starts to receive the next message of `src`; a dict's tensors become those of `out`."""
         with self._pending_lock:
-            handle = ReceiveHandle(self, src, all_gather_group)
+            handle = ReceiveHandle(self, src, all_gather_group, out)
             self._pending.setdefault(src, []).append(handle)
         return handle
 
     def recv(self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None) -> Any:
         """Returns the next message of `src` that nobody has asked for; a dict's tensors become those of `out`."""
         if self._pending.get(src):
-            received = self.irecv(src, all_gather_group).wait()
-            return received if out is None else buffers.fill(self.route.context, src, received, out)
+            return self.irecv(src, all_gather_group, out).wait()
         return self._take(self.transport.incoming(src), src, all_gather_group, out)
 
     def _take(
@@ -245,13 +246,23 @@ class Messenger:
 
     # Collective.
 
-    def broadcast(self, obj: Any, src: int, method: str = "broadcast_object", must_be: type | None = None) -> Any:
-        """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called."""
+    def broadcast(
+        self,
+        obj: Any,
+        src: int,
+        method: str = "broadcast_object",
+        must_be: type | None = None,
+        out: Buffers | None = None,
+    ) -> Any:
+        """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called.
+
+        `out`: what a dict's tensors become on the others.
+        """
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         with self.route.alone(call):
             if self.route.context.rank != src:
-                return self._take(self.transport.incoming(src, call=call), src)
+                return self._take(self.transport.incoming(src, call=call), src, out=out)
             is_fit = must_be is None or type(obj) is must_be
             error = self.transport.broadcast(lambda: self.encode(obj, must_be), call, obj if is_fit else NOTHING)
         if error is not None:

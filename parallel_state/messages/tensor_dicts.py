@@ -193,7 +193,9 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     return known
 
 
-def broadcast(group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec) -> dict[str, Any]:
+def broadcast(
+    group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec, out: Buffers | None
+) -> dict[str, Any]:
     if group.rank_in_group == src:
         if type(tensors) is dict and _is_eager() and not group._is_single_rank():
             known = _known_form(spec)
@@ -203,9 +205,11 @@ def broadcast(group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec:
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
         return given
-    result = _allocated(group, spec)
+    result = _to_fill(group, spec, out)
     if spec.carried:
         _run("broadcast_list", _BROADCAST_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
+    if out is not None and not torch.compiler.is_compiling():
+        note_writes(out)
     return result
 
 
@@ -243,9 +247,9 @@ def recv(
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
-    out: Buffers | None = None,
+    out: Buffers | None,
 ) -> dict[str, Any]:
-    result = _allocated(group, spec) if out is None else _given_buffers(group, spec, out)
+    result = _to_fill(group, spec, out)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
         for entry in spec.carried:
@@ -258,7 +262,7 @@ def recv(
     if all_gather_group is not None:
         for entry in sliced:
             whole = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
-            result[entry.key] = whole if out is None else out[entry.key].copy_(whole)
+            result[entry.key] = whole if out is None else out.tensors[entry.key].copy_(whole)
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
@@ -316,8 +320,10 @@ def _slices(
     return size if can_be_cut(prod(entry.shape), size) else 1
 
 
-def _allocated(group: GroupFacts, spec: TensorDictSpec) -> dict[str, Any]:
+def _to_fill(group: GroupFacts, spec: TensorDictSpec, out: Buffers | None) -> dict[str, Any]:
     """Returns the dict, of tensors to be filled."""
+    if out is not None:
+        return _given_buffers(group, spec, out)
     result: dict[str, Any] = {}
     messenger = group.route.try_messenger if _is_eager() and not group._is_single_rank() else None
     for entry in spec.entries:
@@ -339,17 +345,17 @@ def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dic
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
-        elif entry.key not in out:
+        elif entry.key not in out.tensors:
             problem = problem or f"it lacks {entry.key!r}"
         else:
-            buffer = result[entry.key] = out[entry.key]
+            buffer = result[entry.key] = out.tensors[entry.key]
             device = device_for(entry.device_type, group.device).type
             problem = problem or misfit(entry.key, buffer, entry.shape, entry.dtype, device)
-    more = [key for key in out if not isinstance(result.get(key), Tensor)]
+    more = [key for key in out.tensors if not isinstance(result.get(key), Tensor)]
     if more:
         problem = problem or f"the spec has no tensor for {more}"
     if problem is not None:
-        raise refused(group.context, problem, "Nothing was received; pass buffers as the spec has them")
+        raise refused(group.context, out, problem, "Nothing was received; pass buffers as the spec has them")
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import re
 import threading
@@ -745,7 +746,7 @@ def misfits() -> list[dict[str, Any]]:
     return [*changed, missing, renamed, {**flat_dict(0), "more": 1}, {}]
 
 
-def receive_into_buffers(over: str) -> None:
+def receive_into_buffers(over: str, how: str) -> None:
     """Dicts of one form again and again, so that the first is decoded and later ones are expected; other ones between.
 
     A buffer may be strided; whatever doesn't fit is refused, and the group goes on.
@@ -767,45 +768,58 @@ def receive_into_buffers(over: str) -> None:
     bad: list[Any] = [[small], {1: torch.zeros(1)}, {"hidden": 1}, {"hidden": torch.zeros(1, requires_grad=True)}]
     spec = ps.TensorDictSpec.of(values(0))
     with own_group(over) as group:
+        receive: Callable[..., Any] = group.recv_tensor_dict
+        send: Callable[..., Any] = functools.partial(group.send_tensor_dict, dst=1)
+        method, by_spec = "recv_tensor_dict", True
+        if how == "irecv":
+            method, by_spec = "irecv_tensor_dict", False
+            receive = lambda src, **options: group.irecv_tensor_dict(src, **options).wait()  # noqa: E731
+        elif how == "broadcast":
+            method, send = "broadcast_tensor_dict", group.broadcast_tensor_dict
+            receive = lambda src, **options: group.broadcast_tensor_dict(src=src, **options)  # noqa: E731
         if group.rank_in_group == 0:
             for seed in range(5):
-                group.send_tensor_dict(values(seed), 1)
-            for seed in range(2):
-                group.send_tensor_dict(values(seed), 1, spec=spec)
+                send(values(seed))
+            for seed in range(2 * by_spec):
+                send(values(seed), spec=spec)
             for seed in range(10):
-                group.send_tensor_dict(values(seed), 1)
-            group.send_object({"hidden": 1}, 1)
-            group.send_tensor_dict({"hidden": torch.ones(2)}, 1)
+                send(values(seed))
+            send({"hidden": 1})
+            send({"hidden": torch.ones(2)})
+            if how == "broadcast":
+                with pytest.raises(ps.InvalidArgumentError, match="this is rank 0, which sends"):
+                    send(values(0), out=buffers())
         else:
-            for seed in range(7):
+            for seed in range(5 + 2 * by_spec):
                 out = buffers()
                 versions = {key: x._version for key, x in out.items()}
-                got = group.recv_tensor_dict(0, spec=spec if seed > 4 else None, out=out)
+                got = receive(0, out=out, **({"spec": spec} if seed > 4 else {}))
                 assert list(got) == ["hidden", "step", "residual"]
                 assert all(got[key] is x for key, x in out.items())
                 assert same({key: x.contiguous() if key != "step" else x for key, x in got.items()}, values(seed % 5))
                 assert all(x._version > versions[key] for key, x in out.items())
             for wrong in bad:
-                with pytest.raises(ps.InvalidArgumentError, match="recv_tensor_dict"):
-                    group.recv_tensor_dict(0, out=wrong)
-            for wrong in misfits:
+                with pytest.raises(ps.InvalidArgumentError, match=f"of {method} on"):
+                    receive(0, out=wrong)
+            for wrong in misfits if by_spec else []:
                 with pytest.raises(ps.InvalidArgumentError, match=r"Nothing was received"):
-                    group.recv_tensor_dict(0, spec=spec, out=wrong)
+                    receive(0, spec=spec, out=wrong)
             for wrong in misfits:
                 with pytest.raises(ps.InvalidArgumentError, match=r"The dict has come, and is lost"):
-                    group.recv_tensor_dict(0, out=wrong)
+                    receive(0, out=wrong)
                 assert not any(x.any() for x in wrong.values())
             for seed in range(5, 10):
-                assert same(group.recv_tensor_dict(0), values(seed))
+                assert same(receive(0), values(seed))
             with pytest.raises(ps.InvalidArgumentError, match=r"rank 0 sent no tensor for \['hidden'\]"):
-                group.recv_tensor_dict(0, out={"hidden": torch.zeros(1)})
-            assert same(group.recv_tensor_dict(0), {"hidden": torch.ones(2)})
+                receive(0, out={"hidden": torch.zeros(1)})
+            assert same(receive(0), {"hidden": torch.ones(2)})
         check_usable(group)
 
 
+@pytest.mark.parametrize("how", ["recv", "irecv", "broadcast"])
 @pytest.mark.parametrize("over", ["queue", "route"])
-def test_receiving_into_buffers(pools: Pools, over: str) -> None:
-    pools(2).run(receive_into_buffers, over, tp=1, timeout_s=DEADLINE_S)
+def test_receiving_into_buffers(pools: Pools, over: str, how: str) -> None:
+    pools(2).run(receive_into_buffers, over, how, tp=1, timeout_s=DEADLINE_S)
 
 
 def refuse_misfits() -> None:
@@ -879,7 +893,7 @@ def compiled_exchange() -> None:
         group.send_tensor_dict(
             {"hidden": got["hidden"] * x, "n": 3, "empty": got["empty"], "mask": ~got["mask"]}, peer, spec=spec
         )
-        told = group.broadcast_tensor_dict(None, 0, spec=spec)
+        told = group.broadcast_tensor_dict(None, 0, spec=spec, out=buffers)
         return torch.where(got["mask"][:, None], got["hidden"], x), told["hidden"] - told["n"]
 
     step = second if rank else first
