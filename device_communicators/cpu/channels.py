@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from ctypes import c_int64
+from ctypes import addressof, c_int64, c_uint64
 from typing import Any
 
 import torch
@@ -124,8 +124,8 @@ class Channels:
         group: int = 0,
     ) -> None:
         self.members = members
-        self.broadcasts = 0
-        """The number of messages sent to all ranks, by whomever: they must agree about which one they are in."""
+        self._group = group
+        self._broadcasts = c_uint64(0)
         self._library = library
         self.memory = memory
         self._lock = threading.Lock()
@@ -137,6 +137,19 @@ class Channels:
         liveness = liveness or library.ps_liveness_new((c_int64 * len(members.ranks))(*pids), len(members.ranks))
         self._waiting = Waiting(liveness, spin_ns, yields)
         _ALL.add(self)
+
+    @property
+    def broadcasts(self) -> int:
+        """Returns the number of messages sent to all ranks, by whomever, also past Python.
+
+        The ranks must agree about which one they are in.
+        """
+        return self._broadcasts.value
+
+    def begin_broadcast(self) -> int:
+        """Returns the number of the message to all ranks that begins."""
+        self._broadcasts.value += 1
+        return self._broadcasts.value
 
     @property
     def spin_ns(self) -> int:
@@ -163,6 +176,8 @@ class Channels:
                 place = self._place(self.members.rank, None if dst < 0 else dst, kind, commit=True)
                 sender = Sender(self._library, self.members, place, self._waiting)
                 sender.meanwhile = receive_meanwhile
+                if kind == MESSAGES and self._group:
+                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *self._of_calls_past_python)
                 self._senders[dst, kind] = sender
             return sender
 
@@ -173,8 +188,16 @@ class Channels:
             if receiver is None:
                 place = self._place(src, None if broadcast else self.members.rank, kind % KINDS)
                 receiver = Receiver(self._library, self.members, place, self._waiting)
+                if kind % KINDS == MESSAGES and self._group:
+                    shared = self._of_calls_past_python
+                    self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, *shared)
                 self._receivers[src, kind] = receiver
             return receiver
+
+    @property
+    def _of_calls_past_python(self) -> tuple[float, int]:
+        """Returns their timeout, and where the number of messages to all ranks is."""
+        return self.members.timeout_s, addressof(self._broadcasts)
 
     def _place(self, src: int, dst: int | None, kind: int, *, commit: bool = False) -> Place:
         """Maps the queue's ring, with `commit` gives it memory, and returns where the queue lies."""
@@ -243,9 +266,13 @@ class Channels:
             self.memory.close()
             if free:
                 self.memory.unmap()
+            else:
+                _STUCK.append(self)
             return free
 
 
+_STUCK: list[Channels] = []
+"""Those that a thread is in for good: what it works in must stay."""
 _ALL: weakref.WeakSet[Channels] = weakref.WeakSet()
 
 

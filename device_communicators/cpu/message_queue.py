@@ -32,7 +32,10 @@ _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3,
 POSTED, LEFT_TO_PYTHON = _DONE, 6
 _READ, _PLAIN = 1, 2  # of what was taken
 # Of a `QueueReport`.
-_SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN = range(8)
+(
+    _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN, _RESERVED, _FOUND, _BROKEN,
+    _ELAPSED_US,
+) = range(12)  # fmt: skip
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
@@ -107,14 +110,16 @@ class _End:
         self._failure: CommunicationError | None = None
         self._delete = getattr(library, f"ps_queue_{self.side}_delete")
         self._leave = getattr(library, f"ps_queue_{self.side}_leave")
-        self._end: int | None = getattr(library, f"ps_queue_{self.side}_new")(
+        self.end: int | None = getattr(library, f"ps_queue_{self.side}_new")(
             place.control, place.data, *place.shape, len(place.ranks) - 1, (c_int * len(place.ranks))(*place.ranks),
             *me, *waiting, self._report,
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
         """Returns the error for a status of the library, and keeps it: nothing that follows here can be trusted."""
-        members, elapsed_s = self.members, time.monotonic() - started
+        report, members = self._report, self.members
+        elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
+        report[_BROKEN] = status
         if self.closed:
             return members.destroyed()  # type: ignore[return-value]
         if status == _INTERRUPTED:
@@ -126,7 +131,7 @@ class _End:
             )
             self._library.raise_interruption()
             return self._failure
-        writer, suspect = members.ranks[self._place.ranks[0]], self._report[_SUSPECT]
+        writer, suspect = members.ranks[self._place.ranks[0]], report[_SUSPECT]
         if status == _MALFORMED:
             self._failure = members.failure(
                 MessageDecodeError,
@@ -140,35 +145,45 @@ class _End:
         elif status == _TIMED_OUT:
             self._failure = timed_out(members, operation, members.ranks[suspect], elapsed_s)
         elif status == _GIVEN_UP:
-            reporter, reason = members.ranks[self._report[_REPORTER]], self._report[_REASON]
+            reporter, reason = members.ranks[report[_REPORTER]], report[_REASON]
             self._failure = given_up(members, operation, members.ranks[suspect], elapsed_s, reason, reporter)
         else:
             how = "has ended, or has destroyed its group"
             self._failure = peer_died(members, operation, members.ranks[suspect], elapsed_s, how)
         return self._failure
 
-    def check(self) -> None:
-        """Raises the failure that this queue had, or that its group is gone."""
+    def check(self, operation: str = "") -> None:
+        """Raises the failure that this queue had, also in a call that came past Python, or that its group is gone."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
             raise self.members.destroyed()
+        if self._report[_BROKEN]:
+            raise self.failed(self._report[_BROKEN], operation, time.monotonic())
+
+    def reserve(self, calls: int) -> None:
+        """Keeps calls that come past Python from this end until as many are taken back. One thread at a time."""
+        self._report[_RESERVED] += calls
 
     def leave(self) -> None:
         """Tells the other ends, and sends back who waits here; `close` follows."""
         if not self.closed:
             self.closed = True
-            self._leave(self._end)
+            self._report[_BROKEN] = _PEER_DIED
+            self._leave(self.end)
 
     def close(self) -> bool:
         """Frees the end. False where a thread is still in a call: the memory must stay then."""
         self.leave()
+        deadline = time.monotonic() + _CLOSE_GRACE_S
         if not self.lock.acquire(timeout=_CLOSE_GRACE_S):
             return False
         try:
-            end, self._end = self._end, None
-            if end is not None:
-                self._delete(end)
+            while self.end is not None and not self._delete(self.end):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+            self.end = None
             return True
         finally:
             self.lock.release()
@@ -237,7 +252,8 @@ class Sender(_End):
                     return
                 if status != _TIMED_OUT:
                     raise self.failed(status, operation, time.monotonic())
-                work, self._busy = None, True
+                work = None
+                self._set_busy(True)
         if work is not None:
             work.wait()
             return
@@ -251,9 +267,9 @@ class Sender(_End):
         with self.lock:
             if self._failure is not None or self.closed:
                 self.check()
-            if self._busy or self._waiting or self._end is None:
+            if self._busy or self._waiting or self.end is None:
                 return LEFT_TO_PYTHON
-            return write(self._end)
+            return write(self.end)
 
     @property
     def posted_bytes(self) -> tuple[int, int]:
@@ -271,7 +287,7 @@ class Sender(_End):
                     return DONE
                 if status != _TIMED_OUT:
                     raise self.failed(status, "isend", time.monotonic())
-                self._busy = True
+                self._set_busy(True)
                 work = _Sending(self, message)
                 self._start(work)
                 return work
@@ -281,17 +297,20 @@ class Sender(_End):
         head, tensors, fingerprint, more_head = message
         pieces, count = pieces_of(tensors, more_head)
         more_heads = len(more_head.pieces) if isinstance(more_head, Pinned) else 1 if more_head else 0
-        return self._library.ps_queue_send(
-            self._end, head, len(head), pieces, count, more_heads, fingerprint, timeout_s
-        )
+        return self._library.ps_queue_send(self.end, head, len(head), pieces, count, more_heads, fingerprint, timeout_s)
 
     def _later(self, message: Message) -> _Sending:
         work = _Sending(self, message)
         self._waiting.append(work)
         if not self._busy:
-            self._busy = True
+            self._set_busy(True)
             self._start(None)
         return work
+
+    def _set_busy(self, busy: bool) -> None:
+        """Notes, under the lock, whether someone writes a message bit by bit: then those that follow wait here."""
+        self._busy = busy
+        self.reserve(1 if busy else -1)
 
     def _start(self, begun: _Sending | None) -> None:
         threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send").start()
@@ -301,15 +320,15 @@ class Sender(_End):
         started = time.monotonic()
         try:
             self.meanwhile()
-            status = self._library.ps_queue_resume(self._end, self._timeout_s)
+            status = self._library.ps_queue_resume(self.end, self._timeout_s)
             if status != _DONE:
                 raise self.failed(status, operation, started)
         finally:
             with self.lock:
-                self._busy = False
                 if self._waiting:
-                    self._busy = True
                     self._start(None)
+                else:
+                    self._set_busy(False)
 
     def _write_all(self, begun: _Sending | None) -> None:
         """Writes the begun message, then those that wait, in a thread; the deadline is that of `wait`."""
@@ -320,7 +339,7 @@ class Sender(_End):
                 work.finish(error)
             with self.lock:
                 if not self._waiting:
-                    self._busy = False
+                    self._set_busy(False)
                     return
                 work = self._waiting.popleft()
 
@@ -330,7 +349,7 @@ class Sender(_End):
         if not begun:
             status = self._begin(work.message, _SLICE_S)
         while status == _TIMED_OUT and self._failure is None:
-            status = self._library.ps_queue_resume(self._end, _SLICE_S)
+            status = self._library.ps_queue_resume(self.end, _SLICE_S)
         if status == _DONE:
             return None
         return self._failure or self.failed(status, "isend", started)
@@ -389,7 +408,7 @@ class Receiver(_End):
         started = time.monotonic()
         head, pieces, count = expected
         status = self._take(
-            self._end, self._address, _HEAD_BUFFER_BYTES, head, len(head), pieces, count, self._timeout_s
+            self.end, self._address, _HEAD_BUFFER_BYTES, head, len(head), pieces, count, self._timeout_s
         )
         if status != _DONE:
             raise self.failed(status, operation, started)
@@ -406,6 +425,11 @@ class Receiver(_End):
         return self._view[: self._report[_HEAD_BYTES]] if self._report[_TAKEN] == _PLAIN else None
 
     @property
+    def has_found(self) -> bool:
+        """Returns True where a call that came past Python has looked at the next message, and left it."""
+        return self._report[_FOUND] != 0
+
+    @property
     def fingerprint(self) -> int:
         """Returns that of the message that `take` has found."""
         return self._report[_FINGERPRINT]
@@ -413,7 +437,7 @@ class Receiver(_End):
     def read(self, pieces: bytes | None, count: int, operation: str = "recv") -> None:
         """Copies the message's next bytes to the addresses in `pieces` (see `pieces_of`)."""
         started = time.monotonic()
-        status = self._library.ps_queue_read(self._end, pieces, count, self._timeout_s)
+        status = self._library.ps_queue_read(self.end, pieces, count, self._timeout_s)
         if status != _DONE:
             raise self.failed(status, operation, started)
 
@@ -434,5 +458,6 @@ class Receiver(_End):
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
         """Returns the error for a whole message that isn't the expected one."""
         members = self.members
+        self._report[_BROKEN] = _MALFORMED
         self._failure = error = members.mismatch(operation, text, (members.ranks[self._place.ranks[0]],))
         return error

@@ -36,7 +36,7 @@ from device_communicators.errors import SettingError
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 6
+_VERSION = 7
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -82,6 +82,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_served_traffic": (None, (c_char_p, POINTER(c_uint64))),
     "ps_served_next": (c_uint64, (c_char_p,)),
     "ps_served_records": (c_int, ()),
+    "ps_served_has_transfers": (c_int, (c_char_p,)),
     "ps_served_recorded": (None, (c_char_p, POINTER(c_int64))),
     "ps_serve": (None, (c_char_p, c_uint64)),
     "ps_served_go_on": (None, (c_char_p, c_uint64)),
@@ -112,12 +113,14 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_reader_new": (c_void_p, (*_QUEUE, c_int, *_QUEUE_WAITING)),
     "ps_queue_writer_leave": (None, (c_void_p,)),
     "ps_queue_reader_leave": (None, (c_void_p,)),
-    "ps_queue_writer_delete": (None, (c_void_p,)),
-    "ps_queue_reader_delete": (None, (c_void_p,)),
+    "ps_queue_writer_delete": (c_int, (c_void_p,)),
+    "ps_queue_reader_delete": (c_int, (c_void_p,)),
+    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_double, c_void_p)),
+    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
-    "ps_set_calling": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
+    "ps_set_calling": (None, (c_void_p,) * 5),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (
         c_int,
@@ -136,7 +139,9 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 _METH_FASTCALL = 0x80
-_CALLED_BY_C = ("PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread")
+_CALLED_BY_C = (
+    "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
+)  # fmt: skip
 """Functions of Python that `ps_set_calling` is given."""
 
 
@@ -152,7 +157,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 8
+QueueReport = c_int64 * 12
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))

@@ -22,7 +22,15 @@ from device_communicators.errors import (
 from device_communicators.member import LOST, Failure, GroupMember
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.reductions import reducible
-from device_communicators.routing.user_call import UserCall, begin_sending, current, in_words, method_of, overlap_error
+from device_communicators.routing.user_call import (
+    TRANSFERS,
+    UserCall,
+    begin_sending,
+    current,
+    in_words,
+    method_of,
+    overlap_error,
+)
 
 _TIMED_OUT, _PEER_DIED, _MISMATCH, _CLOSED, _INTERRUPTED, _FAILED, _BUSY, _UNMAPPED = 1, 2, 3, 4, 5, 7, 8, 9
 _TORCH_DTYPES = {0: "uint8", 1: "int8", 2: "int16", 3: "int32", 4: "int64", 5: "float16", 6: "float32", 7: "float64",
@@ -38,9 +46,11 @@ _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
 }
 _COUNTED = (
     "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",
-    "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv",
+    "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
+    "broadcast_list", "send_message", "recv_message", "broadcast_message",
 )  # fmt: skip
 """In the order of `Counted` in csrc/handle.h."""
+_TO_ALL = ("broadcast_list", "broadcast_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
@@ -244,23 +254,28 @@ class NativeGroup:
     def operations(self, key: str) -> list[Operation]:
         """Returns the last operations that the registered ops carried without Python."""
         count = self.library.ps_served_records()
-        words = (ctypes.c_int64 * (12 * count))()
+        words = (ctypes.c_int64 * (14 * count))()
         self.library.ps_served_recorded(key.encode(), words)
         found = []
-        for start in range(0, 12 * count, 12):
-            sequence, operation, dtype, dims, started_us, ended_us, *sizes = words[start : start + 12]
-            if sequence:
-                found.append(
-                    Operation(
-                        sequence,
-                        _COUNTED[operation],
-                        _TORCH_DTYPES.get(dtype, f"dtype {dtype}") if operation != _COUNTED.index("barrier") else "",
-                        tuple(sizes[: min(dims, len(sizes))]) if operation != _COUNTED.index("barrier") else (),
-                        started_us / 1e6,
-                        ended_us / 1e6 or None,
-                    )
-                )
+        for start in range(0, 14 * count, 14):
+            sequence, operation, dtype, dims, peer, method, started_us, ended_us, *sizes = words[start : start + 14]
+            if not started_us:
+                continue
+            name = _COUNTED[operation]
+            record = Operation(sequence, name, "", (), started_us / 1e6, ended_us / 1e6 or None, peer=peer)
+            if name in _TO_ALL:
+                record.call_text = in_words(method, 0)
+            elif peer >= 0:
+                record.call_text = TRANSFERS[method]
+            elif name != "barrier":
+                record.dtype = _TORCH_DTYPES.get(dtype, f"dtype {dtype}")
+                record.shape = tuple(sizes[: min(dims, len(sizes))])
+            found.append(record)
         return found
+
+    def has_transfers(self, key: str) -> bool:
+        """Returns True while a thread is in a transfer without Python."""
+        return bool(self.library.ps_served_has_transfers(key.encode()))
 
     def give_up(self, error: CommunicationError) -> None:
         """Tells the ranks of this host that this one has failed: they needn't wait for it until their deadline."""

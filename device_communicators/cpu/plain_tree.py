@@ -116,6 +116,33 @@ class Form:
         self.address = ctypes.addressof(self._words)
 
 
+class PastPython:
+    """Sends and receives messages of groups without Python in between: see csrc/messages.h.
+
+    Each call begins with a group's key; then the other rank and the number of a method in TRANSFERS, or for messages to
+    all ranks their word, which has the source. It returns a number of `Outcome` there.
+    """
+
+    def __init__(self, library: NativeLibrary, python: int) -> None:
+        """`python`: the address of what the library is told of Python."""
+
+        def method(name: str) -> Callable[..., Any]:
+            return library.method(name, python)
+
+        self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
+        """Of a dict, its `Form`'s address, and its head."""
+        self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
+        self.send_object: Callable[[str, int, int, object, int], int] = method("ps_sending_object")
+        """Of an object, and how many bytes it may have. Where it has no room see `PlainObjects.packed`."""
+        self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
+        self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
+        """Of the expected head, and the tensors to be filled."""
+        self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
+        self.receive_object: Callable[[str, int, int], bytes | int] = method("ps_receiving_object")
+        """Returns the message of an object without tensors, or a number."""
+        self.receive_broadcast_object: Callable[[str, int], bytes | int] = method("ps_receiving_broadcast_object")
+
+
 class PlainObjects:
     """Asks the library of objects. Its functions keep the GIL: ctypes' usual ones let other threads run meanwhile."""
 
@@ -130,6 +157,7 @@ class PlainObjects:
         self._python = _python(library, depth, most_other_keys, dtype_names)
         self._address = address = ctypes.addressof(self._python[0])
         size, whole = ctypes.c_uint64, ctypes.c_int
+        self.past_python = PastPython(library, address)
         self._look = _keeping_the_gil(library.ps_plain_tree, ctypes.py_object, _Type, whole)
         self._pack = _keeping_the_gil(library.ps_pack, ctypes.py_object, _Type, whole, size)
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
@@ -141,12 +169,6 @@ class PlainObjects:
 
         Of a queue's writer, the object, the limit, and the message's fingerprint.
         """
-        self.post_dict: Callable[[int, dict[str, Any], int, bytes, int], int] = library.method(
-            "ps_posting_dict", address
-        )
-        """As `post`, the message of a dict of tensors: of a writer, the dict, its form, its head, a fingerprint."""
-        self.fits: Callable[[dict[str, Any], int], int] = library.method("ps_fitting", address)
-        """Tells whether a dict is of a form, so that `post_dict` takes it."""
         self.post_list: Callable[[int, list[Any], bytes, int], int] = lambda writer, tensors, head, fingerprint: (
             post_list(writer, tensors, address, head, len(head), fingerprint)
         )
@@ -189,7 +211,7 @@ class PlainObjects:
         The others are its tensors. The third are the objects that long texts are in.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
-        held = (_Type * _MOST_LONG)()
+        held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
         count = self._packed(found, _MOST_PIECES, counts, held)
         heads, held_count = counts
         objects = []

@@ -200,6 +200,9 @@ class OpServer(Protocol):
     def operations(self, key: str) -> list[Operation]:
         """Returns the last operations."""
 
+    def has_transfers(self, key: str) -> bool:
+        """Returns True while a thread is in a transfer."""
+
 
 class Communicator(ABC):
     """One way to move the bytes of one group; see the module's text for what to implement."""

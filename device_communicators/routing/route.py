@@ -299,6 +299,18 @@ class Route:
         """Returns the last operations that came past this route."""
         return [] if self._server is None else self._server.operations(self.context.key)
 
+    def operations_under_way(self) -> list[Operation]:
+        """Returns those that came past this route and have not ended: a collective, transfers."""
+        server, collectives = self._server, self.context.collectives
+        if server is None or collectives is None:
+            return []
+        is_busy, has_transfers = collectives.is_busy, server.has_transfers(self.context.key)
+        if not is_busy and not has_transfers:
+            return []
+        under_way = [each for each in server.operations(self.context.key) if each.ended_s is None]
+        own = [each for each in under_way if each.name not in PAIRS][-1:] if is_busy else []
+        return own + [each for each in under_way if has_transfers and each.name in PAIRS]
+
     def alone(self, call: UserCall) -> _Turn:
         """Keeps other threads from beginning a collective of the group: `with` it around one of several steps."""
         return _Turn(self, call, has_steps=True)

@@ -319,10 +319,7 @@ class Stalls:
         """Returns what the thread that has waited longest waits for, and the thread."""
         waits: list[tuple[Route, Operation, int | None]] = [(*wait, thread) for thread, wait in list(WAITS.items())]
         for route in list(self._routes):
-            collectives = route.context.collectives
-            if collectives is not None and collectives.is_busy:
-                under_way = [each for each in route.served_operations() if each.ended_s is None]
-                waits += [(route, under_way[-1], threading.main_thread().ident)] if under_way else []
+            waits += [(route, each, threading.main_thread().ident) for each in route.operations_under_way()]
         waits = [(route, operation, thread) for route, operation, thread in waits if operation.ended_s is None]
         return min(waits, key=lambda each: each[1].started_s, default=None)
 

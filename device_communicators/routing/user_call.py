@@ -173,6 +173,28 @@ def _words(call: UserCall) -> tuple[int, int]:
     return call.word, call.packed_shape
 
 
+BROADCAST_BY_SPEC = "broadcast_tensor_dict with a spec"
+
+
+TRANSFERS = (
+    "send_tensor_dict with a spec", "recv_tensor_dict with a spec", "send_object", "isend_object", "send_tensor_dict",
+    "isend_tensor_dict", "recv_object", "recv_tensor_dict",
+)  # fmt: skip
+"""Methods by the numbers that C++ has of them: see `ToOne` in csrc/messages.h."""
+_TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
+
+
+def transfer_number(default: str) -> int:
+    """Returns the number of the method by which this thread sends or receives."""
+    return _TRANSFER_NUMBERS.get(_THREAD.transfer) or _TRANSFER_NUMBERS[default]
+
+
+@functools.lru_cache(maxsize=256)
+def message_word(method: str, src: int) -> int:
+    """Returns the word of `Told` in csrc/call.h for a message that `src` sends to all ranks."""
+    return message_call(method, src).word
+
+
 @functools.lru_cache(maxsize=256)
 def message_call(method: str, src: int) -> UserCall:
     """Returns the call of a message that `src` sends to all ranks."""

@@ -75,6 +75,14 @@ def note_writes(out: Buffers) -> None:
         torch.autograd.graph.increment_version(written)
 
 
+def place(context: GroupContext, src: int, received: Any, out: Buffers, in_place: bool) -> Any:
+    """Returns the received dict with the buffers in place of its tensors; `in_place`: where these may be they."""
+    if not (in_place and all(received.get(key) is buffer for key, buffer in out.tensors.items())):
+        received = fill(context, src, received, out)
+    note_writes(out)
+    return received
+
+
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
     """Returns the received dict with the buffers in place of its tensors, of which those not read into them are copied.
 

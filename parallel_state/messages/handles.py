@@ -72,7 +72,8 @@ class ReceiveHandle:
     ) -> None:
         self._messenger = messenger
         self._src = src
-        self._message = ObjectReader(messenger, messenger.transport.incoming(src), src, all_gather_group, out)
+        self.incoming = messenger.transport.incoming(src)
+        self._message = ObjectReader(messenger, self.incoming, src, all_gather_group, out)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -198,12 +199,7 @@ class ObjectReader:
 
     def _expects(self, likely: known_heads.Template) -> bool:
         """Makes the tensors of the message that probably comes, while there is time: before it has come."""
-        if self._messenger.allow_pickle or not likely.can_be_gathered(self._all_gather_group):
-            return False
-        try:
-            tensors = likely.allocate(self._messenger.empty) if self._out is None else likely.within(self._out.tensors)
-        except Exception:  # another may come, which needs less
-            return False
+        tensors = self._messenger.tensors_of(likely, self._all_gather_group, self._out)
         if tensors is None:
             return False
         self._tensors = tensors
@@ -261,11 +257,8 @@ class ObjectReader:
         value, out, template = self._build(), self._out, self._template
         if out is None:
             return value
-        is_of_buffers = template is not None and len(out.tensors) == len(template.places)
-        if not (is_of_buffers and all(value.get(key) is buffer for key, buffer in out.tensors.items())):
-            value = buffers.fill(self._messenger.route.context, self._src, value, out)
-        buffers.note_writes(out)
-        return value
+        in_place = template is not None and len(out.tensors) == len(template.places)
+        return buffers.place(self._messenger.route.context, self._src, value, out, in_place)
 
     def _build(self) -> Any:
         if self._plain is not None:

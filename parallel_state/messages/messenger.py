@@ -10,25 +10,36 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CommunicationError, InvalidArgumentError
+from device_communicators import settings
+from device_communicators.errors import CommunicationError, InvalidArgumentError, MessageDecodeError
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import UserCall, message_call, transfer
+from device_communicators.routing.user_call import (
+    BROADCAST_BY_SPEC,
+    UserCall,
+    message_call,
+    message_word,
+    transfer,
+    transfer_number,
+)
 from parallel_state.collectives import checks
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages import wire
+from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ObjectReader, ReceiveHandle, SendHandle
 from parallel_state.messages.wire import (
+    DONE,
     FRAME_BYTES,
+    LEFT,
+    NO_ROOM,
     NOTHING,
     AllGatherGroup,
     Head,
@@ -39,6 +50,7 @@ from parallel_state.messages.wire import (
 )
 
 if TYPE_CHECKING:
+    from parallel_state.messages.known_heads import Template
     from parallel_state.messages.transports import IncomingMessage
 
 _GATHERED = "all_gather_message"
@@ -47,13 +59,8 @@ _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
 """The names under which lists are counted: one call each."""
-_BROADCAST_METHOD = "broadcast_tensor_dict with a spec"
 _PACKED_BYTES = 64 << 10
 """Lists of tensors up to this size are copied into one, where each would be a transfer of its own."""
-
-_POOLED_BYTES = 128 << 10
-"""Received tensors from this size on are the group's, as results of collectives are: what malloc gives back to the
-system between two messages costs more in page faults than the message."""
 
 _UNWAITED_S = 0.02
 """After this time a thread takes care of a send that nobody has waited for."""
@@ -89,6 +96,9 @@ class Messenger:
         self.route = route
         self.transport = transport_of(route)
         self.allow_pickle = allow_pickle
+        is_on_host = route.context.device.type == "cpu" and not route.context.simulated
+        self.past_python = self.transport.past_python if is_on_host else None
+        """Carries what it can without Python in between; None where nothing does."""
         self._has_pool = self.transport.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
@@ -133,6 +143,14 @@ class Messenger:
         if self._unwaited:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
+            past = self.past_python
+            if past is not None:
+                limit, method = settings.MAX_METADATA_BYTES.get(), transfer_number("send_tensor_dict")
+                outcome = past.send_object(self.route.context.key, dst, method, obj, limit)
+                if outcome == DONE:
+                    return None
+                if outcome == NO_ROOM:
+                    return self.transport.packed() or self.encode(obj, must_be)
             posted = self.transport.post(obj, dst)
             if posted is True:
                 return None
@@ -168,13 +186,74 @@ class Messenger:
         with self._pending_lock:
             handle = ReceiveHandle(self, src, all_gather_group, out)
             self._pending.setdefault(src, []).append(handle)
+            handle.incoming.reserve(1)
         return handle
 
     def recv(self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None) -> Any:
         """Returns the next message of `src` that nobody has asked for; a dict's tensors become those of `out`."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out).wait()
+        received = self._receive_past_python(src, None, all_gather_group, out)
+        if received is not NOTHING:
+            return received
         return self._take(self.transport.incoming(src), src, all_gather_group, out)
+
+    def _receive_past_python(
+        self, src: int, method: str | None, all_gather_group: AllGatherGroup | None, out: Buffers | None
+    ) -> Any:
+        """Returns the dict that probably comes, or an object without tensors; NOTHING for other messages.
+
+        `method`: what was called, for a message to all ranks.
+        """
+        past, key = self.past_python, self.route.context.key
+        if past is None:
+            return NOTHING
+        context = self.route.context
+        likely = self.transport.likely(src, method is not None)
+        tensors = None if likely is None else self.tensors_of(likely, all_gather_group, out)
+        if likely is not None and tensors is not None:
+            if method is None:
+                outcome = past.receive(key, src, transfer_number("recv_tensor_dict"), likely.head, tensors)
+            else:
+                outcome = past.receive_broadcast(key, message_word(method, src), likely.head, tensors)
+            if outcome == DONE:
+                value = likely.fill(likely.gather(tensors, all_gather_group))
+                return value if out is None else buffers.place(context, src, value, out, True)
+        if method is None:
+            head = past.receive_object(key, src, transfer_number("recv_tensor_dict"))
+        else:
+            head = past.receive_broadcast_object(key, message_word(method, src))
+        if isinstance(head, int):
+            return NOTHING
+        try:
+            value = self._object_of(head, src)
+            return value if out is None else buffers.place(context, src, value, out, False)
+        except Exception as error:
+            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
+
+    def _object_of(self, head: bytes, src: int) -> Any:
+        """Returns the object whose message, without tensors, this is."""
+        context = self.route.context
+        try:
+            plain = codec.read_plain(memoryview(head)[wire.PLAIN_BYTES :], self.allow_pickle)
+        except MessageDecodeError as error:
+            raise wire.malformed(error, context, src) from error
+        if plain is not None:
+            return plain[0]
+        header, body = wire.split_head(Head(None, head, False), context, src)
+        message, _ = wire.read_body(header, body, context, src, self.allow_pickle)
+        return wire.build(message, [], context, src)
+
+    def tensors_of(
+        self, likely: Template, all_gather_group: AllGatherGroup | None, out: Buffers | None
+    ) -> list[Tensor] | None:
+        """Returns what the tensors of the message that probably comes are read into; None where it can't be told."""
+        if self.allow_pickle or not likely.can_be_gathered(all_gather_group):
+            return None
+        try:
+            return likely.allocate(self.empty) if out is None else likely.within(out.tensors)
+        except Exception:  # another may come, which needs less
+            return None
 
     def _take(
         self,
@@ -202,6 +281,7 @@ class Messenger:
         """Releases a message that has arrived: it lives as long as the caller keeps it, and no longer."""
         with self._pending_lock, contextlib.suppress(ValueError):  # another thread was first
             self._pending.get(src, []).remove(handle)
+            handle.incoming.reserve(-1)
 
     def receive_meanwhile(self) -> None:
         """Takes in, by threads, what was started to be received: before this rank waits for a peer to receive.
@@ -260,11 +340,24 @@ class Messenger:
         """
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
-        with self.route.alone(call):
-            if self.route.context.rank != src:
+        if self.route.context.rank != src:
+            received = self._receive_past_python(src, method, None, out)
+            if received is not NOTHING:
+                return received
+            with self.route.alone(call):
                 return self._take(self.transport.incoming(src, call=call), src, out=out)
-            is_fit = must_be is None or type(obj) is must_be
-            error = self.transport.broadcast(lambda: self.encode(obj, must_be), call, obj if is_fit else NOTHING)
+        outcome, packed = LEFT, None
+        is_fit = must_be is None or type(obj) is must_be
+        if self.past_python is not None and is_fit:
+            limit = settings.MAX_METADATA_BYTES.get()
+            word = message_word(method, src)
+            outcome = self.past_python.broadcast_object(self.route.context.key, word, obj, limit)
+            if outcome == DONE:
+                return obj
+            packed = self.transport.packed() if outcome == NO_ROOM else None
+        with self.route.alone(call):
+            unpacked = obj if is_fit and outcome == LEFT else NOTHING
+            error = self.transport.broadcast(lambda: packed or self.encode(obj, must_be), call, unpacked)
         if error is not None:
             raise error
         return obj
@@ -322,17 +415,6 @@ class Messenger:
             SendHandle(self, self.transport.isend(self._list_of(on_cpu, form, _SENT_LIST), dst)).wait()
         self.route.run_list("send", on_device, dst, part_of=_SENT_LIST)
 
-    @transfer("send_tensor_dict with a spec")
-    def try_send_dict(self, tensors: dict[str, Any], form: int, head: bytes, dst: int) -> bool:
-        """Sends the tensors of a dict as send_list does, by one call into C++; False where they are left to that.
-
-        `form`: the address of the `Form` of dicts with this head.
-        """
-        context = self.route.context
-        if context.device.type != "cpu" or context.simulated:
-            return False
-        return self.transport.post(TensorList(head, tensors, _SENT_LIST, form), dst) is True
-
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with those of rank `src`. Raises CollectiveMismatchError if it sent others."""
@@ -350,25 +432,9 @@ class Messenger:
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with rank `src`'s. Raises as recv_list."""
-        call = message_call(_BROADCAST_METHOD, src)
+        call = message_call(BROADCAST_BY_SPEC, src)
         with self.route.alone(call):
             self._broadcast_list(tensors, form, src, call)
-
-    def try_broadcast_dict(
-        self, tensors: dict[str, Any], form: int, head: bytes, src: int, pieces: Callable[[], list[Tensor]]
-    ) -> bool:
-        """Sends the tensors of a dict to all as broadcast_list does, by one call into C++; False where it can't be.
-
-        `form`: as of try_send_dict. `pieces`: the tensors, for a message that has no room at once.
-        """
-        context, transport = self.route.context, self.transport
-        if context.device.type != "cpu" or context.simulated or not transport.fits(tensors, form):
-            return False
-        call = message_call(_BROADCAST_METHOD, src)
-        with self.route.alone(call):
-            plain = TensorList(head, tensors, _BROADCAST_LIST, form)
-            transport.broadcast(lambda: Outgoing(head, pieces(), counted=_BROADCAST_LIST), call, plain)
-        return True
 
     def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
         flat = _all_contiguous(tensors)
@@ -453,7 +519,7 @@ class Messenger:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns an uninitialised CPU tensor; a large one in memory of the group that earlier messages have used."""
-        if self._has_pool and prod(shape) * dtype.itemsize >= _POOLED_BYTES:
+        if self._has_pool and prod(shape) * dtype.itemsize >= wire.POOLED_BYTES:
             return torch.ops.parallel_state.empty(self._token, shape, dtype, wire.CPU, self.route.context.key)
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 

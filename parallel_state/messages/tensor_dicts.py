@@ -9,7 +9,6 @@ Dicts that travel with metadata are in `messenger`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -19,16 +18,28 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
-from device_communicators.routing.user_call import DTYPE_NUMBERS
+from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
-from parallel_state.messages.wire import AllGatherGroup, can_be_cut, device_for, digest_of, head_of_sizes
+from parallel_state.messages.wire import (
+    CPU,
+    DONE,
+    LEFT,
+    POOLED_BYTES,
+    AllGatherGroup,
+    can_be_cut,
+    device_for,
+    digest_of,
+    head_of_sizes,
+)
 
 if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Form
+    from device_communicators.cpu.plain_tree import Form, PastPython
     from parallel_state.collectives.calls import GroupFacts
+    from parallel_state.messages.messenger import Messenger
 
 
+_SENT, _RECEIVED = map(TRANSFERS.index, ("send_tensor_dict with a spec", "recv_tensor_dict with a spec"))
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default
 _BROADCAST_LIST_ = torch.ops.parallel_state.broadcast_list_.default
 _SEND_LIST = torch.ops.parallel_state.send_list.default
@@ -139,30 +150,29 @@ class TensorDictSpec:
 
 
 class _KnownForm(NamedTuple):
-    """A spec as C++ takes it."""
+    """A spec of CPU tensors, for calls that go past Python."""
 
     form: Form
     head: bytes
     constants: tuple[ConstantEntry, ...]
+    values: dict[str, Any]
+    """The dict, with None in place of its tensors."""
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
+    """Key, shape, dtype, and whether it is large enough for memory of the group."""
 
-    def try_send(self, group: GroupFacts, tensors: dict[str, Any], dst: int) -> bool:
-        """Sends a dict that is plainly of this form by one call into C++; False for what takes more steps."""
-        messenger = self._messenger(group, tensors)
-        return messenger is not None and messenger.try_send_dict(tensors, self.form.address, self.head, dst)
-
-    def try_broadcast(self, group: GroupFacts, tensors: dict[str, Any], src: int, spec: TensorDictSpec) -> bool:
-        """Sends such a dict to all ranks, as try_send."""
-        messenger, pieces = self._messenger(group, tensors), functools.partial(_tensors_of, tensors, spec)
-        return messenger is not None and messenger.try_broadcast_dict(
-            tensors, self.form.address, self.head, src, pieces
-        )
-
-    def _messenger(self, group: GroupFacts, tensors: dict[str, Any]) -> Any:
-        """Returns the group's messenger; None where a constant is another."""
+    def can_be_of(self, tensors: dict[str, Any]) -> bool:
+        """Returns True for the constants of this form; the tensors are looked at where they are sent."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
-                return None
-        return group.route.try_messenger
+                return False
+        return True
+
+    def allocate(self, messenger: Messenger) -> dict[str, Any]:
+        """Returns a dict of the form, of tensors to be filled."""
+        made = self.values.copy()
+        for key, shape, dtype, is_large in self.tensors:
+            made[key] = messenger.empty(shape, dtype) if is_large else torch.empty(shape, dtype=dtype, device=CPU)
+        return made
 
 
 _MOST_FORMS = 256
@@ -171,7 +181,7 @@ _forms: dict[str, _KnownForm | None] = {}
 
 
 def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
-    """Returns what C++ needs to know of a spec of CPU tensors; None for another, and where nothing travels."""
+    """Returns the form of a spec of CPU tensors; None for another, and where nothing travels."""
     try:
         return _forms[spec.digest]
     except KeyError:
@@ -186,6 +196,8 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
             Form([each.key for each in tensors], dtypes, shapes, len(spec.entries)),
             head_of_sizes(spec.digest, sizes),
             tuple(each for each in spec.entries if isinstance(each, ConstantEntry)),
+            {each.key: each.value if isinstance(each, ConstantEntry) else None for each in spec.entries},
+            tuple((x.key, x.shape, x.dtype, prod(x.shape) * x.dtype.itemsize >= POOLED_BYTES) for x in tensors),
         )
     if len(_forms) >= _MOST_FORMS:
         _forms.clear()
@@ -193,21 +205,38 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     return known
 
 
+def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
+    """Returns what carries dicts of this spec past Python, and their form; None where nothing does."""
+    carrier = group._messenger.past_python if _is_eager() else None
+    known = None if carrier is None else _known_form(spec)
+    return None if carrier is None or known is None else (carrier, known)
+
+
 def broadcast(
     group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec, out: Buffers | None
 ) -> dict[str, Any]:
+    past = _past_python(group, spec)
     if group.rank_in_group == src:
-        if type(tensors) is dict and _is_eager() and not group._is_single_rank():
-            known = _known_form(spec)
-            if known is not None and known.try_broadcast(group, tensors, src, spec):
-                return tensors
+        if past is not None and type(tensors) is dict:
+            carrier, known = past
+            if known.can_be_of(tensors):
+                word, form = message_word(BROADCAST_BY_SPEC, src), known.form.address
+                if carrier.broadcast_dict(group._key, word, tensors, form, known.head) == DONE:
+                    return tensors
         given = _given(tensors, spec)
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
         return given
-    result = _to_fill(group, spec, out)
+    result = _to_fill(group, spec, out, past)
     if spec.carried:
-        _run("broadcast_list", _BROADCAST_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
+        pieces = [result[entry.key] for entry in spec.carried]
+        outcome = LEFT
+        if past is not None:
+            carrier, known = past
+            word = message_word(BROADCAST_BY_SPEC, src)
+            outcome = carrier.receive_broadcast(group._key, word, known.head, pieces)
+        if outcome != DONE:
+            _run("broadcast_list", _BROADCAST_LIST_, group, pieces, spec, src)
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
@@ -222,9 +251,13 @@ def send(
     spec: TensorDictSpec,
 ) -> None:
     if all_gather_group is None and type(tensors) is dict and _is_eager():
-        known = _known_form(spec)
-        if known is not None and known.try_send(group, tensors, dst):
-            return
+        past = _past_python(group, spec)
+        if past is not None:
+            carrier, known = past
+            if known.can_be_of(tensors):
+                form = known.form.address
+                if carrier.send_dict(group._key, dst, _SENT, tensors, form, known.head) == DONE:
+                    return
         plain = spec.plain_pieces(tensors)
         if plain is not None:
             if plain:
@@ -249,7 +282,8 @@ def recv(
     spec: TensorDictSpec,
     out: Buffers | None,
 ) -> dict[str, Any]:
-    result = _to_fill(group, spec, out)
+    past = _past_python(group, spec) if all_gather_group is None else None
+    result = _to_fill(group, spec, out, past)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
         for entry in spec.carried:
@@ -258,7 +292,9 @@ def recv(
                 result[entry.key] = result[entry.key].new_empty(prod(entry.shape) // slices)
                 sliced.append(entry)
     if spec.carried:
-        _run("recv_list", _RECV_LIST_, group, [result[entry.key] for entry in spec.carried], spec, src)
+        pieces = [result[entry.key] for entry in spec.carried]
+        if past is None or past[0].receive(group._key, src, _RECEIVED, past[1].head, pieces) != DONE:
+            _run("recv_list", _RECV_LIST_, group, pieces, spec, src)
     if all_gather_group is not None:
         for entry in sliced:
             whole = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
@@ -320,10 +356,14 @@ def _slices(
     return size if can_be_cut(prod(entry.shape), size) else 1
 
 
-def _to_fill(group: GroupFacts, spec: TensorDictSpec, out: Buffers | None) -> dict[str, Any]:
+def _to_fill(
+    group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
+) -> dict[str, Any]:
     """Returns the dict, of tensors to be filled."""
     if out is not None:
         return _given_buffers(group, spec, out)
+    if past is not None:
+        return past[1].allocate(group._messenger)
     result: dict[str, Any] = {}
     messenger = group.route.try_messenger if _is_eager() and not group._is_single_rank() else None
     for entry in spec.entries:

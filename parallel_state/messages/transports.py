@@ -17,6 +17,7 @@ from torch import Tensor
 from device_communicators import settings
 from device_communicators.cpu.channels import MESSAGES, Channels
 from device_communicators.cpu.message_queue import LEFT_TO_PYTHON, POSTED, Expected, Message, Sender, pieces_of
+from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.errors import CollectiveMismatchError, UnsupportedError
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
@@ -60,6 +61,9 @@ class IncomingMessage:
     def remember(self, template: Template) -> None:
         """Notes what this message was, for those that follow it."""
 
+    def reserve(self, calls: int) -> None:
+        """Keeps the sender's next message from calls that come past Python until as many are taken back."""
+
     def expect(self, head: bytes, tensors: Sequence[Tensor]) -> None:
         """Tells where the tensors go of a message with this head: see `__enter__`. Not every transport makes use of it.
 
@@ -90,9 +94,19 @@ class Transport(Protocol):
 
     takes_many: bool
     """True where many small CPU tensors cost no more than one of their size."""
+    past_python: PastPython | None = None
+    """Carries what it can without Python in between."""
 
     def post(self, obj: object, dst: int) -> bool | Outgoing:
         """Sends an object, or a TensorList, if that takes no more than a moment: True. Else False, or its message."""
+
+    def packed(self) -> Outgoing | None:
+        """Returns the message of an object that had no room past Python; None where it has tensors."""
+        return None
+
+    def likely(self, src: int, to_all: bool) -> Template | None:
+        """Returns what the next message of `src` probably is, judged by those before it."""
+        return None
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         """Starts to send; nothing is left to wait for where the list is empty."""
@@ -102,10 +116,6 @@ class Transport(Protocol):
 
         `obj`: what that is the message of, for transports that need no encoding.
         """
-
-    def fits(self, tensors: dict[str, Any], form: int) -> bool:
-        """Returns True where `broadcast` takes the TensorList of a dict and the form at this address as it is."""
-        return False
 
     def incoming(self, src: int, counted: str = "", call: UserCall | None = None) -> IncomingMessage:
         """Returns the next message of `src` that nobody has asked for: to this rank, or to all of them in `call`."""
@@ -284,6 +294,7 @@ class QueueTransport:
         self.templates: dict[tuple[int, bool], tuple[Template, bool]] = {}
         """By source and whether it sends to all: that of its last dict, and whether the one before was the same."""
         self._objects = codec_values.use_library()  # which is there where the queues are
+        self.past_python: PastPython | None = self._objects.past_python
 
     def post(self, obj: object, dst: int) -> bool | Outgoing:
         route, started = self.route, time.monotonic()
@@ -301,21 +312,23 @@ class QueueTransport:
             self._note_posted(name, sender, dst, started)
         return posted
 
-    def fits(self, tensors: dict[str, Any], form: int) -> bool:
-        return bool(self._objects.fits(tensors, form))
-
     def _post(self, sender: Sender, obj: object, limit: int, number: int) -> bool | Outgoing:
         """Writes all of a message at once: True. Else False, or what was packed and has no room; no tensors then."""
         if type(obj) is TensorList:
-            head, tensors, _, form = obj
-            if form:
-                return sender.post(lambda end: self._objects.post_dict(end, tensors, form, head, number)) == POSTED
+            head, tensors, _ = obj
             return sender.post(lambda end: self._objects.post_list(end, tensors, head, number)) == POSTED
         status = sender.post(lambda end: self._objects.post(end, obj, limit, number))
         if status in (POSTED, LEFT_TO_PYTHON):
             return status == POSTED
+        return self.packed() or False
+
+    def packed(self) -> Outgoing | None:
         packed = self._objects.packed()
-        return False if packed is None else Outgoing(packed.start, [], known_bytes=0, pinned=packed.more)
+        return None if packed is None else Outgoing(packed.start, [], known_bytes=0, pinned=packed.more)
+
+    def likely(self, src: int, to_all: bool) -> Template | None:
+        last, in_a_row = self.templates.get((src, to_all), (None, False))
+        return last if in_a_row else None
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
         route, started = self.route, time.monotonic()
@@ -346,7 +359,7 @@ class QueueTransport:
         route.check_usable()
         route.check_recordable(name)
         limit = settings.MAX_METADATA_BYTES.get()
-        number = self.channels.broadcasts = self.channels.broadcasts + 1
+        number = self.channels.begin_broadcast()
         try:
             self.announce(call)
             sender = self.channels.sender(None, MESSAGES)
@@ -430,22 +443,21 @@ class _QueuedMessage(IncomingMessage):
         self._route.check_usable()
         self._route.check_recordable(self._counted)
         channels = transport.channels
-        if call is not None:
-            channels.broadcasts += 1
+        self._number = 0 if call is None else channels.begin_broadcast()
         self._transport = transport
-        if transport.templates:
-            last, in_a_row = transport.templates.get((src, call is not None), (None, False))
-            self.likely = last if in_a_row else None
+        self.likely = transport.likely(src, call is not None)
         self._expected: Expected | None = None
         self._expected_bytes = 0
         self._receiver = channels.receiver(src, MESSAGES, broadcast=call is not None)
-        self._number = channels.broadcasts
         self._operation = "recv" if call is None else call.method
 
     def remember(self, template: Template) -> None:
         templates, key = self._transport.templates, (self._src, self._call is not None)
         last = templates.get(key)
         templates[key] = template, last is not None and last[0] is template
+
+    def reserve(self, calls: int) -> None:
+        self._receiver.reserve(calls)
 
     def expect(self, head: bytes, tensors: Sequence[Tensor]) -> None:
         self._expected = Expected(head, *pieces_of(tensors))
@@ -479,7 +491,9 @@ class _QueuedMessage(IncomingMessage):
         if call is None:
             is_read = receiver.take(operation) if expected is None else receiver.take(operation, expected)
         else:
-            self._transport.announce(call)
+            receiver.check(operation)
+            if not receiver.has_found:  # else that call has announced itself
+                self._transport.announce(call)
             try:
                 is_read = receiver.take(operation) if expected is None else receiver.take(operation, expected)
             except CollectiveMismatchError as error:  # as another rank tells, which knows its own call

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,13 @@ _LONG_BYTES = 64 << 10  # of a body that is not copied behind its header
 _MAGIC = b"PSM1"
 _VALUE, _ERROR, _LIST = 0, 1, 2
 _DIGEST_BYTES = 16
+_DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
+POOLED_BYTES = 128 << 10
+"""Received tensors from this size on are the group's, as results of collectives are: what malloc gives back to the
+system between two messages costs more in page faults than the message."""
+LEFT, DONE, NO_ROOM = range(3)
+"""Outcomes of calls that go past Python: `Outcome` in csrc/messages.h."""
 NOTHING = object()
 """In place of an object that there isn't."""
 
@@ -143,11 +150,8 @@ class TensorList(NamedTuple):
     """Tensors whose head both sides know."""
 
     head: bytes
-    tensors: Any
-    """A list, or a dict of the form below."""
+    tensors: list[Tensor]
     counted: str
-    form: int = 0
-    """Address of a dict's `Form`."""
 
 
 def encode(
@@ -289,14 +293,18 @@ def split_head(head: Head, context: GroupContext, src: int) -> tuple[Header, byt
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides."""
+    """Returns the head of a list of tensors; `form` is any short text that must be equal on both sides.
+
+    One that is a digest travels as it is: so csrc/lists.cpp makes the same head.
+    """
     return head_of_sizes(form, tuple([tensor.nbytes for tensor in tensors]))
 
 
 @lru_cache(maxsize=256)
 def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
     """As `head_of_list`, of the tensors' bytes."""
-    body = bytes.fromhex(digest_of(form)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    digest = form if _DIGEST.fullmatch(form) else digest_of(form)
+    body = bytes.fromhex(digest) + struct.pack(f"<{len(sizes)}Q", *sizes)
     return head_of(Header(_LIST, 0, len(sizes), len(body), sum(sizes)), body)
 
 

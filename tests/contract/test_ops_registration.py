@@ -26,6 +26,8 @@ Group = ps.GroupCoordinator
 Arguments = tuple[Any, ...]
 CPU = torch.device("cpu")
 F32, FP8 = torch.float32, torch.float8_e4m3fn
+FORM = "0123456789abcdef" * 2
+"""A digest, as that of a TensorDictSpec: with it lists of tensors go past Python."""
 
 
 class Case(NamedTuple):
@@ -97,10 +99,10 @@ CASES = (
     Case("reduce_scatter_region", (4, 3), (0,), (2, 3), differentiable=True),
     Case("send", (4, 3), (1,), None, rank=0),
     Case("recv", None, ([4, 3], torch.float32, CPU, 0), (4, 3), rank=1),
-    Case("broadcast_list", (4, 3), ("form", 0), None, rank=0),
-    Case("broadcast_list_", (4, 3), ("form", 0), None, rank=1),
-    Case("send_list", (4, 3), ("form", 1), None, rank=0),
-    Case("recv_list_", (4, 3), ("form", 0), None, rank=1),
+    Case("broadcast_list", (4, 3), (FORM, 0), None, rank=0),
+    Case("broadcast_list_", (4, 3), (FORM, 0), None, rank=1),
+    Case("send_list", (4, 3), (FORM, 1), None, rank=0),
+    Case("recv_list_", (4, 3), (FORM, 0), None, rank=1),
     Case("barrier", None, (), None),
 )
 
@@ -190,10 +192,10 @@ def _answer(group: Group, case: Case) -> None:
     answers: dict[str, Callable[[], object]] = {
         "send": lambda: group.recv([4, 3], torch.float32, 0),
         "recv": lambda: group.send(torch.ones(4, 3), 1),
-        "send_list": lambda: _op("recv_list_")(lists, group._token, "form", 0, group._key),
-        "recv_list_": lambda: _op("send_list")(lists, group._token, "form", 1, group._key),
-        "broadcast_list": lambda: _op("broadcast_list_")(lists, group._token, "form", 0, group._key),
-        "broadcast_list_": lambda: _op("broadcast_list")(lists, group._token, "form", 0, group._key),
+        "send_list": lambda: _op("recv_list_")(lists, group._token, FORM, 0, group._key),
+        "recv_list_": lambda: _op("send_list")(lists, group._token, FORM, 1, group._key),
+        "broadcast_list": lambda: _op("broadcast_list_")(lists, group._token, FORM, 0, group._key),
+        "broadcast_list_": lambda: _op("broadcast_list")(lists, group._token, FORM, 0, group._key),
     }
     for _ in range(alone.traffic()[case.op.removesuffix("_")].calls):
         answers[case.op]()

@@ -21,7 +21,10 @@ import parallel_state as ps
 from device_communicators.cpu import native
 from device_communicators.routing.route import Traffic
 from parallel_state.coordinator import GroupCoordinator, Traits, create_group
+from parallel_state.messages import tensor_dicts
+from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
+from parallel_state.messages.transports import QueueTransport
 from parallel_state.messages.wire import FRAME_BYTES
 from parallel_state.process_groups.options import GroupOptions
 from tests.contract import test_objects
@@ -560,6 +563,134 @@ def test_lists_over_both_transports(pools: Pools, over: str) -> None:
     pools(2).run(exchange_lists, over, tp=1, timeout_s=DEADLINE_S)
 
 
+def past_python() -> None:
+    """Once the queues are open messages don't come to the transport, nor dicts with a spec to the messenger."""
+    torch._dynamo.reset()
+    fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
+    spec, ops = ps.TensorDictSpec.of(fit), torch.ops.parallel_state
+    with own_group() as group, pytest.MonkeyPatch.context() as patch:
+        rank = group.rank_in_group
+
+        def exchange(x: Tensor) -> tuple[Tensor, Tensor]:
+            values = {**fit, "x": x}
+            if rank == 0:
+                group.send_tensor_dict(values, 1, spec=spec)
+                values = group.broadcast_tensor_dict(values, 0, spec=spec)
+                return x, values["x"] * 2
+            received = group.recv_tensor_dict(0, spec=spec)
+            return received["x"], group.broadcast_tensor_dict(src=0, spec=spec)["x"] * 2
+
+        def exchange_by_ops(x: Tensor) -> list[Tensor]:
+            tensors = [x, torch.full((3,), 7)] if rank == 0 else [torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)]
+            (ops.recv_list_ if rank else ops.send_list)(tensors, group._token, spec.digest, 1 - rank, group._key)
+            (ops.broadcast_list_ if rank else ops.broadcast_list)(tensors, group._token, spec.digest, 0, group._key)
+            if rank:
+                assert all(each._version == 2 for each in tensors)
+            return tensors
+
+        def exchange_objects(number: int) -> None:
+            """Objects, and dicts without a spec from the third on, when their form is known."""
+            value = {"texts": ["a", b"b", "long" * number], "n": [number, None, 1.5, {"k": True}]}
+            batch = {**fit, "x": fit["x"] + number}
+            for method, sent in (("object", value), ("tensor_dict", batch)):
+                send, receive = getattr(group, f"send_{method}"), getattr(group, f"recv_{method}")
+                broadcast = getattr(group, f"broadcast_{method}")
+                if rank == 0:
+                    send(sent, 1)
+                    assert broadcast(sent, 0) is sent
+                else:
+                    assert same(receive(0), sent)
+                    assert same(broadcast(None, 0), sent)
+
+        exchange(fit["x"])
+        for number in range(4):
+            exchange_objects(number)
+            group.broadcast_object([torch.ones(number)] if rank == 0 else None)  # which the receiver leaves to Python
+            numbers = [each.sequence for each in group.route.operations() if each.peer < 0]
+            assert numbers == list(range(1, 2 + 3 * (number + 1))), numbers
+        for name in ("post", "isend", "broadcast", "incoming"):
+            patch.setattr(QueueTransport, name, None)
+        with counted(group) as carried:
+            for number in range(4, 10):
+                exchange_objects(1 << number)
+                ps.get_world_group().barrier()
+        kind = "recv" if rank else "send"
+        assert {name: each.calls for name, each in carried.items()} == {f"{kind}_message": 12, "broadcast_message": 12}
+        calls = {f"{kind}_object", f"{kind}_tensor_dict", "broadcast_object(rank 0)", "broadcast_tensor_dict(rank 0)"}
+        assert {each.call for each in group.route.operations()[-24:]} == calls
+        for name in ("send_list", "recv_list", "broadcast_list"):
+            patch.setattr(Messenger, name, None)
+        compiled = torch.compile(exchange, fullgraph=True, backend="aot_eager")
+        with counted(group) as carried:
+            for seed in range(100):  # more than there are records, and than the ring has slots
+                x = fit["x"] + seed
+                ps.get_world_group().barrier()  # the source waits for nobody, until the ring is full
+                assert same((compiled if seed % 5 == 0 else exchange)(x), (x, x * 2))
+            assert same(exchange_by_ops(x), [x, torch.full((3,), 7)])
+        method, other = ("recv_list", 0) if rank else ("send_list", 1)
+        assert carried == {name: Traffic(101, 101 * (FRAME_BYTES + 48)) for name in (method, "broadcast_list")}
+        recorded = group.route.operations()
+        assert {(each.name, each.peer) for each in recorded} == {(method, other), ("broadcast_list", -1)}
+        assert all(each.ended_s is not None and each.ended_s >= each.started_s for each in recorded)
+        assert "broadcast_tensor_dict with a spec(rank 0)" in {each.call for each in recorded}
+        # What another thread may begin in the meantime: the form of a dict is looked at, and nothing of others is sent.
+        known = tensor_dicts._known_form(spec)
+        others: list[dict[str, Any]] = [
+            {**fit, "n": True}, {**fit, "x": torch.ones(3, 2)}, {**fit, "x": torch.ones(2, 3).int()},
+            {**fit, "x": torch.ones(6)}, {**fit, "x": torch.ones(3, 2).t()}, {**fit, "x": 1},
+            {**fit, "x": torch.ones(2, 3, device="meta")}, {**fit, "more": 1}, {"x": fit["x"]},
+            {**fit, "empty": torch.ones(0, 1)}, {**fit, "x": torch._lazy_clone(fit["x"])},
+            {**{key: value for key, value in fit.items() if key != "none"}, "other": None},
+            {**{key: value for key, value in fit.items() if key != "y"}, "other": fit["y"]},
+        ]  # fmt: skip
+        past_python = group._messenger.past_python
+        assert known is not None and past_python is not None
+        for values in others if rank == 0 else []:
+            has_left = known.can_be_of(values) and past_python.send_dict(
+                group._key, 1, 0, values, known.form.address, known.head
+            )
+            assert not has_left, values
+        assert tensor_dicts._known_form(ps.TensorDictSpec.of({"n": 1, "empty": torch.ones(0)})) is None
+        patch.undo()
+        check_usable(group)
+
+
+def test_messages_go_past_python(pools: Pools) -> None:
+    if not native.load().has_ops:
+        pytest.skip("the plain build doesn't look into tensors")
+    pools(2).run(past_python, tp=1, timeout_s=DEADLINE_S)
+
+
+def keep_the_order() -> None:
+    """Of dicts with a spec, and messages before them that are on their way, or started to be received."""
+    values = {"x": torch.arange(5)}
+    spec = ps.TensorDictSpec.of(values)
+    with own_group() as group:
+        for seed in range(3):
+            if group.rank_in_group == 0:
+                group.send_tensor_dict(values, 1, spec=spec)
+                large = group.isend_tensor_dict({"large": torch.arange(LARGE) + seed}, 1)
+                small = group.isend_object(seed, 1)
+                group.send_tensor_dict(values, 1, spec=spec)
+                large.wait()
+                small.wait()
+                group.send_object("last", 1)
+            else:
+                assert same(group.recv_tensor_dict(0, spec=spec), values)
+                earlier = group.irecv_tensor_dict(0)
+                assert group.recv_object(0) == seed
+                assert same(group.recv_tensor_dict(0, spec=spec), values)
+                assert same(earlier.wait(), {"large": torch.arange(LARGE) + seed})
+                last = group.irecv_object(0)
+                until_completed(last)
+                assert last.wait() == "last"
+        check_usable(group)
+
+
+def test_dicts_with_a_spec_keep_their_place(pools: Pools) -> None:
+    pools(2).run(keep_the_order, tp=1, timeout_s=DEADLINE_S)
+
+
 def large_tensors() -> None:
     """Received tensors lie in memory of the group, which is taken again for the next, and outlives the group."""
     with own_group() as group:
@@ -611,7 +742,10 @@ def small_dict() -> dict[str, Any]:
 
 
 def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
-    """Rank 0 sends a dict of another spec, or without one, or to a rank that receives without one."""
+    """Rank 0 sends a dict of another spec, or without one, or to a rank that receives without one.
+
+    Of two such cases one is met by calls that go past Python, as earlier ones of the group have opened its queues.
+    """
     spec: ps.TensorDictSpec | None = ps.TensorDictSpec.of(small_dict())
     others = other_specs()
     sent = others[case] if case < len(others) else small_dict()
@@ -619,6 +753,13 @@ def meet_other_spec(over: str, case: int, broadcasts: bool) -> None:
     if case == len(others) + 1:
         spec = None
     with short_group(over) as group:
+        if case % 2 == 0:
+            first = ps.TensorDictSpec.of(small_dict())
+            group.broadcast_tensor_dict(small_dict() if group.rank_in_group == 0 else None, 0, spec=first)
+            if group.rank_in_group == 0:
+                group.send_tensor_dict(small_dict(), 1, spec=first)
+            else:
+                group.recv_tensor_dict(0, spec=first)
         if group.rank_in_group == 0:
             # In a broadcast, whoever comes later finds out; over gloo a sender waits for its receiver.
             found = ps.CollectiveMismatchError if over == "queue" else ps.CollectiveTimeoutError

@@ -56,16 +56,27 @@ def _in_a_loop(route: str, folder: str, body: Callable[[], Outcome]) -> Told:
     return Told(outcome, lines.found)
 
 
+DICT = {"x": torch.ones(6)}
+SPEC = ps.TensorDictSpec.of(DICT)
+
+
 def _across_groups(route: str, folder: str, call: str) -> Told:
     """Rank 0 waits for 1, which waits for 3, which waits for 2, which waits for 0."""
 
     def body() -> Outcome:
         group = ps.get_tp_group() if ps.get_rank() in (0, 3) else ps.get_pp_group()
         other = 1 - group.rank_in_group
+        for one in (ps.get_tp_group(), ps.get_pp_group()):  # opens the queues: the next dict goes past Python
+            for src in (0, 1):
+                if one.rank_in_group == src:
+                    one.send_tensor_dict(DICT, spec=SPEC)
+                else:
+                    one.recv_tensor_dict(spec=SPEC)
         return attempt({
             "all_reduce": lambda: group.all_reduce(torch.ones(6)),
             "recv": lambda: group.recv((6,), torch.float32, other),
             "recv_tensor_dict": lambda: group.recv_tensor_dict(other),
+            "recv_tensor_dict with a spec": lambda: group.recv_tensor_dict(other, spec=SPEC),
         }[call])  # fmt: skip
 
     return _in_a_loop(route, folder, body)
@@ -97,7 +108,7 @@ def _latest(told: list[Told]) -> float:
 
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_tensor_dict"])
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_tensor_dict", "recv_tensor_dict with a spec"])
 def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, route: str, call: str) -> None:
     def trial(folder: Path) -> float:
         told = ranks.run(_across_groups, route, str(folder), call, timeout_s=DEADLINE_S)

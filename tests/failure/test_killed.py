@@ -103,14 +103,25 @@ def test_row_03_in_every_operation(ranks: Ranks, tmp_path: Path, operation: str,
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
-WAITS = ("recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full")
+WAITS = (
+    "recv", "recv of an object", "irecv", "irecv of a tensor dict", "broadcast of an object", "send, ring full",
+    "recv of a dict with a spec", "broadcast of a dict with a spec",
+)  # fmt: skip
+DICT = {"x": torch.ones(4)}
+SPEC = ps.TensorDictSpec.of(DICT)
 
 
 def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, float] | None:
     """Rank 0 waits for rank 1, which lives and never comes; rank 3 is killed; rank 2 does nothing."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
-        group.barrier()
         rank = group.rank
+        # Opens queues: the next of these goes past Python.
+        group.broadcast_tensor_dict(DICT if rank == 1 else None, 1, spec=SPEC)
+        if rank == 1:
+            group.send_tensor_dict(DICT, 0, spec=SPEC)
+        elif rank == 0:
+            group.recv_tensor_dict(1, spec=SPEC)
+        group.barrier()
         if rank == 3:
             time.sleep(LOOPS_S)
             Path(folder, "3").write_text(repr(time.monotonic()))
@@ -123,6 +134,8 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
                 "irecv": lambda: group.irecv((4,), torch.float32, 1).wait(),
                 "irecv of a tensor dict": lambda: group.irecv_tensor_dict(1).wait(),
                 "broadcast of an object": lambda: group.broadcast_object(None, 1),
+                "recv of a dict with a spec": lambda: group.recv_tensor_dict(1, spec=SPEC),
+                "broadcast of a dict with a spec": lambda: group.broadcast_tensor_dict(None, 1, spec=SPEC),
                 "send, ring full": lambda: group.send(torch.ones(1 << 22), 1),
             }[waits]
             told = until_it_fails(group, call)

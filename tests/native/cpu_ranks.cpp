@@ -25,6 +25,7 @@
 
 #include "call.h"
 #include "handle.h"
+#include "messages.h"
 #include "pack.h"
 #include "queue.h"
 #include "reduce.h"
@@ -40,13 +41,15 @@ void* ps_queue_writer_new(void*, void*, std::uint64_t, std::uint64_t, int, const
                           void*);
 void* ps_queue_reader_new(void*, void*, std::uint64_t, std::uint64_t, int, const int*, int, const void*, std::int64_t,
                           int, void*);
-void ps_queue_writer_delete(void*);
-void ps_queue_reader_delete(void*);
+int ps_queue_writer_delete(void*);
+int ps_queue_reader_delete(void*);
 void ps_queue_writer_leave(void*);
+void ps_queue_reader_leave(void*);
+void ps_queue_writer_serve(void*, std::uint64_t, int, double, std::uint64_t*);
+void ps_queue_reader_serve(void*, std::uint64_t, int, int, double, std::uint64_t*);
 int ps_queue_send(void*, const char*, std::uint64_t, const Piece*, int, int, std::uint64_t, double);
 int ps_queue_post(void*, void*, const void*, int, std::uint64_t, std::uint64_t);
 int ps_queue_post_list(void*, void*, const void*, const char*, std::uint64_t, std::uint64_t);
-int ps_queue_post_dict(void*, void*, const void*, const Form*, const char*, std::uint64_t, std::uint64_t);
 int ps_pack(void*, const void*, int, std::uint64_t);
 int ps_packed(Piece*, int, int*, void**);
 int ps_queue_resume(void*, double);
@@ -284,7 +287,7 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   ps_serve(key.c_str(), group);
   std::atomic<bool> done{false};
   std::thread looks([&] {  // as an error of another thread, or a watchdog, looks at a group that is in use
-    std::vector<std::int64_t> records(12 * Served::kRecords);
+    std::vector<std::int64_t> records(2 * 14 * Served::kRecords);
     while (!done.load()) {
       handle->failure();
       handle->is_busy();
@@ -322,11 +325,23 @@ void collectives(const World& world, const File& segment, const File& arenas) {
   close_group(group);
 }
 
+// A list of one tensor, as a call that comes past Python has it.
+struct List {
+  std::string head;
+  std::vector<char> body;
+
+  List(const char* head, std::size_t bytes, char content = 0) : head(head), body(bytes, content) {}
+  std::vector<Piece> pieces() { return {{head.data(), head.size()}, {body.data(), body.size()}}; }
+  bool is(char content) const {
+    return std::count(body.begin(), body.end(), content) == static_cast<std::ptrdiff_t>(body.size());
+  }
+};
+
 // Rank 0 writes to all others; then each of them to rank 0.
 void messages(const World& world, const File& segment, const File& queues) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   void* const liveness = ps_liveness_of(group);
-  std::int64_t report[8];
+  std::int64_t report[12] = {};
   char* const memory = static_cast<char*>(queues.mapping());
   const auto open = [&](int queue, const std::vector<int>& ranks, int me) {
     char* const control = memory + queue * (kChunkBytes * kChunks + 8192);
@@ -367,16 +382,71 @@ void messages(const World& world, const File& segment, const File& queues) {
       else CHECK(receive(broadcast, bytes));
     }
   }
+  // Lists, past Python and through what it calls, in turns.
+  Served served(find(group));
+  std::uint64_t broadcasts = 0;
+  const Told to_all = told(144, 0, 0);
+  const auto send_list = [&](List& list) { return send_message(served, {0, 0}, list.pieces(), 1) == Outcome::kDone; };
+  const auto receive_list = [&](int src, List& list) {
+    return receive_message(served, {src, 1}, list.pieces()) == Outcome::kDone;
+  };
+  if (world.rank == 0) ps_queue_writer_serve(broadcast, group, -1, kTimeoutS, &broadcasts);
+  else ps_queue_reader_serve(broadcast, group, 0, 1, kTimeoutS, &broadcasts);
+  for (std::size_t bytes = 1; bytes < 16'000; bytes += 499) {
+    const bool other = bytes % 5 == 0;
+    List list(world.rank != 0 && other ? "else" : "list", bytes, static_cast<char>(world.rank == 0 ? bytes % 90 : 0));
+    const auto carry = [&] {
+      const Outcome outcome = world.rank == 0 ? broadcast_message(served, to_all, list.pieces(), 1)
+                                              : receive_broadcast(served, to_all, 0, list.pieces());
+      CHECK(outcome != Outcome::kNoRoom || world.rank == 0);
+      return outcome == Outcome::kDone;
+    };
+    bool done = carry();
+    for (; world.rank == 0 && !done; done = carry()) usleep(20);  // there is no room
+    CHECK(done == (world.rank == 0 || !other) && report[9] == (done ? 0 : 1));
+    if (!done) {
+      ++broadcasts;
+      const Piece piece{list.body.data(), bytes};
+      CHECK(ps_queue_take(broadcast, nullptr, 0, "list", 4, &piece, 1, kTimeoutS) == 0 && report[7] == 1);
+    }
+    CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
+  }
   for (int rank = 1; rank < kRanks; ++rank) {
     if (world.rank != 0 && world.rank != rank) continue;
     void* const pair = open(rank, {rank, 0}, world.rank == 0 ? 1 : 0);
+    if (world.rank == 0) ps_queue_reader_serve(pair, group, rank, 0, kTimeoutS, nullptr);
+    else ps_queue_writer_serve(pair, group, 0, kTimeoutS, nullptr);
+    for (std::size_t bytes = 1; bytes < 16'000; bytes += 499) {
+      List list("list", bytes, static_cast<char>(world.rank == rank ? bytes % 90 : 0));
+      const Piece piece{list.body.data(), bytes};
+      if (world.rank == rank && (bytes % 2 == 0 || !send_list(list))) {
+        int status = ps_queue_send(pair, "list", 4, &piece, 1, 0, 0, 0);
+        CHECK(status == 0 || !send_list(list));  // one is half written
+        if (status == 1) status = ps_queue_resume(pair, kTimeoutS);
+        CHECK(status == 0);
+      } else if (world.rank == 0 && (bytes % 3 == 0 || !receive_list(rank, list))) {
+        CHECK(ps_queue_take(pair, nullptr, 0, "list", 4, &piece, 1, kTimeoutS) == 0 && report[7] == 1);
+      }
+      CHECK(list.is(static_cast<char>(bytes % 90)));
+    }
+    List unsent("list", 1);
+    CHECK(send_message(served, {77, 0}, unsent.pieces(), 1) == Outcome::kLeft && !receive_list(77, unsent));
     for (const std::size_t bytes : sizes) {
       if (world.rank == rank) CHECK(send(pair, bytes) == 0);
       else CHECK(receive(pair, bytes));
     }
-    if (world.rank == rank) ps_queue_writer_leave(pair);
-    else CHECK(ps_queue_take(pair, nullptr, 0, nullptr, 0, nullptr, 0, kTimeoutS) == 2);  // it has left
-    (world.rank == rank ? ps_queue_writer_delete : ps_queue_reader_delete)(pair);
+    if (world.rank == rank) {
+      ps_queue_writer_leave(pair);
+      CHECK(ps_queue_writer_delete(pair) == 1 && !send_list(unsent));
+    } else if (rank == 1) {
+      CHECK(ps_queue_take(pair, nullptr, 0, nullptr, 0, nullptr, 0, kTimeoutS) == 2);  // it has left
+      CHECK(ps_queue_reader_delete(pair) == 1);
+    } else {
+      std::thread waits([&] { CHECK(!receive_list(rank, unsent)); });  // or finds it closed
+      ps_queue_reader_leave(pair);
+      while (ps_queue_reader_delete(pair) == 0) usleep(100);
+      waits.join();
+    }
   }
   CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
   (world.rank == 0 ? ps_queue_writer_delete : ps_queue_reader_delete)(broadcast);
@@ -459,6 +529,25 @@ void hostile_bytes() {
   }
 }
 
+// Takes an object's message in memory of its own size.
+struct Copy : Taker {
+  std::vector<char> message;
+  bool take(const char* from, std::uint64_t bytes) override {
+    message.assign(from, from + bytes);
+    return true;
+  }
+};
+
+// What the sender of an object without tensors makes of it, where `is_one`; else nearly.
+std::vector<char> object_message(std::size_t bytes, bool is_one) {
+  std::vector<char> made{'P', 'S', 'M', '1', 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  const std::uint64_t words[] = {5 + bytes, is_one ? 0u : 1u};
+  made.insert(made.end(), reinterpret_cast<const char*>(words), reinterpret_cast<const char*>(words + 2));
+  made.insert(made.end(), {1, 0, 0, 0, 0});
+  made.resize(made.size() + bytes, 'o');
+  return made;
+}
+
 // Both ends of a queue, whose writer is hostile: what lies in the ring is changed before it is read.
 void hostile_messages() {
   constexpr std::uint64_t kSmallChunk = 256, kFewChunks = 4;
@@ -466,9 +555,12 @@ void hostile_messages() {
   const std::int64_t pids[] = {getpid(), getpid()};
   const int ranks[] = {0, 1};
   void* const liveness = ps_liveness_new(pids, 2);
+  const File segment(Handle::segment_bytes(kRanks));
+  const std::uint64_t group = open_group({0, std::vector<std::int64_t>(kRanks, getpid())}, segment, 0);
+  Served served(find(group));
   Draw draw;
   for (int queue = 0; queue < 20'000; ++queue) {
-    std::int64_t written[8], report[8];
+    std::int64_t written[12] = {}, report[12] = {};
     std::vector<char> memory(ps_queue_control_bytes(1) + 128), ring(kSmallChunk * kFewChunks + 64);
     const auto aligned = [](std::vector<char>& bytes, std::uintptr_t to) {
       return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + to - 1) / to * to);
@@ -478,11 +570,15 @@ void hostile_messages() {
     void* const writer = ps_queue_writer_new(control, data, kSmallChunk, kFewChunks, 1, ranks, liveness, 0, 0, written);
     void* const reader =
         ps_queue_reader_new(control, data, kSmallChunk, kFewChunks, 1, ranks, 1, liveness, 0, 0, report);
+    ps_queue_reader_serve(reader, group, 0, 0, 0, nullptr);
     bool spoilt = false;  // from then on
     for (std::uint64_t message = 0; message < 3; ++message) {
-      const std::vector<char> head(draw(80), 'h'), body(draw(500), 'b');
+      const bool is_object = draw(4) == 0, is_plain = draw(2) == 0;
+      const std::vector<char> head = is_object ? object_message(draw(200), is_plain) : std::vector<char>(draw(80), 'h');
+      const std::vector<char> body(is_object && draw(4) != 0 ? 0 : draw(500), 'b');
       const Piece piece{const_cast<char*>(body.data()), body.size()};
-      if (ps_queue_send(writer, head.data(), head.size(), &piece, 1, 0, 7, 0) != 0) break;
+      const std::uint64_t fingerprint = draw(2) * 7;
+      if (ps_queue_send(writer, head.data(), head.size(), &piece, 1, 0, fingerprint, 0) != 0) break;
       const bool spoils = draw(2) == 0;
       spoilt = spoilt || spoils;
       for (std::uint64_t change = spoils ? 1 + draw(3) : 0; change > 0; --change) {
@@ -491,21 +587,46 @@ void hostile_messages() {
         const std::uint64_t values[] = {0, 1, 64, 200, 300, std::uint64_t{1} << 59, ~std::uint64_t{0}, draw(600)};
         std::memcpy(data + word * 8, &values[draw(8)], 8);
       }
-      std::vector<char> copied(draw(100)), expected(draw(3) == 0 ? draw(80) : head.size(), 'h');
+      std::vector<char> copied(draw(100)), expected = head;
+      if (draw(3) == 0) expected.assign(draw(80), 'h');
+      const bool is_expected = expected == head && head.size() <= kSmallChunk - 64;
       std::vector<char> room(draw(3) == 0 ? draw(500) : body.size());
       const std::uint64_t first = draw(room.size() + 1);
       const Piece pieces[] = {{room.data(), first}, {room.data() + first, room.size() - first}};
+      if (draw(4) == 0) {  // past Python, by one who expects an object
+        Copy copy;
+        const bool done = receive_object(served, {0, 1}, copy) == Outcome::kDone;
+        const bool fits = fingerprint == 0 && is_object && is_plain && body.empty() && head.size() <= kSmallChunk - 64;
+        CHECK(spoilt || (done == fits && (!done || copy.message == head)));
+        CHECK(report[10] == 0 || spoilt || head.size() + body.size() == 0);
+        if (report[10] != 0) break;
+        if (done) continue;
+      }
+      if (!expected.empty() && draw(2) == 0) {  // past Python, by one who expects a dict
+        const Outcome outcome =
+            receive_message(served, {0, 1}, {{expected.data(), expected.size()}, pieces[0], pieces[1]});
+        const bool done = outcome == Outcome::kDone;
+        const bool fits = fingerprint == 0 && is_expected && room.size() == body.size();
+        CHECK(spoilt || done == (fits && head.size() + body.size() != 0));
+        CHECK(spoilt || !done || std::count(room.begin(), room.end(), 'b') == static_cast<std::ptrdiff_t>(room.size()));
+        CHECK(report[10] == 0 || spoilt || head.size() + body.size() == 0);
+        if (report[10] != 0) break;
+        if (done) continue;
+      }
       const int status =
           ps_queue_take(reader, copied.data(), copied.size(), expected.data(), expected.size(), pieces, 2, 0);
       CHECK(spoilt || status == 0);
       if (status != 0) break;
+      if (report[7] == 2) {
+        CHECK(report[4] == 0 && (spoilt || (is_object && is_plain && body.empty())));
+        continue;
+      }
       if (report[7] != 0) {
         CHECK(report[4] == 0 && report[2] == static_cast<std::int64_t>(expected.size()));
         CHECK(spoilt || (std::count(room.begin(), room.end(), 'b') == static_cast<std::ptrdiff_t>(room.size())));
         continue;
       }
-      CHECK(spoilt || report[2] != static_cast<std::int64_t>(expected.size()) || expected.empty() ||
-            room.size() != body.size());
+      CHECK(spoilt || !is_expected || expected.empty() || room.size() != body.size());
       std::vector<char> rest(static_cast<std::uint64_t>(report[4]) < 4096 ? static_cast<std::size_t>(report[4]) : 4096);
       const Piece left{rest.data(), rest.size()};
       if (ps_queue_read(reader, &left, 1, 0) != 0) break;
@@ -514,6 +635,7 @@ void hostile_messages() {
     ps_queue_writer_delete(writer);
     ps_queue_reader_delete(reader);
   }
+  forget(group);
   ps_liveness_delete(liveness);
 }
 
@@ -596,7 +718,7 @@ struct Ends {
   void* const liveness = ps_liveness_new(pids, 2);
   const File memory{16 << 10};
   char* const shared = static_cast<char*>(memory.shared);
-  std::int64_t written[8], report[8];
+  std::int64_t written[12] = {}, report[12] = {};
   void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
   void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
 
@@ -609,13 +731,13 @@ struct Ends {
   }
 };
 
-// Random dicts of tensors and random forms: what fits is written, from where the tensors lie, and nothing else is.
+// Random dicts of tensors and random forms: what fits is told of where the tensors lie, and nothing else is.
 void known_dicts() {
   const World world{0, {}};
   Python python = fake_python();
   Draw draw;
-  static char content[600];
-  Ends queue;
+  static char content[600], name[] = "head";
+  Packer packer;
   for (int round = 0; round < 30'000; ++round) {
     std::deque<Fake> objects;
     std::deque<TensorForm> tensors;
@@ -649,13 +771,11 @@ void known_dicts() {
     const Form form{&keys, layout.data(), static_cast<std::int64_t>(keys.items.size()),
                     static_cast<std::int64_t>(layout.size()), entries};
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
-    const int status = ps_queue_post_dict(queue.writer, &dict, &python, &form, "head", 4, 5);
-    CHECK(fits ? status == 0 || status == 1 : status == 6);
-    if (status != 0) continue;
-    std::vector<char> came(bytes);
-    const Piece all{came.data(), came.size()};
-    CHECK(ps_queue_take(queue.reader, nullptr, 0, "head", 4, &all, 1, 0) == 0 && queue.report[7] == 1);
-    CHECK(queue.written[2] == 4 && queue.written[4] == static_cast<std::int64_t>(bytes));
+    CHECK(packer.gather(python, &dict, form, {name, 4}) == fits);
+    if (!fits) continue;
+    std::size_t found = 0;
+    for (const Piece& piece : packer.pieces()) found += piece.bytes;
+    CHECK(found == bytes + 4 && packer.tensor_bytes() == bytes && packer.pieces()[0].address == name);
   }
 }
 
@@ -696,7 +816,7 @@ void packed_objects() {
     Piece pieces[200];
     int counts[2] = {};
     if (status == 6 || (status == 1 && draw(2) == 0)) continue;  // what it holds then is let go by the next
-    void* kept[64] = {};
+    void* kept[128] = {};
     const int count = ps_packed(pieces, 200, counts, kept), heads = counts[0];
     for (int each = 0; each < counts[1]; ++each) python.let_go(kept[each]);
     CHECK(held.empty());

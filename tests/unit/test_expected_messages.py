@@ -17,7 +17,7 @@ from device_communicators.errors import CollectiveMismatchError, InvalidArgument
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.route import Route
 from device_communicators.routing.user_call import UserCall
-from parallel_state.messages import tensor_dicts
+from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.messenger import Messenger
 from parallel_state.messages.tensor_dicts import TensorDictSpec
@@ -125,12 +125,12 @@ def test_buffers_are_filled_in_place(tmp_path: Path) -> None:
             if number % 2:
                 out["hidden"] = torch.zeros(4, 2).t()
             sender.send(sender.encode(step(number)), 1)
-            received = receiver.recv(0, None, out)
+            received = receiver.recv(0, None, Buffers("recv_tensor_dict", out))
             assert received["hidden"] is out["hidden"] and same(received, step(number))
         for misfit in ({}, {"hidden": torch.zeros(2, 4)}, {"hidden": torch.zeros(4, 2), "empty": torch.zeros(0, 3)}):
             sender.send(sender.encode(step(7)), 1)
             with pytest.raises(InvalidArgumentError, match="must have a buffer for each tensor"):
-                receiver.recv(0, None, misfit)
+                receiver.recv(0, None, Buffers("recv_tensor_dict", misfit))
         sender.send(sender.encode(step(8)), 1)
         assert same(receiver.recv(0), step(8))
 
@@ -157,7 +157,7 @@ def test_slices_of_a_form_that_was_seen_before(tmp_path: Path) -> None:
             sender.send(outgoing, 1)
             if number == 4:
                 with_buffers = {key: torch.zeros_like(x) for key, x in value.items() if isinstance(x, torch.Tensor)}
-                received = receiver.recv(0, group, with_buffers)
+                received = receiver.recv(0, group, Buffers("recv_tensor_dict", with_buffers))
                 assert received["hidden"] is with_buffers["hidden"]
             else:
                 received = receiver.recv(0, group)
@@ -192,39 +192,6 @@ def test_what_travels_of_a_dict_with_a_spec_is_found_by_one_look() -> None:
     ]  # fmt: skip
     for values in others:
         assert spec.plain_pieces(values) is None, values
-
-
-def test_a_dict_with_a_spec_leaves_by_one_call(tmp_path: Path) -> None:
-    """A dict that isn't plainly of the form is left to the checks, and nothing of it is sent."""
-    fit: dict[str, Any] = {"x": torch.ones(2, 3), "none": None, "n": 1, "empty": torch.ones(0), "y": torch.arange(3)}
-    spec = TensorDictSpec.of(fit)
-    known = tensor_dicts._known_form(spec)
-    assert known is not None and tensor_dicts._known_form(TensorDictSpec.of({"n": 1, "empty": torch.ones(0)})) is None
-    with messengers(tmp_path / "queue") as (sender, receiver):
-        group: Any = SimpleNamespace(route=SimpleNamespace(try_messenger=sender))
-        others: list[dict[str, Any]] = [
-            {**fit, "n": True}, {**fit, "x": torch.ones(3, 2)}, {**fit, "x": torch.ones(2, 3).int()},
-            {**fit, "x": torch.ones(6)}, {**fit, "x": torch.ones(3, 2).t()}, {**fit, "x": 1},
-            {**fit, "x": torch.ones(2, 3, device="meta")}, {**fit, "more": 1}, {"x": fit["x"]},
-            {**fit, "empty": torch.ones(0, 1)},
-            {**{key: value for key, value in fit.items() if key != "none"}, "other": None},
-            {**{key: value for key, value in fit.items() if key != "y"}, "other": fit["y"]},
-        ]  # fmt: skip
-        for values in others:
-            assert not known.try_send(group, values, 1), values
-        for x in (fit["x"], torch.full((2, 3), 2.0, requires_grad=True), torch.nn.Parameter(torch.zeros(2, 3))):
-            has_left = known.try_send(group, dict(reversed({**fit, "x": x}.items())), 1)
-            assert has_left is native.load().has_ops  # the plain build doesn't look into tensors
-            if not has_left:
-                continue
-            room = [torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64)]
-            receiver.recv_list(room, spec.digest, 0)
-            assert same(room, [x.detach(), fit["y"]])
-        assert receiver.route.traffic().get("recv_list") == sender.route.traffic().get("send_list")
-        fitting = [sender.transport.fits(values, known.form.address) for values in (fit, *others)]
-        of_other_constants = (1, 11)  # which C++ doesn't look at
-        expected = [index in (0, *of_other_constants) for index in range(len(fitting))]
-        assert fitting == [each and native.load().has_ops for each in expected]
 
 
 class Collectives:

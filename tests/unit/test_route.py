@@ -55,6 +55,9 @@ class Server:
     def next_operation(self, key: str) -> int:
         return 0
 
+    def has_transfers(self, key: str) -> bool:
+        return False
+
 
 class Failing(Communicator):
     """Carries what it is asked for, and then raises `error` if there is one."""

@@ -5,6 +5,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/COW.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -15,7 +16,12 @@
 #include <numeric>
 
 #include "handle.h"
+#include "messages.h"
 #include "pack.h"
+
+#pragma GCC visibility push(default)
+extern "C" int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form);
+#pragma GCC visibility pop
 
 namespace parallel_state {
 namespace {
@@ -531,6 +537,76 @@ struct Barrier {
   }
 };
 
+Outcome send_list(Served& served, int dst, const std::vector<Piece>& pieces) {
+  return send_message(served, {dst, 0}, pieces, 1);
+}
+
+Outcome receive_list(Served& served, int src, const std::vector<Piece>& pieces) {
+  return receive_message(served, {src, 1}, pieces);
+}
+
+Outcome broadcast_list(Served& served, int src, const std::vector<Piece>& pieces) {
+  const Told told = told_of(Method::kBroadcastTensorDictWithSpec, at::IntArrayRef{}, 0, -1, -1, src);
+  return src == served.handle().rank() ? broadcast_message(served, told, pieces, 1)
+                                       : receive_broadcast(served, told, src, pieces);
+}
+
+// On the source alone, which the twin sees to.
+Outcome broadcast_own_list(Served& served, int src, const std::vector<Piece>& pieces) {
+  return src == served.handle().rank() ? broadcast_list(served, src, pieces) : Outcome::kLeft;
+}
+
+// Lists of tensors: one message each, which is carried by `kCarry`. Whatever isn't plain goes to the twin.
+template <Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
+struct OfList {
+  using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
+
+  static bool carried(at::TensorList x, string_view form, std::int64_t peer, string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served == nullptr || peer < 0 || peer >= served->handle().size()) return false;
+    std::vector<char> head;
+    std::vector<std::uint64_t> sizes;
+    std::vector<Piece> pieces(1);
+    for (const Tensor& each : x) {
+      TensorForm told{};
+      if (ps_describe_tensor(each.unsafeGetTensorImpl(), &told) == 0) return false;
+      sizes.push_back(told.bytes);
+      if (told.bytes != 0) pieces.push_back({told.data, told.bytes});
+    }
+    if (!write_list_head(form, sizes, &head)) return false;
+    pieces[0] = {head.data(), head.size()};
+    return kCarry(*served, static_cast<int>(peer), pieces) == Outcome::kDone;
+  }
+};
+
+struct SendList : OfList<send_list> {
+  static constexpr const char* kName = "send_list";
+  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t dst, string_view group) {
+    if (!carried(x, form, dst, group)) in_python<SendList>(x, token, form, dst, group);
+  }
+};
+
+struct ReceiveListInPlace : OfList<receive_list> {
+  static constexpr const char* kName = "recv_list_";
+  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
+    if (!carried(x, form, src, group)) in_python<ReceiveListInPlace>(x, token, form, src, group);
+  }
+};
+
+struct BroadcastList : OfList<broadcast_own_list> {
+  static constexpr const char* kName = "broadcast_list";
+  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
+    if (!carried(x, form, src, group)) in_python<BroadcastList>(x, token, form, src, group);
+  }
+};
+
+struct BroadcastListInPlace : OfList<broadcast_list> {
+  static constexpr const char* kName = "broadcast_list_";
+  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
+    if (!carried(x, form, src, group)) in_python<BroadcastListInPlace>(x, token, form, src, group);
+  }
+};
+
 bool wants_gradient(const Tensor& x) {
   return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
 }
@@ -564,6 +640,17 @@ std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeyS
   }
   return find_op<AllReduceAddRmsNorm>("parallel_state")
       .redispatch(keys & c10::after_autograd_keyset, x, token, residual, weight, eps, group);
+}
+
+template <typename Op>
+void list_on_autograd(c10::DispatchKeySet keys, at::TensorList x, Tensor& token, string_view form, std::int64_t peer,
+                      string_view group) {
+  if (std::any_of(x.begin(), x.end(), wants_gradient)) return in_python<Op>(x, token, form, peer, group);
+  find_op<Op>("parallel_state").redispatch(keys & c10::after_autograd_keyset, x, token, form, peer, group);
+  if (string_view(Op::kName).back() != '_') return;
+  for (const Tensor& each : x) {
+    if (!each.is_inference()) each.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 template <typename Op>
@@ -604,9 +691,19 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<BroadcastInPlace>(library);
   on_cpu<Empty>(library);
   on_cpu<Barrier>(library);
+  on_cpu<SendList>(library);
+  on_cpu<ReceiveListInPlace>(library);
+  on_cpu<BroadcastList>(library);
+  on_cpu<BroadcastListInPlace>(library);
 }
 
-TORCH_LIBRARY_IMPL(parallel_state, AutogradCPU, library) { autograd(library); }
+TORCH_LIBRARY_IMPL(parallel_state, AutogradCPU, library) {
+  autograd(library);
+  library.impl(SendList::kName, TORCH_FN(list_on_autograd<SendList>));
+  library.impl(ReceiveListInPlace::kName, TORCH_FN(list_on_autograd<ReceiveListInPlace>));
+  library.impl(BroadcastList::kName, TORCH_FN(list_on_autograd<BroadcastList>));
+  library.impl(BroadcastListInPlace::kName, TORCH_FN(list_on_autograd<BroadcastListInPlace>));
+}
 TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 
 }  // namespace parallel_state
@@ -615,7 +712,7 @@ TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 extern "C" {
 
 // Fills in what a message tells of a tensor. 0 where that isn't plain: dense, contiguous, on the CPU, of no wrapper,
-// and without lazy bits, each of which is a dispatch key of its own.
+// with memory of its own, and without lazy bits, each of which is a dispatch key of its own.
 int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet dense({DispatchKey::CPU}),
@@ -625,6 +722,7 @@ int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   if ((keys & dense.raw_repr()) != dense.raw_repr() || (keys & ~plain.raw_repr()) != 0) return 0;
   try {
     if (!x.has_storage() || x.has_symbolic_sizes_strides() || !x.is_contiguous()) return 0;
+    if (c10::impl::cow::is_cow_data_ptr(x.storage().data_ptr())) return 0;
     form->bytes = static_cast<std::uint64_t>(x.numel()) * x.itemsize();
     form->data = form->bytes == 0 ? nullptr : const_cast<void*>(x.data());
     form->dtype = static_cast<std::int64_t>(c10::typeMetaToScalarType(x.dtype()));

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <new>
 
 #include "calling.h"
@@ -37,7 +38,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 6; }
+int ps_version() { return 7; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -52,8 +53,8 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
 }
 
 void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
-                    void (*restore_thread)(void*)) {
-  calling = {as_pointer, make_integer, save_thread, restore_thread};
+                    void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t)) {
+  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes};
 }
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.
@@ -279,22 +280,30 @@ std::uint64_t ps_served_next(const char* key) {
   return served == nullptr ? 0 : served->next();
 }
 
-int ps_served_records() { return Served::kRecords; }
+int ps_served_records() { return 2 * Served::kRecords; }
 
-// The last operations, in no order, 6 words each and then 6 sizes: sequence, operation, dtype, dims, and microseconds
-// of its beginning and end on the monotonic clock.
+// Whether a thread is in a transfer that came past Python.
+int ps_served_has_transfers(const char* key) {
+  const std::shared_ptr<Served> served = find_served(key);
+  return served != nullptr && served->has_transfers() ? 1 : 0;
+}
+
+// The last operations, in no order, 8 words each and then 6 sizes: sequence, operation, dtype, dims, peer, method, and
+// microseconds of its beginning, 0 where there is none, and end on the monotonic clock.
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;
-  for (std::uint64_t index = 0; index < Served::kRecords; ++index) {
+  for (std::uint64_t index = 0; index < 2 * Served::kRecords; ++index) {
     if (served == nullptr) {
-      *out = 0;
-      out += 6 + Record::kDims;
+      std::fill_n(out, 8 + Record::kDims, 0);
+      out += 8 + Record::kDims;
       continue;
     }
     const Record& record = served->record(index);
     *out++ = static_cast<std::int64_t>(record.sequence.load(relaxed));
-    for (const auto* word : {&record.operation, &record.dtype, &record.dims}) *out++ = word->load(relaxed);
+    for (const auto* word : {&record.operation, &record.dtype, &record.dims, &record.peer, &record.method}) {
+      *out++ = word->load(relaxed);
+    }
     for (const auto* time : {&record.started_s, &record.ended_s})
       *out++ = static_cast<std::int64_t>(time->load(relaxed) * 1e6);
     for (const auto& size : record.sizes) *out++ = size.load(relaxed);

@@ -39,7 +39,8 @@ enum class Method : std::uint8_t {
   kBarrier = 64,
   kAllReduceAddRmsNorm = 72,
   kGather = 96,
-  kScatter = 104
+  kScatter = 104,
+  kBroadcastTensorDictWithSpec = 144
 };
 constexpr std::uint64_t kVariants = 7;  // the bits of a method that tell those of a class apart
 

@@ -3,15 +3,17 @@
 // The library is linked with no Python; what such functions need of it, all of the stable ABI, is given once.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace parallel_state {
 
 struct Calling {
-  void* (*as_pointer)(void*) = nullptr;        // PyLong_AsVoidPtr
-  void* (*make_integer)(long long) = nullptr;  // PyLong_FromLongLong
-  void* (*save_thread)() = nullptr;            // PyEval_SaveThread: lets other threads run
-  void (*restore_thread)(void*) = nullptr;     // PyEval_RestoreThread
+  void* (*as_pointer)(void*) = nullptr;                        // PyLong_AsVoidPtr
+  void* (*make_integer)(long long) = nullptr;                  // PyLong_FromLongLong
+  void* (*save_thread)() = nullptr;                            // PyEval_SaveThread: lets other threads run
+  void (*restore_thread)(void*) = nullptr;                     // PyEval_RestoreThread
+  void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;  // PyBytes_FromStringAndSize
 };
 
 extern Calling calling;  // written before any of the functions is called

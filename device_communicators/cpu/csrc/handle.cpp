@@ -55,7 +55,8 @@ Handle::Handle(void* memory, std::size_t bytes, int rank, int size, const std::i
       size_(size),
       timeout_s_(timeout_s),
       liveness_(pids, size, reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)), rank),
-      group_(memory, rank, size, liveness_, policy) {}
+      group_(memory, rank, size, liveness_, policy),
+      queues_(size) {}
 
 Handle::~Handle() { munmap(memory_, bytes_); }
 
@@ -111,17 +112,40 @@ double coarse_now_s() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
 }
 
+void Record::begin(std::uint64_t number, Counted what) {
+  constexpr auto relaxed = std::memory_order_relaxed;
+  ended_s.store(0, relaxed);
+  sequence.store(number, relaxed);
+  operation.store(static_cast<int>(what), relaxed);
+  dims.store(0, relaxed);
+  started_s.store(coarse_now_s(), relaxed);
+}
+
 Record& Served::begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims) {
   const std::uint64_t sequence = next();
   Record& record = records_[sequence % kRecords];
   constexpr auto relaxed = std::memory_order_relaxed;
-  record.ended_s.store(0, relaxed);
-  record.sequence.store(sequence, relaxed);
-  record.operation.store(static_cast<int>(operation), relaxed);
+  record.begin(sequence, operation);
   record.dtype.store(dtype, relaxed);
   record.dims.store(static_cast<std::int64_t>(dims), relaxed);
   for (std::size_t dim = 0; dim < dims && dim < Record::kDims; ++dim) record.sizes[dim].store(sizes[dim], relaxed);
-  record.started_s.store(coarse_now_s(), relaxed);
+  return record;
+}
+
+Record& Served::begin_broadcast(Counted operation, Told told) {
+  const std::uint64_t sequence = next();
+  Record& record = records_[sequence % kRecords];
+  record.begin(sequence, operation);
+  record.method.store(static_cast<std::int64_t>(told.word), std::memory_order_relaxed);
+  return record;
+}
+
+Record& Served::begin_transfer(Counted operation, int peer, int method) {
+  transfers_under_way_.fetch_add(1, std::memory_order_relaxed);
+  Record& record = transfers_[next_transfer_.fetch_add(1, std::memory_order_relaxed) % kRecords];
+  record.begin(sequence_.load(std::memory_order_relaxed), operation);
+  record.peer.store(peer, std::memory_order_relaxed);
+  record.method.store(method, std::memory_order_relaxed);
   return record;
 }
 

@@ -18,6 +18,7 @@
 
 #include "arena.h"
 #include "group.h"
+#include "open_queue.h"
 
 namespace parallel_state {
 
@@ -47,6 +48,12 @@ enum class Counted : int {
   kScatter,
   kAllGatherv,
   kReduceScatterv,
+  kSendList,
+  kReceiveList,
+  kBroadcastList,
+  kSendMessage,
+  kReceiveMessage,
+  kBroadcastMessage,
   kCount
 };
 
@@ -119,6 +126,8 @@ class Handle {
 
   ProcessLiveness& liveness() { return liveness_; }
 
+  Queues& queues() { return queues_; }
+
   // Of the calls that begin from now on; where callers take turns.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
 
@@ -175,6 +184,7 @@ class Handle {
   Failure failure_;
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
   std::unique_ptr<Arena> arena_;
+  Queues queues_;
 };
 
 // Numbers begin at 1 and are never used again.
@@ -190,7 +200,11 @@ struct Record {
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};  // dtype by torch's numbers
   std::atomic<std::int64_t> sizes[kDims];
+  std::atomic<std::int64_t> peer{-1};            // the other rank of a transfer
+  std::atomic<std::int64_t> method{0};           // of a transfer, or the word of `Told` of a message to all
   std::atomic<double> started_s{0}, ended_s{0};  // on the monotonic clock; 0: not yet
+
+  void begin(std::uint64_t number, Counted what);
 };
 
 // A group as the ops that are called with one name see it.
@@ -208,6 +222,25 @@ class Served {
   void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
+  // A message to all, as the group's next operation.
+  Record& begin_broadcast(Counted operation, Told told);
+  // A transfer, which has the number of the operation before it. Any thread may be in one. `method`: see ToOne.
+  Record& begin_transfer(Counted operation, int peer, int method);
+  void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
+  bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
+
+  // Forgets a transfer, or the broadcast that has just begun, which Python is to begin again.
+  void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
+  void drop_broadcast(Record& record) {
+    record.started_s.store(0, std::memory_order_relaxed);
+    sequence_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  // Notes that an operation of so many bytes is done.
+  void end(Record& record, Counted operation, std::size_t bytes) {
+    record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
+    count(operation, bytes);
+  }
 
   void count(Counted operation, std::size_t bytes) {
     Traffic& traffic = traffic_[static_cast<int>(operation)];
@@ -224,20 +257,39 @@ class Served {
       Record& record = begin(operation, dtype, sizes, dims);  // a call that doesn't begin has no number
       const Status status = call(group, timeout_s);
       if (status != Status::kDone) return status;
-      record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
-      count(operation, bytes);
+      end(record, operation, bytes);
       return status;
     });
   }
 
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
-  const Record& record(std::uint64_t index) const { return records_[index]; }
+  // The first kRecords are operations of all ranks, as many more transfers.
+  const Record& record(std::uint64_t index) const {
+    return index < kRecords ? records_[index] : transfers_[index - kRecords];
+  }
 
  private:
   std::shared_ptr<Handle> handle_;
   std::atomic<std::uint64_t> sequence_{0};
   Traffic traffic_[static_cast<int>(Counted::kCount)];
-  Record records_[kRecords];
+  Record records_[kRecords], transfers_[kRecords];
+  std::atomic<std::uint64_t> next_transfer_{0};
+  std::atomic<int> transfers_under_way_{0};
+};
+
+// A transfer, under way for as long as this lives.
+class Transfer {
+ public:
+  Transfer(Served& served, Counted operation, int peer, int method)
+      : served_(served), record_(served.begin_transfer(operation, peer, method)) {}
+  ~Transfer() { served_.end_transfer(); }
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+  Record& record() const { return record_; }
+
+ private:
+  Served& served_;
+  Record& record_;
 };
 
 // A call of this thread that the registered ops found in the middle of another one: the Python route, which they hand

@@ -140,6 +140,15 @@ void Packer::hold() {
     python_->hold(each.object);
     held_.push_back(each.object);
   }
+  for (void* const tensor : seen_) {
+    python_->hold(tensor);
+    held_.push_back(tensor);
+  }
+}
+
+Packer& packer() {
+  static thread_local Packer made;
+  return made;
 }
 
 bool Packer::gather(const Python& python, void* list, Piece head) {
@@ -148,12 +157,15 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
   heads_ = 1;
   head_bytes_ = head.bytes;
   tensor_bytes_ = 0;
+  long_.clear();
+  seen_.clear();
   if (type_of(python, list) != python.list) return false;
   for (std::ptrdiff_t index = 0; index < python.list_size(list); ++index) {
     TensorForm form{};
     void* const item = python.list_item(list, index);
     if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
     if (!describe(item, &form)) return false;
+    seen_.push_back(item);
     if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
     tensor_bytes_ += form.bytes;
   }
@@ -166,6 +178,8 @@ bool Packer::gather(const Python& python, void* dict, const Form& known, Piece h
   heads_ = 1;
   head_bytes_ = head.bytes;
   tensor_bytes_ = 0;
+  long_.clear();
+  seen_.clear();
   if (type_of(python, dict) != python.dict || python.dict_size(dict) != known.entries) return false;
   const std::int64_t* at = known.layout;
   const std::int64_t* const end = at + known.words;
@@ -176,6 +190,7 @@ bool Packer::gather(const Python& python, void* dict, const Form& known, Piece h
     if (!describe(item, &form) || end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims) return false;
     if (!std::equal(form.sizes, form.sizes + form.dims, at + 2)) return false;
     at += 2 + form.dims;
+    seen_.push_back(item);
     if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
     tensor_bytes_ += form.bytes;
   }
@@ -269,7 +284,7 @@ bool Packer::describe(void* object, TensorForm* form) {
 bool Packer::tensor(void* object) {
   TensorForm form{};
   const std::size_t index = seen_.size();
-  if (index == kMostTensors || is_among(object, seen_.data(), static_cast<std::ptrdiff_t>(index))) return false;
+  if (index == kMostTensors || std::find(seen_.begin(), seen_.end(), object) != seen_.end()) return false;
   if (!describe(object, &form) || form.dtype < 0 || form.dtype >= python_->dtype_count) return false;
   const char* const name = python_->dtype_names[form.dtype];
   if (name == nullptr) return false;

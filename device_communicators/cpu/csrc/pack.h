@@ -128,8 +128,8 @@ class Packer {
   // bytes of the object where they are. The others are its tensors.
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
-  // Keeps the objects that long texts are in, for a message that is sent later; they are let go by the next `pack`, or
-  // by who takes them.
+  // Keeps the objects that long texts are in, and the tensors, for a message that is sent later; they are let go by the
+  // next `pack`, or by who takes them.
   void hold();
   std::vector<void*> take_held() { return std::exchange(held_, {}); }
   std::uint64_t head_bytes() const { return head_bytes_; }
@@ -148,7 +148,7 @@ class Packer {
   const Python* python_ = nullptr;
   std::uint64_t limit_ = 0;
   Bytes front_, rows_, body_;
-  std::vector<const void*> seen_;
+  std::vector<void*> seen_;
   struct Long {
     std::size_t at;  // bytes of the body before it
     Piece piece;
@@ -160,5 +160,8 @@ class Packer {
   int heads_ = 1;
   std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;
 };
+
+// One for each thread: messages are short, and threads send to several ranks.
+Packer& packer();
 
 }  // namespace parallel_state

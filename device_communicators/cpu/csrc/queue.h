@@ -72,6 +72,11 @@ struct QueueReport {
   std::int64_t reason = 0;
   std::int64_t taken = 0;  // 1: the message was the one that `ps_queue_take` was told to expect, and is read; 2: an
                            // object without tensors, whose head is read
+  // Of calls that come past Python, see open_queue.h:
+  std::atomic<std::int64_t> reserved{0};  // not 0: Python is to have the next message; written by Python
+  std::int64_t found = 0;                 // 1: the next message has been looked at, and left to Python
+  std::int64_t broken = 0;                // the status of a call that failed; each later one has it
+  std::int64_t elapsed_us = 0;            // how long that call took
 };
 
 // One side of a ring: its counters, and whether the others are still there.
@@ -84,6 +89,7 @@ class RingEnd : public Liveness {
 
   // Tells the other ends that this one writes or reads no more, and a call that another thread is in to return.
   void leave();
+  int writer() const { return ranks_[0]; }        // a rank
   int suspect() const { return suspect_; }        // whose death or absence the last call failed with: a rank
   const Loss& given_up() const { return lost_; }  // who gave up, after kGivenUp, and why
   // Whether there is sense in waiting for the end with this index, the writer being 0.
@@ -161,6 +167,9 @@ class QueueReader : public RingEnd {
 
   // Whether the message that `next` has found begins with this head, all of which lies in its first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
+
+  // Whether that message lies in one chunk, and nothing of it was read yet.
+  bool is_whole() const { return in_chunk_ && offset_ == 0 && end_ == left_; }
 
   const ChunkHeader& header() const { return header_; }
   // The bytes of the chunk that is being read; they stay until `read` has gone past them.

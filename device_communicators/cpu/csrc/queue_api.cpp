@@ -12,22 +12,28 @@
 
 #include "calling.h"
 #include "handle.h"
+#include "open_queue.h"
 #include "pack.h"
 #include "queue.h"
 
 namespace {
 
 using parallel_state::calling;
-using parallel_state::Form;
 using parallel_state::Handle;
+using parallel_state::InTurn;
 using parallel_state::number_of;
+using parallel_state::OpenEnd;
+using parallel_state::OpenReader;
+using parallel_state::OpenWriter;
 using parallel_state::Packer;
+using parallel_state::packer;
 using parallel_state::Piece;
 using parallel_state::pointer_of;
 using parallel_state::ProcessLiveness;
 using parallel_state::Python;
 using parallel_state::QueueReader;
 using parallel_state::QueueReport;
+using parallel_state::Queues;
 using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
@@ -41,24 +47,39 @@ struct Watch {
 };
 
 template <typename End>
-struct Opened {
-  End end;
-  QueueReport* report;
-};
-
-template <typename End>
 void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t chunks, int readers, const int* ranks,
            int me, const void* liveness, std::int64_t spin_ns, int yields, QueueReport* report) {
   WaitPolicy policy;
   policy.spin_ns = spin_ns;
   policy.yields = yields;
-  return new (std::nothrow) Opened<End>{{control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
-                                         static_cast<const Watch*>(liveness)->liveness(), policy},
-                                        report};
+  const auto made = std::make_shared<OpenEnd<End>>(control, data, RingShape{chunk_bytes, chunks, readers}, ranks, me,
+                                                   static_cast<const Watch*>(liveness)->liveness(), policy, report);
+  made->spin_ns = spin_ns;
+  made->itself = made;
+  return made.get();
+}
+
+// From now on calls that come past Python find the end where `add` puts it.
+template <typename End, typename Add>
+void serve(OpenEnd<End>* open, std::uint64_t group, double timeout_s, std::uint64_t* broadcasts, Add add) {
+  open->timeout_s = timeout_s;
+  open->broadcasts = broadcasts;
+  if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(handle->queues());
+}
+
+// Closes the end. False where a thread is in it: what it works in must stay.
+template <typename End>
+bool close(OpenEnd<End>* open) {
+  const std::shared_ptr<OpenEnd<End>> last = open->itself;  // outlives the turn
+  const InTurn<End> turn{*open};
+  if (!turn) return false;
+  open->closed = true;
+  open->itself = nullptr;
+  return true;
 }
 
 template <typename End>
-int told(Opened<End>* opened, QueueStatus status) {
+int told(OpenEnd<End>* opened, QueueStatus status) {
   opened->report->suspect = opened->end.suspect();
   opened->report->reporter = opened->end.given_up().reporter;
   opened->report->reason = opened->end.given_up().status;
@@ -67,18 +88,16 @@ int told(Opened<End>* opened, QueueStatus status) {
 
 constexpr int kLeftToPython = 6;  // beside the statuses of queue.h
 
+// Who comes past Python is in a writer, or looks at a reader, for no longer than a copy takes.
+constexpr double kSoonS = 1e9;
+
 // Writes the message of these pieces if all of it has room; else nothing.
-int post(Opened<QueueWriter>* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
+int post(OpenWriter* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
   std::uint64_t bytes = 0;
   for (const Piece& piece : pieces) bytes += piece.bytes;
+  const InTurn<QueueWriter> turn{*opened, kSoonS};
   if (!opened->end.has_room(bytes)) return static_cast<int>(QueueStatus::kTimedOut);
   return told(opened, opened->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, fingerprint, 0));
-}
-
-// One for each thread: messages are short, and threads send to several ranks.
-Packer& packer() {
-  static thread_local Packer made;
-  return made;
 }
 
 }  // namespace
@@ -112,25 +131,38 @@ void* ps_queue_reader_new(void* control, void* data, std::uint64_t chunk_bytes, 
   return open<QueueReader>(control, data, chunk_bytes, chunks, readers, ranks, me, liveness, spin_ns, yields, report);
 }
 
-void ps_queue_writer_leave(void* writer) { static_cast<Opened<QueueWriter>*>(writer)->end.leave(); }
+void ps_queue_writer_leave(void* writer) { static_cast<OpenWriter*>(writer)->end.leave(); }
 
-void ps_queue_reader_leave(void* reader) { static_cast<Opened<QueueReader>*>(reader)->end.leave(); }
+void ps_queue_reader_leave(void* reader) { static_cast<OpenReader*>(reader)->end.leave(); }
 
-void ps_queue_writer_delete(void* writer) { delete static_cast<Opened<QueueWriter>*>(writer); }
+// 0 where a thread is in the end still: then its memory must stay, and this be called again.
+int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>(writer)) ? 1 : 0; }
+int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
-void ps_queue_reader_delete(void* reader) { delete static_cast<Opened<QueueReader>*>(reader); }
+// Lets calls that come past Python find the end of a group's queue: to `dst`, -1 for all others. What they wait for has
+// this timeout; `broadcasts` is the number of messages to all so far.
+void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
+  auto* open = static_cast<OpenWriter*>(writer);
+  serve(open, group, timeout_s, broadcasts, [=](Queues& queues) { queues.add(dst, open->itself); });
+}
+void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
+                           std::uint64_t* broadcasts) {
+  auto* open = static_cast<OpenReader*>(reader);
+  serve(open, group, timeout_s, broadcasts, [=](Queues& queues) { queues.add(src, of_all != 0, open->itself); });
+}
 
 // The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
 // Without a timeout: what fits, and 1 where it isn't all.
 int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, const Piece* pieces, int count,
                   int more_heads, std::uint64_t fingerprint, double timeout_s) {
-  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  auto* opened = static_cast<OpenWriter*>(writer);
   constexpr int kFew = 64;
   Piece few[kFew];
   Piece* all = count < kFew ? few : new (std::nothrow) Piece[count + 1];
   if (all == nullptr) return static_cast<int>(QueueStatus::kMalformed);
   all[0] = {const_cast<char*>(head), head_bytes};
   if (count != 0) std::memcpy(all + 1, pieces, count * sizeof(Piece));
+  const InTurn<QueueWriter> turn{*opened, kSoonS};
   const int status = told(opened, opened->end.send(all, count + 1, 1 + more_heads, fingerprint, timeout_s));
   if (all != few) delete[] all;
   return status;
@@ -141,7 +173,7 @@ int ps_queue_send(void* writer, const char* head, std::uint64_t head_bytes, cons
 // called then.
 int ps_queue_post(void* writer, void* object, const void* python, int depth, std::uint64_t limit,
                   std::uint64_t fingerprint) {
-  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  auto* opened = static_cast<OpenWriter*>(writer);
   Packer& made = packer();
   if (!made.pack(*static_cast<const Python*>(python), object, depth, limit)) return kLeftToPython;
   opened->report->head_bytes = static_cast<std::int64_t>(made.head_bytes());
@@ -154,7 +186,7 @@ int ps_queue_post(void* writer, void* object, const void* python, int depth, std
 // Writes the message of a known head and of a list's tensors as `ps_queue_post` does.
 int ps_queue_post_list(void* writer, void* list, const void* python, const char* head, std::uint64_t head_bytes,
                        std::uint64_t fingerprint) {
-  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  auto* opened = static_cast<OpenWriter*>(writer);
   Packer& made = packer();
   if (!made.gather(*static_cast<const Python*>(python), list, {const_cast<char*>(head), head_bytes})) {
     return kLeftToPython;
@@ -164,41 +196,12 @@ int ps_queue_post_list(void* writer, void* list, const void* python, const char*
   return post(opened, made.pieces(), 1, fingerprint);
 }
 
-// Writes the message of a known head and of the tensors of a dict of a known form as `ps_queue_post` does.
-int ps_queue_post_dict(void* writer, void* dict, const void* python, const Form* form, const char* head,
-                       std::uint64_t head_bytes, std::uint64_t fingerprint) {
-  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
-  Packer& made = packer();
-  const Piece start{const_cast<char*>(head), head_bytes};
-  if (!made.gather(*static_cast<const Python*>(python), dict, *form, start)) return kLeftToPython;
-  opened->report->head_bytes = static_cast<std::int64_t>(head_bytes);
-  opened->report->left_bytes = static_cast<std::int64_t>(made.tensor_bytes());
-  return post(opened, made.pieces(), 1, fingerprint);
-}
-
-// `ps_queue_post` and `ps_queue_post_dict` as calling.h has it; `self` is the address of what is told of Python.
+// `ps_queue_post` as calling.h has it; `self` is the address of what is told of Python.
 void* ps_posting(void* self, void* const* given, std::ptrdiff_t count) {  // writer, object, limit, fingerprint
   if (count != 4) return nullptr;
   const auto& python = *static_cast<const Python*>(pointer_of(self));
   return calling.make_integer(
       ps_queue_post(pointer_of(given[0]), given[1], &python, python.depth, number_of(given[2]), number_of(given[3])));
-}
-
-void* ps_posting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // writer, dict, form, head, fingerprint
-  if (count != 5) return nullptr;
-  const auto& python = *static_cast<const Python*>(pointer_of(self));
-  const auto* const form = static_cast<const Form*>(pointer_of(given[2]));
-  const auto head_bytes = static_cast<std::uint64_t>(python.bytes_size(given[3]));
-  return calling.make_integer(ps_queue_post_dict(pointer_of(given[0]), given[1], &python, form, python.bytes(given[3]),
-                                                 head_bytes, number_of(given[4])));
-}
-
-// Whether a dict is of a form, as calling.h has it: `ps_queue_post_dict` would take it.
-void* ps_fitting(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form
-  if (count != 2) return nullptr;
-  const auto& python = *static_cast<const Python*>(pointer_of(self));
-  const auto* const form = static_cast<const Form*>(pointer_of(given[1]));
-  return calling.make_integer(packer().gather(python, given[0], *form, {nullptr, 0}) ? 1 : 0);
 }
 
 // Packs an object as `ps_queue_post` does, and writes nothing. 0 where it is left to Python; else call `ps_packed`.
@@ -223,7 +226,8 @@ int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
 }
 
 int ps_queue_resume(void* writer, double timeout_s) {
-  auto* opened = static_cast<Opened<QueueWriter>*>(writer);
+  auto* opened = static_cast<OpenWriter*>(writer);
+  const InTurn<QueueWriter> turn{*opened, kSoonS};
   return told(opened, opened->end.resume(timeout_s));
 }
 
@@ -231,11 +235,18 @@ int ps_queue_resume(void* writer, double timeout_s) {
 // call. Of any other the form is reported, and a head of at most `capacity` bytes copied into `head`.
 int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* expected, std::uint64_t expected_bytes,
                   const Piece* pieces, int count, double timeout_s) {
-  auto* opened = static_cast<Opened<QueueReader>*>(reader);
+  auto* opened = static_cast<OpenReader*>(reader);
   QueueReader& end = opened->end;
   QueueReport& report = *opened->report;
   report.taken = 0;
-  QueueStatus status = end.next(timeout_s);
+  const InTurn<QueueReader> turn{*opened, timeout_s};
+  if (!turn) {  // another thread waits for a message in it
+    report.suspect = end.writer();
+    return static_cast<int>(QueueStatus::kTimedOut);
+  }
+  if (report.broken != 0) return static_cast<int>(report.broken);
+  QueueStatus status = report.found != 0 ? QueueStatus::kDone : end.next(timeout_s);
+  report.found = 0;
   if (status != QueueStatus::kDone) return told(opened, status);
   const std::uint64_t head_bytes = end.header().head_bytes;
   report.total_bytes = static_cast<std::int64_t>(end.header().total_bytes);
@@ -261,7 +272,8 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
 }
 
 int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s) {
-  auto* opened = static_cast<Opened<QueueReader>*>(reader);
+  auto* opened = static_cast<OpenReader*>(reader);
+  const InTurn<QueueReader> turn{*opened, kSoonS};
   const QueueStatus status = opened->end.read(pieces, count, timeout_s);
   opened->report->left_bytes = static_cast<std::int64_t>(opened->end.bytes_left());
   return told(opened, status);

@@ -1,0 +1,261 @@
+#include "messages.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "pack.h"
+
+namespace parallel_state {
+namespace {
+
+constexpr std::uint64_t kFrameBytes = 4096;  // a head counts as this at least, as between hosts
+
+std::uint64_t bytes_of(const std::vector<Piece>& pieces) {
+  std::uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.bytes;
+  return bytes;
+}
+
+std::uint64_t counted_bytes(const std::vector<Piece>& pieces, int heads) {
+  std::uint64_t head_bytes = 0;
+  for (int head = 0; head < heads; ++head) head_bytes += pieces[head].bytes;
+  return bytes_of(pieces) - head_bytes + std::max(kFrameBytes, head_bytes);
+}
+
+Counted counted(Told told) {
+  const bool is_list = (told.word & 255) == static_cast<std::uint64_t>(Method::kBroadcastTensorDictWithSpec);
+  return is_list ? Counted::kBroadcastList : Counted::kBroadcastMessage;
+}
+
+// Whether a call that comes past Python may use the end, whose turn it has.
+template <typename End>
+bool is_free(const OpenEnd<End>& open) {
+  return !open.closed && open.report->broken == 0 && open.report->reserved.load(std::memory_order_acquire) == 0;
+}
+
+// Whether the next message is there for a call that comes past Python, which isn't in the middle of one.
+bool is_free_reader(const OpenReader& open) {
+  return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
+}
+
+// Reads one message, past Python.
+class Reading {
+ public:
+  explicit Reading(OpenReader& open) : open_(open), started_ns_(now_ns()) {}
+
+  // The message whose head is the first piece: what a peer wrote is compared with what is known, and not parsed.
+  Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
+    QueueReader& end = open_.end;
+    const Piece& head = pieces[0];
+    if (!wait()) return Outcome::kLeft;
+    const bool is_expected = end.header().fingerprint == number && end.bytes_left() == bytes_of(pieces) &&
+                             end.is_next(static_cast<const char*>(head.address), head.bytes);
+    if (!is_expected) return leave();
+    const Piece passed{nullptr, head.bytes};
+    const bool done = check(end.read(&passed, 1, open_.timeout_s)) &&
+                      check(end.read(pieces.data() + 1, static_cast<int>(pieces.size()) - 1, open_.timeout_s));
+    return done ? Outcome::kDone : Outcome::kLeft;
+  }
+
+  // That of an object without tensors, all of which lies in one chunk. Its bytes are counted in `bytes`.
+  Outcome read_object(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
+    QueueReader& end = open_.end;
+    if (!wait()) return Outcome::kLeft;
+    *bytes = end.bytes_left();
+    const bool is_whole = end.header().fingerprint == number && end.header().head_bytes == *bytes && end.is_whole();
+    if (!is_whole || !is_plain_head(end.here(), *bytes) || !taker.take(end.here(), *bytes)) return leave();
+    const Piece passed{nullptr, *bytes};
+    return check(end.read(&passed, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
+  }
+
+ private:
+  // Waits for a message, or finds the one that an earlier call has left.
+  bool wait() {
+    QueueReport& report = *open_.report;
+    const bool is_here = report.found != 0;
+    report.found = 0;
+    QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(open_.timeout_s);
+    if (status == QueueStatus::kDone && open_.end.bytes_left() == 0) status = QueueStatus::kMalformed;  // no head
+    return check(status);
+  }
+
+  Outcome leave() {
+    open_.report->found = 1;
+    return Outcome::kLeft;
+  }
+
+  // Python raises what a failure was.
+  bool check(QueueStatus status) {
+    if (status == QueueStatus::kDone) return true;
+    QueueReport& report = *open_.report;
+    report.suspect = open_.end.suspect();
+    report.reporter = open_.end.given_up().reporter;
+    report.reason = open_.end.given_up().status;
+    report.elapsed_us = (now_ns() - started_ns_) / 1000;
+    report.broken = static_cast<std::int64_t>(status);
+    return false;
+  }
+
+  OpenReader& open_;
+  const std::int64_t started_ns_;
+};
+
+// The group's other calls keep out for as long as this lives.
+class Held {
+ public:
+  explicit Held(Handle& handle) : handle_(handle), has_it_(handle.hold()) {}
+  ~Held() {
+    if (has_it_) handle_.release();
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  explicit operator bool() const { return has_it_; }
+
+ private:
+  Handle& handle_;
+  const bool has_it_;
+};
+
+// Takes the place of a message to all among the group's collectives; see Group::announce.
+bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
+  return handle.run([&](Group& self, double timeout_s) {
+    self.tell(told);
+    return self.announce(src, timeout_s, spin_ns);
+  }) == Status::kDone;
+}
+
+// `read(reading, number)` takes a message in, and tells its outcome and the bytes that it counts as.
+template <typename Read>
+Outcome receive(Served& served, ToOne from, Read read) {
+  Handle& handle = served.handle();
+  const std::shared_ptr<OpenReader> open = from.rank < 0 ? nullptr : handle.queues().reader(from.rank, false);
+  if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
+  const InTurn<QueueReader> turn{*open};
+  if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
+  const Transfer transfer{served, from.received(), from.rank, from.method};
+  std::uint64_t bytes = 0;
+  const Outcome outcome = read(Reading{*open}, 0, &bytes);
+  if (outcome == Outcome::kDone) served.end(transfer.record(), from.received(), bytes);
+  else served.drop_transfer(transfer.record());
+  return outcome;
+}
+
+template <typename Read>
+Outcome receive_of_all(Served& served, Told told, int src, Read read) {
+  Handle& handle = served.handle();
+  const bool is_rank = src >= 0 && src < handle.size() && src != handle.rank();
+  const std::shared_ptr<OpenReader> open = is_rank ? handle.queues().reader(src, true) : nullptr;
+  if (open == nullptr) return Outcome::kLeft;
+  const InTurn<QueueReader> turn{*open};
+  if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
+  const Held held{handle};
+  if (!held) return Outcome::kLeft;
+  Record& record = served.begin_broadcast(counted(told), told);
+  std::uint64_t bytes = 0;
+  Outcome outcome = Outcome::kLeft;
+  const bool is_announced = open->report->found != 0;  // by the call that has left the message
+  if (is_announced || announce(handle, told, src, open->spin_ns)) {
+    outcome = read(Reading{*open}, *open->broadcasts + 1, &bytes);
+  }
+  if (outcome == Outcome::kDone) {
+    ++*open->broadcasts;  // else Python counts it, which goes on with it
+    served.end(record, counted(told), bytes);
+  } else {
+    served.drop_broadcast(record);
+  }
+  return outcome;
+}
+
+}  // namespace
+
+bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head) {
+  constexpr std::size_t kDigits = 32, kHeaderBytes = 32;
+  const std::size_t body_bytes = kDigits / 2 + 8 * sizes.size();
+  if (form.size() != kDigits || kHeaderBytes + body_bytes > kMostListHead) return false;
+  head->clear();
+  const auto number = [head](std::uint64_t value, int bytes) {
+    for (int byte = 0; byte < bytes; ++byte) head->push_back(static_cast<char>(value >> 8 * byte));
+  };
+  std::uint64_t tensor_bytes = 0;
+  for (const std::uint64_t size : sizes) tensor_bytes += size;
+  head->insert(head->end(), {'P', 'S', 'M', '1', 2, 0, 0, 0});  // a list, uncut
+  number(sizes.size(), 4);
+  number(0, 4);
+  number(body_bytes, 8);
+  number(tensor_bytes, 8);
+  const auto value = [](char digit) {
+    return digit >= '0' && digit <= '9' ? digit - '0' : digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
+  };
+  for (std::size_t at = 0; at < kDigits; at += 2) {
+    const int high = value(form[at]), low = value(form[at + 1]);
+    if (high < 0 || low < 0) return false;
+    head->push_back(static_cast<char>(high << 4 | low));
+  }
+  for (const std::uint64_t size : sizes) number(size, 8);
+  return true;
+}
+
+Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads) {
+  Handle& handle = served.handle();
+  const std::shared_ptr<OpenWriter> open = to.rank < 0 ? nullptr : handle.queues().writer(to.rank);
+  if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
+  const InTurn<QueueWriter> turn{*open};
+  if (!turn || !is_free(*open)) return Outcome::kLeft;
+  if (!open->end.has_room(bytes_of(pieces))) return Outcome::kNoRoom;
+  const Transfer transfer{served, to.counted(), to.rank, to.method};
+  open->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, 0, 0);  // waits for nobody, and can't fail
+  served.end(transfer.record(), to.counted(), counted_bytes(pieces, heads));
+  return Outcome::kDone;
+}
+
+Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads) {
+  Handle& handle = served.handle();
+  const std::shared_ptr<OpenWriter> open = handle.queues().writer(-1);
+  if (open == nullptr) return Outcome::kLeft;
+  const InTurn<QueueWriter> turn{*open};
+  if (!turn || !is_free(*open)) return Outcome::kLeft;
+  if (!open->end.has_room(bytes_of(pieces))) return Outcome::kNoRoom;
+  const Held held{handle};
+  if (!held) return Outcome::kLeft;
+  Record& record = served.begin_broadcast(counted(told), told);
+  if (!announce(handle, told, handle.rank(), open->spin_ns)) {
+    served.drop_broadcast(record);
+    return Outcome::kLeft;
+  }
+  // All of it has room: readers only make more.
+  open->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, ++*open->broadcasts, 0);
+  served.end(record, counted(told), counted_bytes(pieces, heads));
+  return Outcome::kDone;
+}
+
+Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces) {
+  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    *bytes = counted_bytes(pieces, 1);
+    return reading.read(number, pieces);
+  });
+}
+
+Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces) {
+  return receive_of_all(served, told, src, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    *bytes = counted_bytes(pieces, 1);
+    return reading.read(number, pieces);
+  });
+}
+
+Outcome receive_object(Served& served, ToOne from, Taker& taker) {
+  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    const Outcome outcome = reading.read_object(number, taker, bytes);
+    *bytes = std::max(kFrameBytes, *bytes);
+    return outcome;
+  });
+}
+
+Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker) {
+  return receive_of_all(served, told, src, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+    const Outcome outcome = reading.read_object(number, taker, bytes);
+    *bytes = std::max(kFrameBytes, *bytes);
+    return outcome;
+  });
+}
+
+}  // namespace parallel_state

@@ -1,0 +1,61 @@
+// Messages between the ranks of a host, for calls that come past Python: lists of tensors and tensor dicts whose head
+// the receiver knows beforehand, and objects without tensors. See open_queue.h.
+//
+// Any thread may call. The pieces are the caller's.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "handle.h"
+#include "queue.h"
+
+namespace parallel_state {
+
+enum class Outcome : int {
+  // Nothing has happened yet; or the message that has come is another than the expected one, and waits to be looked at;
+  // or the call has failed, and Python finds out how at once.
+  kLeft = 0,
+  kDone = 1,
+  kNoRoom = 2  // for all of the message at once; nothing has happened
+};
+
+// A message to one rank: under which name it is counted, and by which method it is sent or received, a number of
+// TRANSFERS in user_call.py.
+struct ToOne {
+  int rank;
+  int method;
+  Counted counted() const { return counted_as(Counted::kSendMessage, Counted::kSendList); }
+  Counted received() const { return counted_as(Counted::kReceiveMessage, Counted::kReceiveList); }
+
+ private:
+  Counted counted_as(Counted message, Counted list) const { return method < 2 ? list : message; }
+};
+
+constexpr std::uint64_t kMostListHead = 4096;  // lies in the first chunk of any queue of a group
+
+// Writes the head of a list of tensors of these sizes, as `wire.head_of_list` of parallel_state.messages makes it.
+// False for a form that isn't a digest, of 32 hexadecimal digits, and for a head that is longer than kMostListHead.
+bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
+
+// A message of these pieces, the first `heads` of which are its head.
+Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
+// As the group's next collective, which all ranks are told of as `told`.
+Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
+
+// The message whose head is the first piece and whose tensors are the others.
+Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
+Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
+
+// The message of an object without tensors, if all of it lies in one chunk: it is handed to `take`, which returns false
+// where it has no room for it.
+class Taker {
+ public:
+  virtual ~Taker() = default;
+  virtual bool take(const char* message, std::uint64_t bytes) = 0;
+};
+Outcome receive_object(Served& served, ToOne from, Taker& taker);
+Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker);
+
+}  // namespace parallel_state

@@ -1,0 +1,108 @@
+// Ends of message queues, as they are opened for Python and found again by calls that come past it.
+//
+// Python has a lock for each end, and holds it for the whole of a message; a call that comes past it doesn't know of
+// that. So each call into an end takes its turn. One that comes past Python leaves its message to Python where it
+// doesn't have the turn at once, a message is half written or half read, or Python has others that go first.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "queue.h"
+
+namespace parallel_state {
+
+class Turn {
+ public:
+  bool try_take() { return !taken_.exchange(true, std::memory_order_acquire); }
+  // False where it isn't free within the timeout: a thread may wait for a message in it.
+  bool take(double timeout_s) {
+    if (try_take()) return true;
+    for (const std::int64_t until_ns = now_ns() + static_cast<std::int64_t>(timeout_s * 1e9); now_ns() < until_ns;) {
+      usleep(kNapUs);
+      if (try_take()) return true;
+    }
+    return false;
+  }
+  void let_go() { taken_.store(false, std::memory_order_release); }
+
+ private:
+  static constexpr unsigned kNapUs = 50;
+  std::atomic<bool> taken_{false};  // acquire and release pair: each turn sees what the ones before it wrote
+};
+
+// The fields behind `turn` are written in it, or before anybody else knows of the end.
+template <typename End>
+struct OpenEnd {
+  OpenEnd(void* control, void* data, RingShape shape, const int* ranks, int me, const ProcessLiveness& processes,
+          WaitPolicy policy, QueueReport* report)
+      : end(control, data, shape, ranks, me, processes, policy), report(report) {}
+
+  End end;
+  QueueReport* const report;
+  Turn turn;
+  bool closed = false;
+  double timeout_s = 0;
+  std::int64_t spin_ns = 0;
+  std::uint64_t* broadcasts = nullptr;  // the number of the group's messages to all so far, between their turns
+  std::shared_ptr<OpenEnd> itself;      // until it is closed
+};
+
+using OpenWriter = OpenEnd<QueueWriter>;
+using OpenReader = OpenEnd<QueueReader>;
+
+// A turn in an end, for as long as this lives.
+template <typename End>
+class InTurn {
+ public:
+  // Takes the turn if it is free.
+  explicit InTurn(OpenEnd<End>& open) : open_(open), has_it_(open.turn.try_take()) {}
+  InTurn(OpenEnd<End>& open, double timeout_s) : open_(open), has_it_(open.turn.take(timeout_s)) {}
+  ~InTurn() {
+    if (has_it_) open_.turn.let_go();
+  }
+  InTurn(const InTurn&) = delete;
+  InTurn& operator=(const InTurn&) = delete;
+  explicit operator bool() const { return has_it_; }
+
+ private:
+  OpenEnd<End>& open_;
+  const bool has_it_;
+};
+
+// The open ends of a group's queues for messages, by the rank on the other side.
+class Queues {
+ public:
+  explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}
+
+  // -1 stands for all others.
+  void add(int dst, const std::shared_ptr<OpenWriter>& end) { put(writers_, dst + 1, end); }
+  void add(int src, bool of_all, const std::shared_ptr<OpenReader>& end) { put(readers_, 2 * src + of_all, end); }
+  // Null for one that isn't open.
+  std::shared_ptr<OpenWriter> writer(int dst) { return get(writers_, dst + 1); }
+  std::shared_ptr<OpenReader> reader(int src, bool of_all) { return get(readers_, 2 * src + of_all); }
+
+ private:
+  template <typename Open>
+  void put(std::vector<std::weak_ptr<Open>>& all, int index, const std::shared_ptr<Open>& end) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (index >= 0 && index < static_cast<int>(all.size())) all[index] = end;
+  }
+  template <typename Open>
+  std::shared_ptr<Open> get(const std::vector<std::weak_ptr<Open>>& all, int index) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return index >= 0 && index < static_cast<int>(all.size()) ? all[index].lock() : nullptr;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<OpenWriter>> writers_;
+  std::vector<std::weak_ptr<OpenReader>> readers_;
+};
+
+}  // namespace parallel_state
