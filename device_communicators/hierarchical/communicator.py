@@ -131,6 +131,11 @@ class HierarchicalCommunicator(PartialCommunicator):
             reduction = hosts.reduction(x, reduce_op)
             flat, target = reduction.flat(x), reduction.flat(out)
             length = _chunk(flat.numel())
+            if flat.numel() <= length and reduction.in_one_round(flat.numel()):
+                part = hosts.reduce(flat, target, reduction)
+                hosts.between(lambda: hosts.leaders.combine_at_once(part, target, reduction))
+                hosts.broadcast(target)
+                return
             parts, outs = flat.split(length), target.split(length)
 
             reduced: list[Tensor] = []
@@ -152,10 +157,17 @@ class HierarchicalCommunicator(PartialCommunicator):
             return
         with self._call("reduce_scatter", x.numel(), x.dtype, reduce_op) as hosts:
             reduction = hosts.reduction(x, reduce_op)
-            blocks = hosts.by_host(reduction.flat(x).view(self.context.size, -1))
-            outs = reduction.flat(out).split(max(1, _chunk(blocks.numel()) // self.context.size))
-            columns = blocks.split(outs[0].numel(), dim=1)
+            blocks, target = hosts.by_host(reduction.flat(x).view(self.context.size, -1)), reduction.flat(out)
+            length = max(1, _chunk(blocks.numel()) // self.context.size)
             own = len(hosts.ranks[hosts.host])
+            if target.numel() <= length:
+                flat, slices = blocks.view(-1), _slices(hosts, target.numel())
+                total = target if own == 1 else target.new_empty(own * target.numel())
+                part = hosts.reduce(flat, flat if own == 1 else torch.empty_like(flat), reduction)
+                hosts.between(lambda: hosts.leaders.combine_at_once(part, total, reduction, slices))
+                hosts.scatter(target, total)
+                return
+            outs, columns = target.split(length), blocks.split(length, dim=1)
             totals = outs if own == 1 else [each.new_empty(own * each.numel()) for each in outs]
             reduced: list[Tensor] = []
 
@@ -165,10 +177,7 @@ class HierarchicalCommunicator(PartialCommunicator):
 
             exchanges = [
                 hosts.leaders.combine(
-                    functools.partial(reduced.__getitem__, step),
-                    {host: _of_rows(rows, each.numel()) for host, rows in enumerate(hosts.blocks)},
-                    totals[step],
-                    reduction,
+                    functools.partial(reduced.__getitem__, step), _slices(hosts, each.numel()), totals[step], reduction
                 )
                 for step, each in enumerate(outs)
             ]
@@ -186,13 +195,22 @@ class HierarchicalCommunicator(PartialCommunicator):
             if not hosts.in_order:
                 torch.index_select(blocks, 0, hosts.places, out=ordered)
 
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._broadcast(x.contiguous() if self.context.rank == src else out, src, out)
+        return out
+
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
+        self._broadcast(x, src, x)
+        return DONE
+
+    def _broadcast(self, x: Tensor, src: int, out: Tensor) -> None:
+        """Broadcasts `x` of `src` to `x` of the others, and to its own `out`, which may be `x`."""
         if x.numel() == 0:
             self._meet("broadcast", src)
-            return DONE
+            return
         with self._call("broadcast", x.nbytes, src) as hosts:
-            hosts.broadcast_from(as_bytes(x), src)
-        return DONE
+            hosts.broadcast_from(as_bytes(x), src, lambda: None if x is out else hosts.leaders.copy_meanwhile(out, x))
 
     def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
         with self._call("broadcast_sized", src) as hosts:
@@ -205,7 +223,7 @@ class HierarchicalCommunicator(PartialCommunicator):
         mine, leaders = self.context.rank, hosts.leaders
         sends = leaders.begin_exchange({rank: x for rank, x in sent.items() if rank != mine})
         if mine in received:
-            received[mine].copy_(sent[mine])
+            leaders.copy_meanwhile(received[mine], sent[mine])
         expected = {rank: x for rank, x in received.items() if rank != mine}
         leaders.wait_for([*leaders.end_exchange(expected), *sends])
 
@@ -287,8 +305,9 @@ def _chunk(count: int) -> int:
     return min(MOST_CHUNK_ELEMENTS, max(LEAST_CHUNK_ELEMENTS, count // _CHUNKS))
 
 
-def _of_rows(rows: slice, length: int) -> slice:
-    return slice(rows.start * length, rows.stop * length)
+def _slices(hosts: Hosts, length: int) -> dict[int, slice]:
+    """Returns by host where its ranks' rows are among rows of this length, by host."""
+    return {host: slice(rows.start * length, rows.stop * length) for host, rows in enumerate(hosts.blocks)}
 
 
 def _pipeline(

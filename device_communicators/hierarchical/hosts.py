@@ -204,10 +204,11 @@ class Hosts:
             raise failure
         return result
 
-    def broadcast_from(self, x: Tensor, src: int) -> None:
+    def broadcast_from(self, x: Tensor, src: int, meanwhile: Callable[[], object]) -> None:
         """Broadcasts bytes `x` from `src` to its host and to other leaders, who pass them on.
 
-        What a frame has room for comes from the host of `src`, the rest along a tree.
+        What a frame has room for comes from the host of `src`, the rest along a tree. `meanwhile` is what that host's
+        ranks do while it is on its way.
         """
         root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
         leaders = self.leaders
@@ -221,6 +222,7 @@ class Hosts:
                 self.broadcast(piece, src)
                 if self.is_leader:
                     sends += self._sends([piece], children)
+            meanwhile()
             self.between(lambda: leaders.wait_for(leaders.end_exchange({})))
             leaders.wait_for(sends)
         else:
@@ -346,7 +348,9 @@ def _all_have_descriptors(context: GroupContext, needed: int) -> bool:
 
 
 def _pieces(x: Tensor) -> Sequence[Tensor]:
-    return x.split(PIECE_BYTES) if x.numel() else ()
+    if x.numel() <= PIECE_BYTES:
+        return (x,) if x.numel() else ()
+    return x.split(PIECE_BYTES)
 
 
 def _encode_failure(failure: Exception | None) -> tuple[int, int]:

@@ -50,10 +50,10 @@ def is_native(dtype: torch.dtype) -> bool:
 
 def as_bytes(x: Tensor) -> Tensor:
     """Returns a flat view of contiguous `x`."""
-    flat = x.view(-1)
+    flat = x if x.dim() == 1 else x.view(-1)
     if flat.stride(0) != 1:  # one element, or none, is contiguous whatever its stride, but can't be viewed as bytes
         flat = flat.as_strided((flat.numel(),), (1,))
-    return flat.view(torch.uint8)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import socket
 from collections.abc import Sequence
 
 import pytest
@@ -13,12 +15,13 @@ from device_communicators.errors import CollectiveMismatchError
 from device_communicators.hierarchical.leaders import (
     _AGREES,
     Leaders,
+    Scratch,
     _in_words,
     _read,
     slices_of,
 )
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame
+from device_communicators.hierarchical.streams import Frame, Stream, Streams
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -156,3 +159,35 @@ def test_two_hosts_need_one_round_where_it_sends_no_more(
     reduction = Reduction(torch.zeros(1, dtype=dtype), "sum", ranks_of_hosts, rounded=rounded)
     assert reduction.in_one_round(1_000_000) is one_round
     assert reduction.in_one_round(1000)
+
+
+def test_a_copy_lets_go_on_what_is_sent() -> None:
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    x = torch.arange(3 << 20, dtype=torch.int32).view(1024, -1)
+    with near, far:
+        context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0)
+        leaders = Leaders(context, (0, 1), 0, Streams({1: Stream(near, 1)}, 0.0))
+        transfer = leaders.send(x, 1)
+        with contextlib.suppress(BlockingIOError):
+            while far.recv(x.nbytes):
+                pass
+        out = torch.empty_like(x)
+        leaders.copy_meanwhile(out, x)
+        assert torch.equal(out, x)
+        assert far.recv(x.nbytes)
+        assert not transfer.done
+
+
+def test_scratch_is_as_it_was_asked_for() -> None:
+    scratch = Scratch()
+    for count, dtype in (
+        (8, torch.float32),
+        (8, torch.float32),
+        (4, torch.float32),
+        (4, torch.bfloat16),
+        (100, torch.bool),
+    ):
+        taken = scratch.take("key", count, dtype)
+        assert (taken.shape, taken.dtype) == ((count,), dtype)
+        assert not taken.is_inference()
