@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,22 @@ def test_freed_memory_is_bounded(pools: Pools) -> None:
     for used_mib, total in pools(2).run(_sizes_that_vary, timeout_s=DEADLINE_S):
         assert used_mib <= 2 * 256 + 64, "of both ranks"
         assert total == 3 << 20
+
+
+def _kept_beyond_the_group() -> tuple[int, float]:
+    """MiB of shared memory that this process holds by a small tensor of a group that had large ones, and is no more."""
+    with world(2):
+        group = ps.get_tp_group()
+        kept = group.empty((40_000,)).fill_(7)
+        group.empty((100 << 20,), torch.uint8).fill_(1)
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) >> 10, float(kept.min())
+
+
+def test_a_tensor_that_outlives_its_group_keeps_its_own_memory_alone(pools: Pools) -> None:
+    for held_mib, least in pools(2).run(_kept_beyond_the_group, timeout_s=DEADLINE_S):
+        assert held_mib < 50
+        assert least == 7
 
 
 def _freed_in_a_forked_child() -> float:

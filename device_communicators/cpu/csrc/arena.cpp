@@ -74,15 +74,22 @@ void Arena::release(void* block) {
 
 // Gives memory back, of the largest blocks first, and of those the ones that have been free for longest.
 void Arena::shrink() {
-  for (auto found = free_.rbegin(); found != free_.rend() && idle_ > kIdleBytes; ++found) {
+  for (auto found = free_.rbegin(); found != free_.rend() && idle_ > most_idle_; ++found) {
     for (Block& block : found->second) {
-      if (idle_ <= kIdleBytes) break;
+      if (idle_ <= most_idle_) break;
       if (!block.backed) continue;
       if (madvise(block.at, found->first, MADV_REMOVE) != 0) return;  // a kernel that can't: it stays as it is
       block.backed = false;
       idle_ -= found->first;
     }
   }
+}
+
+void Arena::end() {
+  if (generation_ != fork_generation()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  most_idle_ = 0;
+  shrink();
 }
 
 void Arena::retire() {

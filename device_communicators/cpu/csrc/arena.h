@@ -1,8 +1,8 @@
 // Memory for tensors that all ranks of a group have mapped: this rank's part, from which it allocates by itself.
 //
 // The part is a stretch of a sparse file, mapped as it is used. Freed blocks keep their memory for the next tensor of
-// about their size, up to kIdleBytes in all; the memory of others goes back to the system, their addresses stay. A full
-// file system is an answer of `allocate`, and not a SIGBUS at the first write.
+// about their size, up to kIdleBytes while the group lives; the memory of others goes back to the system, their
+// addresses stay. A full file system is an answer of `allocate`, and not a SIGBUS at the first write.
 // Thread-safe: a tensor may be freed by any thread.
 #pragma once
 
@@ -32,6 +32,9 @@ class Arena {
   void* allocate(std::size_t bytes);
   void release(void* block);
 
+  // The group has ended in good order: what is free goes back to the system, though tensors may live on.
+  void end();
+
   // From now on nothing is used again: a peer that was given up may still write where it was told to.
   void retire();
 
@@ -51,6 +54,7 @@ class Arena {
   std::mutex mutex_;
   std::size_t used_ = 0;  // addresses handed out at one time or another
   std::size_t idle_ = 0;  // bytes of memory behind blocks that are free
+  std::size_t most_idle_ = kIdleBytes;
   bool retired_ = false;
   std::map<std::size_t, std::deque<Block>> free_;  // by size of the class; the last freed is warm, and taken first
   std::unordered_map<void*, std::size_t> live_;

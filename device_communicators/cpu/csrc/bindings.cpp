@@ -612,6 +612,9 @@ bool wants_gradient(const Tensor& x) {
 }
 
 bool wants_gradient(const std::optional<Tensor>& x) { return x.has_value() && wants_gradient(*x); }
+bool wants_gradient(at::TensorList x) {
+  return std::any_of(x.begin(), x.end(), [](const Tensor& each) { return wants_gradient(each); });
+}
 
 // Straight down where no gradient is wanted; else the formula, or the refusal, of the Python twin.
 template <typename Op, typename Signature = typename Op::Signature>
@@ -645,7 +648,7 @@ std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeyS
 template <typename Op>
 void list_on_autograd(c10::DispatchKeySet keys, at::TensorList x, Tensor& token, string_view form, std::int64_t peer,
                       string_view group) {
-  if (std::any_of(x.begin(), x.end(), wants_gradient)) return in_python<Op>(x, token, form, peer, group);
+  if (wants_gradient(x)) return in_python<Op>(x, token, form, peer, group);
   find_op<Op>("parallel_state").redispatch(keys & c10::after_autograd_keyset, x, token, form, peer, group);
   if (string_view(Op::kName).back() != '_') return;
   for (const Tensor& each : x) {

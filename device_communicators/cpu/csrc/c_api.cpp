@@ -169,8 +169,12 @@ void ps_group_fail(std::uint64_t group, int status, int suspect) {
   if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().fail(status, suspect);
 }
 
-// Who is in the middle of a call stays there until it ends; the memory goes with the last.
-void ps_group_close(std::uint64_t group) { forget(group); }
+// Who is in the middle of a call stays there until it ends; the memory goes with the last, and with the last tensor.
+void ps_group_close(std::uint64_t group) {
+  const std::shared_ptr<Handle> handle = find(group);
+  if (handle != nullptr && handle->arena() != nullptr) handle->arena()->end();
+  forget(group);
+}
 
 void ps_serve(const char* key, std::uint64_t group) {
   if (std::shared_ptr<Handle> handle = find(group)) serve(key, std::move(handle));
