@@ -12,6 +12,7 @@ whose host's ranks were in different calls says so in its next frame.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -79,6 +80,8 @@ class Leaders:
         self._digest = b""
         self._agreed = True
         self._is_first = False
+        self._bare: list[Transfer] = []
+        """The call's frames that are heads alone."""
         self.splits: tuple[int, ...] = ()
         """Of each rank of this host, how many rows go to each rank, then how many come from each: others compare."""
         self._combined = 0
@@ -189,12 +192,14 @@ class Leaders:
         words = _in_words(self._call) + _END_OF_WORDS
         if self.splits:
             words += struct.pack(f"<{len(self.splits)}q", *self.splits)
-        transfers = []
+        transfers, self._bare = list[Transfer](), list[Transfer]()
         for host in self.others:
             x = sent.get(host)
             body = None if x is None or not x.numel() else memory_of(x)
             head = head_of(_AGREES, self._digest, words, 0 if body is None else len(body))
             transfers.append(self._stream(host).send(head, body))
+            if body is None:
+                self._bare.append(transfers[-1])
         return transfers
 
     def end_exchange(
@@ -248,6 +253,10 @@ class Leaders:
         for src, dst in itertools.product(range(size), repeat=2):
             sent, expected = rows[src][dst], rows[dst][size + src]
             if sent != expected:
+                with contextlib.suppress(
+                    CommunicationError
+                ):  # the others find the same in this host's frame, if it is whole
+                    self._wait(lambda: [each.stream for each in self._bare if not each.done])
                 ranks = [self.context.ranks[rank] for rank in (src, dst)]
                 raise self._mismatch(
                     f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} rows to global rank "

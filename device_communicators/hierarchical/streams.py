@@ -62,6 +62,8 @@ _AT_ONCE, _ANNOUNCED, _ASKED_FOR = bytes(4), b"PSHA", b"PSHB"
 _MESSAGE_BYTES = 256
 """The memory that a kept message takes beside its body."""
 _BUFFER_BYTES = 64 << 10
+_MOST_TEXT_BYTES = 1 << 20
+"""Of an all_to_all it has 16 bytes for each rank of a host and each of the group, of which no more than 256 do this."""
 _DIRECT_BYTES = 16 << 10
 """From so many missing bytes on a body is read to its place, past the buffer."""
 SLICE_S = 0.05
@@ -298,10 +300,11 @@ class Stream:
                 return
             magic, digest, kind, text_bytes, body_bytes = _HEAD.unpack_from(self._buffer, self._begin)
             text_at = self._begin + _HEAD.size
-            if text_bytes > _BUFFER_BYTES - _HEAD.size:
+            if text_bytes > _MOST_TEXT_BYTES:
                 self.error = f"a text of {text_bytes} bytes was to come, more than there may be"
                 return
             if self._end - text_at < text_bytes:
+                self._make_room(_HEAD.size + text_bytes)
                 return
             self._begin = text_at + text_bytes
             if kind == FRAME:
@@ -316,6 +319,13 @@ class Stream:
                 self._begin_asked(kind, body_bytes)
             else:
                 self._begin_body(kind, text, body_bytes)
+
+    def _make_room(self, size: int) -> None:
+        """Has a head and its text, of so many bytes, fit the buffer."""
+        if size > len(self._buffer):
+            buffer, left = bytearray(size), self._end - self._begin
+            buffer[:left] = self._view[self._begin : self._end]
+            self._buffer, self._view, self._begin, self._end = buffer, memoryview(buffer), 0, left
 
     def _ask(self, transfer: Transfer, kind: int, text: bytes, size_bytes: int) -> None:
         """Has an announced body come to its place; that of another message than is expected stays where it is."""

@@ -137,6 +137,11 @@ ARGUMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
         lambda g: g.all_to_all(_x(4), output_split_sizes=[1] * 4, input_split_sizes=[1] * 4),
         lambda g: g.all_to_all(_x(4), output_split_sizes=[1] * 4, input_split_sizes=[1, 2, 1, 0]),
         ("all_to_all", "expects")),
+    "own part of all_to_all": (
+        lambda g: g.all_to_all(_x(4), output_split_sizes=[1] * 4, input_split_sizes=[1] * 4),
+        lambda g: g.all_to_all(
+            _x(5), output_split_sizes=[1] * 4, input_split_sizes=[1 + (rank == g.rank_in_group) for rank in range(4)]),
+        ("all_to_all", "expects")),
     "rows of all_to_all": (
         lambda g: g.all_to_all(_x(4, 4, 8)), lambda g: g.all_to_all(_x(4, 4, 8), 1), ("rows of", "rows of")),
     "order of the splits' rows": (

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -177,6 +178,32 @@ def test_a_copy_lets_go_on_what_is_sent() -> None:
         assert torch.equal(out, x)
         assert far.recv(x.nbytes)
         assert not transfer.done
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_splits_of_many_ranks_on_a_host_are_compared(wrong: bool) -> None:
+    ranks = [range(128), range(128, 256)]
+    call, splits = UserCall("all_to_all", torch.float32, (4,)), [1] * (2 * 256 * 128)
+
+    def compare(host: int, end: socket.socket) -> None:
+        context = GroupContext("test", tuple(range(256)), ranks[host][0], torch.device("cpu"), 10.0)
+        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): Stream(end, 128 * (1 - host))}, 0), ranks)
+        leaders.begin(call)
+        leaders.splits = (*splits[:-1], 2) if wrong and host else tuple(splits)
+        leaders.wait_for([*leaders.begin_exchange({}), *leaders.end_exchange({})])
+
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(1) as other:
+        expected = contextlib.nullcontext()
+        if wrong:
+            expected = pytest.raises(
+                CollectiveMismatchError, match="255 sends 1 rows to global rank 255, which expects 2"
+            )
+        ended = other.submit(compare, 1, far)
+        with expected:
+            compare(0, near)
+        with expected:
+            ended.result()
 
 
 def test_scratch_is_as_it_was_asked_for() -> None:

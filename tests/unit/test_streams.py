@@ -221,8 +221,8 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dic
 
 def test_a_text_or_body_that_has_no_room_breaks_the_stream(ends: tuple[Streams, Streams]) -> None:
     (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send(HEAD.pack(b"PSH4", bytes(8), 0, 1 << 20, 0))
-    with pytest.raises(StreamError, match="a text of 1048576 bytes"):
+    there.send(HEAD.pack(b"PSH4", bytes(8), 0, 1 << 21, 0))
+    with pytest.raises(StreamError, match="a text of 2097152 bytes"):
         _frame(ends[1], here)
     (back,) = ends[0].by_rank.values()
     here.error = ""
