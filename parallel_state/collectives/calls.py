@@ -5,8 +5,8 @@ the group; inputs of any strides, also empty, are left unchanged and results are
 one rank: the input itself). Wrong arguments raise InvalidArgumentError before anything is sent; a tensor that no
 communicator carries raises UnsupportedError; what happens on the way raises a CommunicationError.
 With `out`, a tensor of the result's shape and dtype on the same device, of any strides, the result is there and `out`
-is returned. A large one is written in place, a contiguous one that needs no gradient; else the result is copied, with
-its gradient, as by `copy_`.
+is returned. A contiguous one that needs no gradient is written in place; else the result is copied, with its gradient,
+as by `copy_`.
 All of it works under torch.compile(fullgraph=True), but for what starts a transfer and leaves the waiting to a handle.
 Gradients: see `ops`.
 """
@@ -32,9 +32,14 @@ from parallel_state.collectives import batches, checks, ops
 from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
-_ALL_REDUCE, _ALL_TO_ALL = _OPS.all_reduce.default, _OPS.all_to_all.default
-"""The overloads themselves, which a look-up by `_OPS.all_reduce(…)` would find again in each call."""
-_INTO_BYTES = 2 << 20
+_ALL_REDUCE, _ALL_REDUCE_IN_PLACE = _OPS.all_reduce.default, _OPS.all_reduce_.default
+_BROADCAST, _BROADCAST_IN_PLACE = _OPS.broadcast.default, _OPS.broadcast_.default
+_ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = (
+    _OPS.all_gather.default,
+    _OPS.reduce_scatter.default,
+    _OPS.all_to_all.default,
+)
+# The overloads themselves, which `_OPS.all_reduce(…)` would look for in each call: 0.3 us of three to four.
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 _COLLECTIVE = "compiled code waits for its collectives; use the one without _async there"
 _TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
@@ -90,7 +95,7 @@ class TensorCalls(GroupFacts):
         checks.check_writable(self.context, "all_reduce_", x)
         op = checks.check_reduce_op(self.context, "all_reduce_", op)
         if not self._is_single_rank():
-            _OPS.all_reduce_(x, self._token, op, self._key)
+            _ALL_REDUCE_IN_PLACE(x, self._token, op, self._key)
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1, *, out: Tensor | None = None) -> Tensor:
@@ -109,7 +114,7 @@ class TensorCalls(GroupFacts):
         if self._is_single_rank():
             gathered = x if x.dim() else x.reshape(1)
         else:
-            gathered = _OPS.all_gather(x, self._token, dim, self._key)
+            gathered = _ALL_GATHER(x, self._token, dim, self._key)
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
@@ -134,10 +139,7 @@ class TensorCalls(GroupFacts):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
             return False
-        if torch.compiler.is_compiling():
-            return True
-        # On the CPU a kernel without Python and a copy take less time than an op by way of Python, up to this size.
-        return (not out.is_cpu or out.nbytes >= _INTO_BYTES) and not in_transform()
+        return torch.compiler.is_compiling() or not in_transform()
 
     def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
         """Returns every rank's `x`, in rank order, as views of one new tensor."""
@@ -179,7 +181,7 @@ class TensorCalls(GroupFacts):
             if self._goes_into(out, x):
                 _OPS.reduce_scatter_into(x, self._token, out, dim, op, self._key)
                 return out
-        scattered = x if self._is_single_rank() else _OPS.reduce_scatter(x, self._token, dim, op, self._key)
+        scattered = x if self._is_single_rank() else _REDUCE_SCATTER(x, self._token, dim, op, self._key)
         return scattered if out is None else out.copy_(scattered)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
@@ -376,7 +378,7 @@ class TensorCalls(GroupFacts):
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
             return x
-        return _OPS.broadcast(x, self._token, src, self._key)
+        return _BROADCAST(x, self._token, src, self._key)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Fills every rank's `x` with rank `src`'s; returns `x`."""
@@ -384,7 +386,7 @@ class TensorCalls(GroupFacts):
         checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
         if not self._is_single_rank():
-            _OPS.broadcast_(x, self._token, src, self._key)
+            _BROADCAST_IN_PLACE(x, self._token, src, self._key)
         return x
 
     @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")

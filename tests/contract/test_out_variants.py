@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import Tensor
 
 from device_communicators.errors import InvalidArgumentError
-from parallel_state.collectives import calls
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import Form, reduced, small_numbers
 
 SHAPES = ((4, 3), (32, 64))
-"""The second one's results are large enough to be written in place, as `_written_from` has it."""
-_FROM_BYTES = 4 << 10
 CASES = [(shape, dim, layout) for shape in SHAPES for dim in (0, 1) for layout in ("contiguous", "strided")]
 
 
@@ -30,21 +24,11 @@ def _of_ranks(member: Member, shape: tuple[int, ...]) -> list[Tensor]:
     return member.of_ranks(lambda rank: small_numbers(Form(shape), torch.float32, rank))
 
 
-@contextmanager
-def _written_from(size_bytes: int) -> Iterator[None]:
-    before, calls._INTO_BYTES = calls._INTO_BYTES, size_bytes
-    try:
-        yield
-    finally:
-        calls._INTO_BYTES = before
-
-
 def _check(found: Tensor, out: Tensor, expected: Tensor, version: int) -> None:
     assert found is out and torch.equal(out, expected)
     assert out._version > version, "a formula that saved it must notice"
 
 
-@_written_from(_FROM_BYTES)
 def _body(member: Member) -> None:
     group, size = member.group, member.size
     for shape, dim, layout in CASES:
@@ -71,7 +55,6 @@ def test_the_result_is_in_out(carrier: Carrier) -> None:
     carrier.run(_body)
 
 
-@_written_from(_FROM_BYTES)
 def _as_torch_body(member: Member) -> None:
     group, size = member.group, member.size
     for shape in SHAPES:
@@ -99,7 +82,6 @@ def test_torchs_names(carrier: Carrier) -> None:
     carrier.run(_as_torch_body)
 
 
-@_written_from(_FROM_BYTES)
 def _gradient_body(member: Member) -> None:
     """A gradient is not lost: the result is copied, and its graph with it."""
     for shape in SHAPES:
@@ -123,7 +105,6 @@ def test_gradients(group_carrier: Carrier) -> None:
     group_carrier.run(_gradient_body)
 
 
-@_written_from(_FROM_BYTES)
 def _aliased_body(member: Member) -> None:
     """`x` is a part of `out`, as in torch's examples and in FSDP."""
     size, rank = member.size, member.rank

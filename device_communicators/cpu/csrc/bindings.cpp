@@ -146,6 +146,20 @@ Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymI
   return told;
 }
 
+// Allocates a result, unless the caller has given one; false where that isn't of this form.
+bool provide(Tensor& out, Served& served, at::IntArrayRef sizes, const Tensor& like) {
+  if (!out.defined()) {
+    out = empty(served, sizes, like);
+    return true;
+  }
+  return out.is_contiguous() && out.sizes() == sizes && out.scalar_type() == like.scalar_type();
+}
+
+// `x`, contiguous; a copy where `out` shares its memory: others read it while this rank writes.
+Tensor apart(const Tensor& x, const Tensor& out) {
+  return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
+}
+
 std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multiply_integers(x.sizes().slice(0, dim)); }
 
 // An op by name, looked up once.
@@ -251,19 +265,30 @@ struct AllGather {
   static constexpr const char* kName = "all_gather";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
 
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view group) {
+  static bool into(Tensor& out, const Tensor& x, std::int64_t dim, string_view group) {
     const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim()) {
-      const auto in = x.expect_contiguous();
-      Tensor out = empty(*served, resized(x, dim, x.size(dim) * served->handle().size()), x);
-      const std::size_t outer = rows_before(x, dim);
-      const Told told = tell(Method::kAllGather, x, -1, dim);
-      const bool done = carry(*served, Counted::kAllGather, x, told, [&](Group& self, double timeout_s) {
-        return self.all_gather(out.mutable_data_ptr(), in->const_data_ptr(), outer, in->nbytes() / outer, timeout_s);
-      });
-      if (done) return out;
-    }
-    return in_python<AllGather>(x, token, dim, group);
+    if (served == nullptr || x.numel() == 0 || dim < 0 || dim >= x.dim()) return false;
+    if (!provide(out, *served, resized(x, dim, x.size(dim) * served->handle().size()), x)) return false;
+    const Tensor in = apart(x, out);
+    const std::size_t outer = rows_before(x, dim);
+    const Told told = tell(Method::kAllGather, x, -1, dim);
+    return carry(*served, Counted::kAllGather, x, told, [&](Group& self, double timeout_s) {
+      return self.all_gather(out.mutable_data_ptr(), in.const_data_ptr(), outer, in.nbytes() / outer, timeout_s);
+    });
+  }
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view group) {
+    Tensor out;
+    return into(out, x, dim, group) ? out : in_python<AllGather>(x, token, dim, group);
+  }
+};
+
+struct AllGatherInto {
+  static constexpr const char* kName = "all_gather_into";
+  using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view);
+
+  static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view group) {
+    if (!AllGather::into(out, x, dim, group)) in_python<AllGatherInto>(x, token, out, dim, group);
   }
 };
 
@@ -271,62 +296,90 @@ struct ReduceScatter {
   static constexpr const char* kName = "reduce_scatter";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view, string_view);
 
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
+  static bool into(Tensor& out, const Tensor& x, std::int64_t dim, string_view op, string_view group) {
     Reduction how;
     const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() &&
-        x.size(dim) % served->handle().size() == 0 && reduction_of(x.scalar_type(), op, &how)) {
-      const auto in = x.expect_contiguous();
-      Tensor out = empty(*served, resized(x, dim, x.size(dim) / served->handle().size()), x);
-      const std::size_t outer = rows_before(x, dim);
-      const Told told = tell(Method::kReduceScatter, x, how.told, dim);
-      const bool done = carry(*served, Counted::kReduceScatter, x, told, [&](Group& self, double timeout_s) {
-        return self.reduce_scatter(out.mutable_data_ptr(), in->const_data_ptr(), outer, out.numel() / outer, how.dtype,
-                                   how.op, timeout_s);
-      });
-      if (done) return out;
+    if (served == nullptr || x.numel() == 0 || dim < 0 || dim >= x.dim() ||
+        x.size(dim) % served->handle().size() != 0 || !reduction_of(x.scalar_type(), op, &how)) {
+      return false;
     }
-    return in_python<ReduceScatter>(x, token, dim, op, group);
+    if (!provide(out, *served, resized(x, dim, x.size(dim) / served->handle().size()), x)) return false;
+    const Tensor in = apart(x, out);
+    const std::size_t outer = rows_before(x, dim);
+    const Told told = tell(Method::kReduceScatter, x, how.told, dim);
+    return carry(*served, Counted::kReduceScatter, x, told, [&](Group& self, double timeout_s) {
+      return self.reduce_scatter(out.mutable_data_ptr(), in.const_data_ptr(), outer, out.numel() / outer, how.dtype,
+                                 how.op, timeout_s);
+    });
+  }
+
+  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
+    Tensor out;
+    return into(out, x, dim, op, group) ? out : in_python<ReduceScatter>(x, token, dim, op, group);
   }
 };
 
+struct ReduceScatterInto {
+  static constexpr const char* kName = "reduce_scatter_into";
+  using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view, string_view);
+
+  static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view op, string_view group) {
+    if (!ReduceScatter::into(out, x, dim, op, group)) in_python<ReduceScatterInto>(x, token, out, dim, op, group);
+  }
+};
+
+using Splits = at::OptionalSymIntArrayRef;  // none: all are equal
+
 struct AllToAll {
   static constexpr const char* kName = "all_to_all";
-  using Splits = at::OptionalSymIntArrayRef;  // none: all are equal
   using Signature = Tensor(const Tensor&, Tensor&, Splits, Splits, string_view);
 
-  static Tensor run(const Tensor& x, Tensor& token, Splits output_splits, Splits input_splits, string_view group) {
+  static bool into(Tensor& out, const Tensor& x, Splits output_splits, Splits input_splits, string_view group) {
     const std::shared_ptr<Served> served = find_served(group);
     const auto size = served == nullptr ? 0u : static_cast<std::size_t>(served->handle().size());
     const auto fit = [&](Splits splits) {
       return splits.has_value() ? splits->size() == size : x.size(0) % static_cast<std::int64_t>(size) == 0;
     };
-    if (served != nullptr && x.dim() != 0 && output_splits.has_value() == input_splits.has_value() &&
-        fit(output_splits) && fit(input_splits)) {
-      const auto in = x.expect_contiguous();
-      const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
-      std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
-      std::int64_t rows = 0, rows_in = 0;
-      const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
-      for (std::size_t rank = 0; rank < size; ++rank) {
-        const std::int64_t to_come = output_splits.has_value() ? (*output_splits)[rank].expect_int() : equal;
-        const std::int64_t to_go = input_splits.has_value() ? (*input_splits)[rank].expect_int() : equal;
-        TORCH_CHECK_VALUE(to_come >= 0 && to_go >= 0, "splits of all_to_all must not be negative");
-        out_bytes[rank] = to_come * row_bytes;
-        in_bytes[rank] = to_go * row_bytes;
-        rows += to_come;
-        rows_in += to_go;
-      }
-      TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
-                        " rows of x, but add up to ", rows_in);
-      Tensor out = empty(*served, resized(x, 0, rows), x);
-      const Told told = as_called(told_of(Method::kAllToAll, x.sizes().slice(1), number_of(x.scalar_type())));
-      const bool done = carry(*served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
-        return self.all_to_all(out.mutable_data_ptr(), in->const_data_ptr(), out_bytes, in_bytes, timeout_s);
-      });
-      if (done) return out;
+    if (served == nullptr || x.dim() == 0 || output_splits.has_value() != input_splits.has_value()) return false;
+    if (!fit(output_splits) || !fit(input_splits)) return false;
+    const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
+    std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
+    std::int64_t rows = 0, rows_in = 0;
+    const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      const std::int64_t to_come = output_splits.has_value() ? (*output_splits)[rank].expect_int() : equal;
+      const std::int64_t to_go = input_splits.has_value() ? (*input_splits)[rank].expect_int() : equal;
+      TORCH_CHECK_VALUE(to_come >= 0 && to_go >= 0, "splits of all_to_all must not be negative");
+      out_bytes[rank] = to_come * row_bytes;
+      in_bytes[rank] = to_go * row_bytes;
+      rows += to_come;
+      rows_in += to_go;
     }
+    TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
+                      " rows of x, but add up to ", rows_in);
+    if (!provide(out, *served, resized(x, 0, rows), x)) return false;
+    const Tensor in = apart(x, out);
+    const Told told = as_called(told_of(Method::kAllToAll, x.sizes().slice(1), number_of(x.scalar_type())));
+    return carry(*served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
+      return self.all_to_all(out.mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
+    });
+  }
+
+  static Tensor run(const Tensor& x, Tensor& token, Splits output_splits, Splits input_splits, string_view group) {
+    Tensor out;
+    if (into(out, x, output_splits, input_splits, group)) return out;
     return in_python<AllToAll>(x, token, output_splits, input_splits, group);
+  }
+};
+
+struct AllToAllInto {
+  static constexpr const char* kName = "all_to_all_into";
+  using Signature = void(const Tensor&, Tensor&, Tensor&, Splits, Splits, string_view);
+
+  static void run(const Tensor& x, Tensor& token, Tensor& out, Splits output_splits, Splits input_splits,
+                  string_view group) {
+    if (AllToAll::into(out, x, output_splits, input_splits, group)) return;
+    in_python<AllToAllInto>(x, token, out, output_splits, input_splits, group);
   }
 };
 
@@ -635,6 +688,19 @@ struct Autograd<Op, Result(X, Arguments...)> {
   }
 };
 
+// Of an op that writes to a tensor of the caller's, which has no gradient.
+template <typename Op, typename Signature = typename Op::Signature>
+struct AutogradInto;
+
+template <typename Op, typename... Arguments>
+struct AutogradInto<Op, void(const Tensor&, Tensor&, Tensor&, Arguments...)> {
+  static void run(c10::DispatchKeySet keys, const Tensor& x, Tensor& token, Tensor& out, Arguments... arguments) {
+    if (wants_gradient(x) || wants_gradient(out)) return in_python<Op>(x, token, out, arguments...);
+    find_op<Op>("parallel_state").redispatch(keys & c10::after_autograd_keyset, x, token, out, arguments...);
+    if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
 std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
                                                                const Tensor& residual, const Tensor& weight, double eps,
                                                                string_view group) {
@@ -671,10 +737,16 @@ void all_on_autograd(torch::Library& library) {
   (on_autograd<Ops>(library), ...);
 }
 
+template <typename... Ops>
+void all_into_on_autograd(torch::Library& library) {
+  (library.impl(Ops::kName, TORCH_FN(AutogradInto<Ops>::run)), ...);
+}
+
 void autograd(torch::Library& library) {
   library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
   all_on_autograd<AllReduce, AllReduceInPlace, AllGather, AllGatherv, ReduceScatter, ReduceScatterv, Gather, Scatter,
                   AllToAll, Broadcast, BroadcastInPlace>(library);
+  all_into_on_autograd<AllGatherInto, ReduceScatterInto, AllToAllInto>(library);
 }
 
 }  // namespace
@@ -684,12 +756,15 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<AllReduceInPlace>(library);
   on_cpu<AllReduceAddRmsNorm>(library);
   on_cpu<AllGather>(library);
+  on_cpu<AllGatherInto>(library);
   on_cpu<AllGatherv>(library);
   on_cpu<ReduceScatter>(library);
+  on_cpu<ReduceScatterInto>(library);
   on_cpu<ReduceScatterv>(library);
   on_cpu<Gather>(library);
   on_cpu<Scatter>(library);
   on_cpu<AllToAll>(library);
+  on_cpu<AllToAllInto>(library);
   on_cpu<Broadcast>(library);
   on_cpu<BroadcastInPlace>(library);
   on_cpu<Empty>(library);
