@@ -27,6 +27,7 @@ from device_communicators.routing.user_call import (
     message_call,
     message_word,
     transfer,
+    transfer_method,
     transfer_number,
 )
 from parallel_state.collectives import checks
@@ -209,7 +210,7 @@ class Messenger:
         if past is None:
             return NOTHING
         context = self.route.context
-        likely = self.transport.likely(src, method is not None)
+        likely = self.transport.likely(src, method or transfer_method())
         tensors = None if likely is None else self.tensors_of(likely, all_gather_group, out)
         if likely is not None and tensors is not None:
             if method is None:

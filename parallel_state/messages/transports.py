@@ -23,7 +23,7 @@ from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
 from device_communicators.routing.stalls import WAITS, end_wait, waiting_for
 from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import UserCall
+from device_communicators.routing.user_call import UserCall, transfer_method
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.known_heads import Template
@@ -104,8 +104,8 @@ class Transport(Protocol):
         """Returns the message of an object that had no room past Python; None where it has tensors."""
         return None
 
-    def likely(self, src: int, to_all: bool) -> Template | None:
-        """Returns what the next message of `src` probably is, judged by those before it."""
+    def likely(self, src: int, method: str) -> Template | None:
+        """Returns what the next message of `src` probably is that `method` receives, judged by those before it."""
         return None
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
@@ -291,8 +291,8 @@ class QueueTransport:
     def __init__(self, route: Route, channels: Channels) -> None:
         self.route = route
         self.channels = channels
-        self.templates: dict[tuple[int, bool], tuple[Template, bool]] = {}
-        """By source and whether it sends to all: that of its last dict, and whether the one before was the same."""
+        self.templates: dict[tuple[int, str], tuple[Template, bool]] = {}
+        """By source and receiving method: that of the last dict, and whether the one before was the same."""
         self._objects = codec_values.use_library()  # which is there where the queues are
         self.past_python: PastPython | None = self._objects.past_python
 
@@ -326,8 +326,8 @@ class QueueTransport:
         packed = self._objects.packed()
         return None if packed is None else Outgoing(packed.start, [], known_bytes=0, pinned=packed.more)
 
-    def likely(self, src: int, to_all: bool) -> Template | None:
-        last, in_a_row = self.templates.get((src, to_all), (None, False))
+    def likely(self, src: int, method: str) -> Template | None:
+        last, in_a_row = self.templates.get((src, method), (None, False))
         return last if in_a_row else None
 
     def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
@@ -445,14 +445,15 @@ class _QueuedMessage(IncomingMessage):
         channels = transport.channels
         self._number = 0 if call is None else channels.begin_broadcast()
         self._transport = transport
-        self.likely = transport.likely(src, call is not None)
+        self._method = transfer_method() if call is None else call.method
+        self.likely = transport.likely(src, self._method)
         self._expected: Expected | None = None
         self._expected_bytes = 0
         self._receiver = channels.receiver(src, MESSAGES, broadcast=call is not None)
         self._operation = "recv" if call is None else call.method
 
     def remember(self, template: Template) -> None:
-        templates, key = self._transport.templates, (self._src, self._call is not None)
+        templates, key = self._transport.templates, (self._src, self._method)
         last = templates.get(key)
         templates[key] = template, last is not None and last[0] is template
 

@@ -162,7 +162,7 @@ def test_slices_of_a_form_that_was_seen_before(tmp_path: Path) -> None:
             else:
                 received = receiver.recv(0, group)
             assert same(received, value)
-        template, _ = receiver.transport.templates[0, False]  # type: ignore[attr-defined]
+        template, _ = receiver.transport.templates[0, ""]  # type: ignore[attr-defined]
         assert len(heads) == 1 and template.cut == (True, False, False, False)
         assert receiver.route.traffic()["recv_message"].bytes == sender.route.traffic()["send_message"].bytes
 
