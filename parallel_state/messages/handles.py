@@ -226,11 +226,7 @@ class ObjectReader:
             return False
         self._incoming.remember(template)
         within = None if self._out is None else template.within(self._out.tensors)
-        cut = template.cut or (False,) * len(template.tensors)
-        self._tensors = within or [
-            messenger.allocate(metadata, src, template.slices if is_cut else 1)
-            for metadata, is_cut in zip(template.tensors, cut, strict=True)
-        ]
+        self._tensors = within or self._allocate(template.tensors, template.cut, template.slices)
         return True
 
     def _decode(self, head: Head) -> None:
@@ -247,10 +243,14 @@ class ObjectReader:
                 group=context.name,
                 rank=context.rank,
             )
-        self._tensors = [
-            messenger.allocate(metadata, src, header.slices if sliced else 1)
-            for metadata, sliced in zip(self._message.tensors, self._sliced, strict=True)
-        ]
+        self._tensors = self._allocate(self._message.tensors, self._sliced, header.slices)
+
+    def _allocate(self, tensors: Sequence[codec.TensorMetadata], cut: Sequence[bool], slices: int) -> list[Tensor]:
+        """Allocates the tensors of a head, or slices of those that are cut, once as much is known to follow it."""
+        parts = [slices if is_cut else 1 for is_cut in cut] or [1] * len(tensors)
+        each = list(zip(tensors, parts, strict=True))
+        self._incoming.check_size(sum(x.nbytes // part for x, part in each if x.device_type == "cpu"))
+        return [self._messenger.allocate(x, self._src, part) for x, part in each]
 
     def build(self) -> Any:
         """Returns the object, of tensors that have arrived; with the caller's buffers where there are some."""

@@ -374,7 +374,7 @@ class Messenger:
         outgoing = self.encode(obj)
         parts = [] if outgoing.rest is None else [outgoing.rest]
         parts += [tensor.cpu().reshape(-1).view(torch.uint8) for tensor in outgoing.tensors if tensor.numel()]
-        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=wire.CPU)
         frame = outgoing.frame
         frames = self.route.run("all_gather", frame, frame, 0, part_of=_GATHERED, method=method).view(-1, FRAME_BYTES)
         self.route.count(_GATHERED)
@@ -459,7 +459,7 @@ class Messenger:
             return tensors
         if fill:
             return [torch.cat([wire.flat_bytes(tensor) for tensor in tensors])]
-        return [torch.empty(size_bytes, dtype=torch.uint8)]
+        return [torch.empty(size_bytes, dtype=torch.uint8, device=wire.CPU)]
 
     def _check_dense(self, tensors: Sequence[Tensor], counted: str) -> None:
         for x in tensors:

@@ -77,6 +77,9 @@ class IncomingMessage:
     def __exit__(self, *_: object) -> None:
         """Leaves the sender's messages to others."""
 
+    def check_size(self, size_bytes: int) -> None:
+        """Raises MessageDecodeError where it is known that more or less of CPU tensors follows the head."""
+
     def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
         """Receives the tensors. What is still under way when it returns are those of the group's device."""
         raise NotImplementedError
@@ -225,7 +228,7 @@ class _FramedMessage(IncomingMessage):
 
     def __init__(self, route: Route, src: int, counted: str, call: UserCall | None) -> None:
         super().__init__(route, src, counted, call)
-        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
         self._posted = self._start(self._frame, _FRAME) if call is None else None
 
     def __enter__(self) -> Head:
@@ -520,15 +523,18 @@ class _QueuedMessage(IncomingMessage):
         header = wire.parse_header(start, self._route.context, self._src, head.head_bytes)
         return Head(header, receiver.read_on(header.body_bytes, operation), self._tensor_bytes != 0)
 
+    def check_size(self, size_bytes: int) -> None:
+        if self._tensor_bytes != size_bytes:
+            found = f"{self._tensor_bytes} bytes of tensors follow its metadata, which tells of {size_bytes}"
+            raise wire.not_a_message(found, self._route.context, self._src)
+
     def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
         if not tensors and not self._tensor_bytes:
             self._end(0)
             return []
         on_cpu, on_device = split_by_device(tensors)
         size_bytes = sum([tensor.nbytes for tensor in on_cpu])
-        if self._tensor_bytes != size_bytes:
-            found = f"{self._tensor_bytes} bytes of tensors follow its metadata, which tells of {size_bytes}"
-            raise wire.not_a_message(found, self._route.context, self._src)
+        self.check_size(size_bytes)
         if size_bytes:
             self._receiver.read(*pieces_of(on_cpu), self._operation)
         self._end(size_bytes)

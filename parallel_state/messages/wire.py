@@ -411,7 +411,7 @@ def build(message: codec.Message, tensors: list[Tensor], context: GroupContext, 
 
 
 def rest_buffer(header: Header) -> Tensor | None:
-    return torch.empty(header.rest_bytes, dtype=torch.uint8) if header.rest_bytes else None
+    return torch.empty(header.rest_bytes, dtype=torch.uint8, device=CPU) if header.rest_bytes else None
 
 
 def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec.Encoded:

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -772,26 +773,31 @@ def test_a_message_that_can_not_be_built_poisons_the_group(pools: Pools, way: st
     pools(2).run(false_reference, way, over, tp=1, timeout_s=DEADLINE_S)
 
 
-def no_room(over: str) -> None:
-    """128 TiB are told of; nothing of it comes."""
-    shape = (1 << 45,)
+def told_of(numel: int, over: str, error: type[ps.CommunicationError], words: str) -> None:
+    """A head tells of a tensor, and nothing of it comes."""
     with own_group(over=over) as group:
         if group.rank_in_group == 0:
-            table = to_msgpack([["float32", shape, "cpu"]])
+            table = to_msgpack([["float32", (numel,), "cpu"]])
             body = struct.pack("<BI", codec.FORMAT_VERSION, len(table)) + table + bytes.fromhex("d60900000000") + b"\0"
-            send_raw(group, wire.Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 << 45), body), []), "send")
+            send_raw(group, wire.Outgoing(wire.head_of(wire.Header(0, 0, 1, len(body), 4 * numel), body), []), "send")
             return
-        with pytest.raises(
-            ps.CommunicationError, match=rf"rank 0 of group .* no room on cpu for .*{shape[0]}"
-        ) as raised:
+        with pytest.raises(error, match=words) as raised:
             group.recv_object(0)
         assert raised.value.suspect_ranks == (0,)
         check_failed(group, raised.value)
+        shared = Path("/proc/self/status").read_text().partition("RssShmem:")[2].split()[0]
+        assert int(shared) << 10 < 4 * numel / 4
 
 
-@pytest.mark.parametrize("over", OVER)
-def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools, over: str) -> None:
-    pools(2).run(no_room, over, tp=1, timeout_s=DEADLINE_S)
+def test_a_tensor_that_finds_no_room_poisons_the_group(pools: Pools) -> None:
+    numel = 1 << 45
+    words = rf"rank 0 of group .* no room on cpu for .*{numel}"
+    pools(2).run(told_of, numel, "route", ps.CommunicationError, words, tp=1, timeout_s=DEADLINE_S)
+
+
+def test_no_memory_is_taken_for_a_tensor_that_does_not_follow_its_head(pools: Pools) -> None:
+    words = "rank 0 of group .* 0 bytes of tensors follow its metadata, which tells of 1073741824"
+    pools(2).run(told_of, 1 << 28, "queue", ps.MessageDecodeError, words, tp=1, timeout_s=DEADLINE_S)
 
 
 # Many, and none.
