@@ -80,7 +80,7 @@ class Hosts:
         self.mine = self.blocks[self.host]
         self.is_one_rank_each = len(self.ranks) == context.size
         self.in_order = order == list(range(context.size))
-        self._order = torch.tensor(order)
+        self._order = torch.tensor(order, device="cpu")
         self.places = self._order.argsort()
         """The place of the block of rank r."""
         self.local = memory.collectives
@@ -234,7 +234,7 @@ class Hosts:
     def broadcast_sized(self, x: Tensor | None, src: int, most_bytes: int) -> Tensor:
         """Broadcasts the bytes of `src`, whose number the others don't know."""
         root = next(host for host, ranks in enumerate(self.ranks) if src in ranks)
-        leaders, out = self.leaders, torch.empty(0, dtype=torch.uint8) if x is None else x
+        leaders, out = self.leaders, torch.empty(0, dtype=torch.uint8, device="cpu") if x is None else x
         if root == self.host:
             out = self._with_host(out, src)
             self.between(lambda: leaders.exchange_at_once(dict.fromkeys(leaders.others, out), {}))
@@ -253,7 +253,7 @@ class Hosts:
 
     def _with_host(self, x: Tensor, src: int) -> Tensor:
         """Returns the bytes that `src`, of this host, has."""
-        size = torch.tensor([len(x)])
+        size = torch.tensor([len(x)], device="cpu")
         self.broadcast(size, src)
         x = x if self.context.rank == src else x.new_empty(int(size))
         self.broadcast(x, src)
@@ -305,7 +305,7 @@ class Hosts:
 
     def _disagreement(self) -> tuple[str, list[int]]:
         """Returns on every rank of a host what its leader found the hosts' calls to be."""
-        words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8)
+        words = torch.zeros(_WORDS_BYTES, dtype=torch.uint8, device="cpu")
         if self.is_leader:
             what, suspects = self.leaders.disagreement
             mine = json.dumps([what[: _WORDS_BYTES // 8], suspects]).encode()

@@ -167,7 +167,7 @@ class Leaders:
                     self._operation,
                     suspect_ranks=(self.context.ranks[self.leaders[host]],),
                 )
-            made.append(torch.empty(size_bytes, dtype=torch.uint8))
+            made.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
             return made[0]
 
         sends = self.begin_exchange({})
@@ -468,7 +468,7 @@ class Scratch:
         kept = self._kept.get(key)
         with torch.inference_mode(False):
             if kept is None or kept.numel() < size_bytes:
-                kept = self._kept[key] = torch.empty(size_bytes, dtype=torch.uint8)
+                kept = self._kept[key] = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             last = self._last[key] = kept[:size_bytes].view(dtype)
         return last
 

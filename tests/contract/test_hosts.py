@@ -161,6 +161,34 @@ def test_messages_to_all(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
     on_hosts(placement).run(_messages, placement, tp=len(placement))
 
 
+def _under_a_default_device(size: int) -> None:
+    """Groups are made, and messages sent, where tensors of the program's own would be on another device."""
+    with torch.device("meta"):
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(size)
+        group = ps.get_tp_group()
+        rank = group.rank_in_group
+        assert group.broadcast_object([1, "a" * 10_000] if rank == 0 else None, 0) == [1, "a" * 10_000]
+        assert group.all_gather_object(rank) == list(range(size))
+        assert group.broadcast_flag(rank == 0, 0) is True
+        if rank == 0:
+            group.send_object("sent", size - 1)
+        elif rank == size - 1:
+            assert group.recv_object(0) == "sent"
+        mine = torch.full((4,), float(rank), device="cpu")
+        gathered = group.all_gather(mine, 0)
+        swapped = group.all_to_all(torch.arange(size, device="cpu") + 10 * rank)
+    assert gathered.view(size, 4)[:, 0].tolist() == list(range(size))
+    assert swapped.tolist() == [10 * other + rank for other in range(size)]
+    found = group.broadcast_tensor_dict({"x": mine, "y": 1} if rank == 0 else None, 0)
+    assert (found["x"].tolist(), found["y"]) == ([0.0] * 4, 1)
+
+
+@pytest.mark.parametrize("placement", [(0, 0), (0, 0, 1), (0, 1, 0), (0, 1)], ids=str)
+def test_a_default_device_is_that_of_the_programs_tensors(on_hosts: OnHosts, placement: tuple[int, ...]) -> None:
+    on_hosts(placement).run(_under_a_default_device, len(placement), tp=len(placement))
+
+
 CALLS: dict[str, Callable[[ps.GroupCoordinator, Tensor], object]] = {
     "all_reduce": lambda group, x: group.all_reduce(x),
     "all_gather": lambda group, x: group.all_gather(x),

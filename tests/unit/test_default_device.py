@@ -1,0 +1,35 @@
+"""Tensors of the library's own lie where it says, whatever `torch.device(…)` or a default device its caller has set.
+
+A model is built under `with torch.device("meta")`, or "cuda", and its groups may be made, or send, in there.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from torch.utils._device import _device_constructors
+
+ROOT = Path(__file__).resolve().parents[2]
+CONSTRUCTORS = {each.__name__ for each in _device_constructors()}
+BUT = ("parallel_state/tools/bench/",)
+"""Programs of their own, which set no default."""
+
+
+def _calls_without_a_device(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if is_torchs and node.func.attr in CONSTRUCTORS and "device" not in {each.arg for each in node.keywords}:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize("package", ["device_communicators", "parallel_state"])
+def test_every_tensor_has_its_device_said(package: str) -> None:
+    paths = [path for path in sorted((ROOT / package).rglob("*.py")) if not str(path.relative_to(ROOT)).startswith(BUT)]
+    assert len(paths) > 50
+    assert not [line for path in paths for line in _calls_without_a_device(path)]
