@@ -27,6 +27,7 @@ from device_communicators import c10d, cores, forks, limits, settings
 from device_communicators.errors import (
     AlreadyInitializedError,
     ConfigMismatchError,
+    GroupDestroyedError,
     GroupNotInitializedError,
     LayoutError,
     format_ranks,
@@ -66,8 +67,11 @@ _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: environment.Start | None = None
 """The way in which this process joined a world that it made; for `reinitialize`."""
-_UNDO = contextlib.ExitStack()
-"""What init did to this process beside the groups, for destroy to undo: exports, default group, ports, cores."""
+_UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
+"""What init did to this process beside the groups, for destroy to undo: exports, default group, ports, cores.
+
+None while an init is under way, which has a stack of its own; a destroy meanwhile leaves one here, and the rest to it.
+"""
 
 
 # The world.
@@ -104,8 +108,10 @@ def init_distributed_environment(
     Raises AlreadyInitializedError, SettingError for a missing or wrong environment variable, InvalidArgumentError,
     ConfigMismatchError where ranks or an existing default group disagree, RendezvousError with the address tried.
     """
-    global _NODES, _START
+    global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
+    if _UNDO is None:
+        raise AlreadyInitializedError("init_distributed_environment() is under way in this process; wait for its end")
     if _WORLD is not None:
         raise AlreadyInitializedError(
             f"the distributed environment is initialised already ({_WORLD.context}); "
@@ -116,6 +122,7 @@ def init_distributed_environment(
     limits.raise_descriptor_limit()
     timeout_s = seconds(timeout)
     watch: StartWatch | None = None
+    undo, _UNDO = contextlib.ExitStack(), None
     try:
         # Here, because whoever only imports the package meets nobody; and before the first deadline starts.
         from parallel_state import world as startup
@@ -125,13 +132,13 @@ def init_distributed_environment(
         else:
             place = startup.place_of(world_size, rank, local_rank, distributed_init_method)
             joined = startup.join_world(
-                place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=_UNDO
+                place, distributed_init_method, backend, timeout_s, bind_device, high_priority_stream, undo=undo
             )
         place, watch, met = joined.place, joined.watch, joined.met
         # Not before: in the meeting all ranks find out whether a host's share the same cores.
         cores_before = bind_as_set(place.local_rank, place.local_world_size)
         if cores_before is not None:
-            _UNDO.callback(cores.bind, cores_before)
+            undo.callback(cores.bind, cores_before)
         pool = ProcessGroupPool(
             timeout_s,
             token=joined.token,
@@ -141,7 +148,7 @@ def init_distributed_environment(
         )
         pool.address = joined.address
         if joined.has_made_default_group:
-            _UNDO.callback(pool.abandon, failed_only=True)
+            undo.callback(pool.abandon, failed_only=True)
         world = init_world_group(
             list(range(place.world_size)),
             place.local_rank,
@@ -168,10 +175,17 @@ def init_distributed_environment(
             }
             next_world = (met.next_stores, met.reserved) if met is not None else ()
             _START = environment.Start(distributed_init_method, options, *next_world)
+        if _UNDO is not None:
+            raise GroupDestroyedError(
+                "destroy_distributed_environment() was called while init_distributed_environment() was under way, by a "
+                "handler of signals or another thread; what had begun is undone"
+            )
+        _UNDO = undo
     except BaseException as error:
         named = limits.name_shortage(error, "init_distributed_environment()")
         if watch is not None:
             watch.give_up(named)
+        _UNDO = undo
         destroy_distributed_environment()
         if watch is not None:
             watch.watcher.close()
@@ -223,11 +237,16 @@ def init_world_group(
 
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
-    """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine."""
+    """Ends the world (and the parallel groups first). A default group that somebody else made stays. Twice is fine.
+
+    While init_distributed_environment() is under way, as in a signal's handler, it has that raise GroupDestroyedError.
+    """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
-    world, _WORLD, _NODES, _START = _WORLD, None, None, None
     undo, _UNDO = _UNDO, contextlib.ExitStack()
+    if undo is None:
+        return
+    world, _WORLD, _NODES, _START = _WORLD, None, None, None
     with undo:  # whatever one of them raises, the others are done; it runs from its end
         if world is not None:
             if world.pool is not None:

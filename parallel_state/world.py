@@ -44,7 +44,7 @@ from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import Met, meet
-from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, run_watched
+from parallel_state.startup.watch import AbandonedError, Processes, StartWatch, publish_failure, run_watched
 from parallel_state.torch_internals import default_store, is_fake, reset_group_count, set_timeout
 
 logger = logging.getLogger("parallel_state")
@@ -157,7 +157,7 @@ def join_world(
         check_backend(alone_over)
         return Joined(place, device_of(alone_over, place), True, alone_over=alone_over)
     device, watch, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
-    undo.callback(_destroy_default_group)
+    undo.callback(_destroy_default_group, dist.group.WORLD)
     if met is not None:
         undo.callback(met.reserved.close)
     server = environment.store_server(init_method, place)
@@ -170,8 +170,9 @@ def _take_back(exported: Mapping[str, str]) -> None:
             del os.environ[name]
 
 
-def _destroy_default_group() -> None:
-    if dist.is_initialized():
+def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
+    """Ends torch's default group if it is `own` still, and not one that the program has made after it."""
+    if dist.is_initialized() and dist.group.WORLD is own:
         dist.destroy_process_group()
 
 
@@ -228,10 +229,10 @@ def make_default_group(
         limits.need_descriptors(each * place.world_size + _START_DESCRIPTORS, "the start of this rank")
     met = meet(init_method, place, start_timeout_s, over_gloo=over_gloo)
     watch = None
-    if place.world_size > 1:
-        served_by = None if environment.store_server(init_method, place) is None else 0
-        watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
     try:
+        if place.world_size > 1:
+            served_by = None if environment.store_server(init_method, place) is None else 0
+            watch = StartWatch(met.store, place.rank, place.world_size, met.processes, met.deadline, served_by)
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
             watch.connect(met.places, met.links)
@@ -243,6 +244,9 @@ def make_default_group(
             watch.give_up(named)
             watch.close()
             watch.watcher.close()
+        else:  # there was no descriptor, or no thread, for one
+            publish_failure(met.store, place.rank, named)
+            met.processes.close()
         if met.links is not None:
             met.links.listener.close()
         met.reserved.close()
@@ -363,7 +367,12 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     processes = Processes(own)
     entries = enumerate(store.multi_get(keys))
     processes.see({rank: Address.parse(json.loads(each)) for rank, each in entries if rank != place.rank})
-    return StartWatch(store, place.rank, place.world_size, processes, deadline)
+    try:
+        return StartWatch(store, place.rank, place.world_size, processes, deadline)
+    except BaseException as error:
+        publish_failure(store, place.rank, error)
+        processes.close()
+        raise
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:

@@ -154,12 +154,9 @@ class StartWatch:
         """Tells the others that this rank can't go on, unless it is one of them that it can't go on without."""
         if self.watcher.deaths_of(range(self._world_size)):
             return
-        text = str(error).partition("\n")[0]
-        failure = {"rank": self._rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
-        with contextlib.suppress(dist.DistError):
-            self._own.compare_set(_FAILED, "", json.dumps(failure))
-            if self._rank == self._served_by:
-                time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
+        publish_failure(self._own, self._rank, error)
+        if self._rank == self._served_by:
+            time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
 
     def close(self) -> None:
         """Ends the watch: the start is over. Twice is fine."""
@@ -239,6 +236,14 @@ class StartWatch:
             for rank in keys:
                 if stages.get(rank, -1) < self._stage and not self._closed:
                     self.watcher.report(rank, "did not go on with the start until its deadline", certain=False)
+
+
+def publish_failure(store: Any, rank: int, error: BaseException) -> None:
+    """Tells the watches of other ranks that `rank` gives up its start; the first failure counts."""
+    text = str(error).partition("\n")[0]
+    failure = {"rank": rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
+    with contextlib.suppress(dist.DistError):
+        store.compare_set(_FAILED, "", json.dumps(failure))
 
 
 class AbandonedError(RuntimeError):

@@ -5,11 +5,13 @@ How its ranks find each other is in test_rendezvous, its division in test_model_
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -322,3 +324,75 @@ def _unknown_settings() -> list[str]:
 def test_a_setting_that_nobody_knows_is_warned_about(pools: Pools) -> None:
     for messages in pools(4).run(_unknown_settings, timeout_s=DEADLINE_S):
         assert messages == ["PARALLEL_STATE_TIMEOUT is not a setting of parallel_state and has no effect"]
+
+
+def _own_default_group(name: str) -> bool:
+    """The program ends the default group that init has made, and makes one of its own."""
+    ps.init_distributed_environment()
+    rank, size = ps.get_rank(), ps.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(name, size), rank=rank, world_size=size)
+    try:
+        ps.destroy_distributed_environment()
+        return dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_default_group_of_the_program_stays(pools: Pools, tmp_path: Path) -> None:
+    assert pools(2).run(_own_default_group, str(tmp_path / "store"), timeout_s=DEADLINE_S) == [True, True]
+
+
+def _destroyed_in_its_start() -> tuple[Outcome, list[bool], Outcome]:
+    """A handler of rank 0 ends the world in the middle of init, and returns."""
+    variables = dict(os.environ)
+    rank, find_hosts = os.environ["RANK"], startup.hosts_of
+
+    def hosts_of(world: ps.GroupCoordinator) -> list[list[int]]:
+        ps.destroy_distributed_environment()
+        return find_hosts(world)
+
+    startup.hosts_of = hosts_of if rank == "0" else find_hosts
+    try:
+        told = attempt(ps.init_distributed_environment)
+    finally:
+        startup.hosts_of = find_hosts
+    if rank != "0":
+        ps.destroy_distributed_environment()
+    undone = [not dist.is_initialized(), dict(os.environ) == variables, attempt(ps.get_world_group).kind != "ok"]
+    again = attempt(ps.init_distributed_environment)
+    ps.destroy_distributed_environment()
+    return told, undone, again
+
+
+def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
+    """The start fails, and all of it is undone."""
+    (told, undone, again), (_, _, of_the_other) = pools(2).run(_destroyed_in_its_start, timeout_s=DEADLINE_S)
+    assert told.kind == "GroupDestroyedError" and "under way" in told.text, told
+    assert undone == [True] * 3
+    assert (again.kind, of_the_other.kind) == ("ok", "ok"), (again, of_the_other)
+
+
+def _without_a_watch() -> tuple[Outcome, int]:
+    """Rank 1 has no descriptor for the watch over its start."""
+    start_watch, before = startup.StartWatch, len(os.listdir("/proc/self/fd"))
+
+    def fail(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    if os.environ["RANK"] == "1":
+        startup.StartWatch = fail
+    try:
+        told = attempt(ps.init_distributed_environment)
+    finally:
+        startup.StartWatch = start_watch
+    gc.collect()
+    return told, len(os.listdir("/proc/self/fd")) - before
+
+
+def test_a_rank_that_cannot_watch_the_start_tells_the_others(pools: Pools) -> None:
+    (of_another, _), (own, new_descriptors) = pools(2).run(_without_a_watch, timeout_s=DEADLINE_S)
+    assert own.kind == "ResourceLimitError", own
+    assert of_another.suspect_ranks == (1,) and "gave up its start" in of_another.text, of_another
+    assert of_another.seconds < SOON_S, of_another
+    assert new_descriptors <= 0
