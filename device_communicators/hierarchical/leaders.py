@@ -34,7 +34,7 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
 from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.user_call import UserCall, begin_sending
-from device_communicators.routing.waiting import abandon
+from device_communicators.routing.waiting import abandon, run_in_thread
 
 DIRECT_BYTES = 64 << 10
 """Of a broadcast, what the host that has it sends to all others itself."""
@@ -424,11 +424,15 @@ class Leaders:
     def abandon(self, ranks: Iterable[int] | None = None) -> None:
         """Lets others know at once, the leaders if not `ranks`, that this rank doesn't go on.
 
-        They needn't wait until their deadline, be it for this communicator's part or for that of one over gloo.
+        They needn't wait until their deadline, be it for this communicator's part or for that of one over gloo. There
+        it may have to be connected first, where that is left to the first use, which lasts if a rank has stopped.
         """
         self._streams.end_sending()
         ranks = [self.leaders[host] for host in self.others] if ranks is None else ranks
-        abandon(self.context.cpu_group, ranks, _NOBODYS_TAG)
+        dead = {death.rank for death in self.context.deaths()}
+        alive = [rank for rank in ranks if self.context.ranks[rank] not in dead]
+        if alive:
+            run_in_thread(functools.partial(abandon, self.context.cpu_group, alive, _NOBODYS_TAG))
 
     def close(self) -> None:
         self._streams.close()
