@@ -413,6 +413,8 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     class Asked(Exception):
         pass
 
+    met = Met(dist.HashStore(), {}, SimpleNamespace(close=lambda: None), math.inf, ReservedPort())  # type: ignore[arg-type]
+
     def init(*_: Any, **arguments: Any) -> None:
         asked.append(arguments["pg_options"])
         raise Asked
@@ -421,7 +423,7 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(startup, "check_backend", lambda _: None)
     monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(startup, "meet", lambda *_, **__: Met(None, {}, {}, math.inf, ReservedPort()))  # type: ignore[arg-type]
+    monkeypatch.setattr(startup, "meet", lambda *_, **__: met)
     monkeypatch.setattr(startup, "StartWatch", lambda *_: None)
     monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with no_launcher(), pytest.raises(Asked):

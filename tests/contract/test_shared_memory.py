@@ -237,7 +237,7 @@ def _by_either_way() -> dict[str, int]:
             total = functools.reduce(torch.add, whole).split(sizes, dim)[rank]
             assert torch.equal(ops.reduce_scatterv(whole[rank], token, dim, sizes, "sum", key), total)
             rows = [2] * size if turn % 2 == rank % 2 else None
-            exchanged = ops.all_to_all(xs[rank], token, rows, None, key)
+            exchanged = ops.all_to_all(xs[rank], token, rows, rows, key)
             assert torch.equal(exchanged, torch.cat([x.split(2)[rank] for x in xs]))
         after = group.route.communicators[0].op_server.traffic(key)
         return {name: calls - before.get(name, (0, 0))[0] for name, (calls, _) in after.items()}

@@ -115,12 +115,12 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
     """Rank 0 waits for rank 1, which lives and never comes; rank 3 is killed; rank 2 does nothing."""
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         rank = group.rank
-        # Opens queues: the next of these goes past Python.
-        group.broadcast_tensor_dict(DICT if rank == 1 else None, 1, spec=SPEC)
-        if rank == 1:
-            group.send_tensor_dict(DICT, 0, spec=SPEC)
-        elif rank == 0:
-            group.recv_tensor_dict(1, spec=SPEC)
+        if "spec" in waits:  # opens queues: the next of these goes past Python
+            group.broadcast_tensor_dict(DICT if rank == 1 else None, 1, spec=SPEC)
+            if rank == 1:
+                group.send_tensor_dict(DICT, 0, spec=SPEC)
+            elif rank == 0:
+                group.recv_tensor_dict(1, spec=SPEC)
         group.barrier()
         if rank == 3:
             time.sleep(LOOPS_S)
