@@ -174,11 +174,11 @@ class Group:
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
         """Returns the error for a status of group.h; raises what interrupted the call, Ctrl-C for one."""
+        if status == _COLLECTIVE_INTERRUPTED:
+            native.load().raise_interruption()
         collectives = self.collectives
         if collectives is None:
             return self._members.destroyed()
-        if status == _COLLECTIVE_INTERRUPTED:
-            collectives.library.raise_interruption()
         collectives.set_timeout(timeout_s)
         return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
 

@@ -128,7 +128,7 @@ class Channels:
         self._broadcasts = c_uint64(0)
         self._library = library
         self.memory = memory
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
         self._senders: dict[tuple[int, int], Sender] = {}
         self._receivers: dict[tuple[int, int], Receiver] = {}
@@ -176,9 +176,10 @@ class Channels:
                 place = self._place(self.members.rank, None if dst < 0 else dst, kind, commit=True)
                 sender = Sender(self._library, self.members, place, self._waiting)
                 sender.meanwhile = receive_meanwhile
+                if (first := self._senders.setdefault((dst, kind), sender)) is not sender:  # a handler of signals was
+                    return first
                 if kind == MESSAGES and self._group:
                     self._library.ps_queue_writer_serve(sender.end, self._group, dst, *self._of_calls_past_python)
-                self._senders[dst, kind] = sender
             return sender
 
     def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
@@ -188,10 +189,11 @@ class Channels:
             if receiver is None:
                 place = self._place(src, None if broadcast else self.members.rank, kind % KINDS)
                 receiver = Receiver(self._library, self.members, place, self._waiting)
+                if (first := self._receivers.setdefault((src, kind), receiver)) is not receiver:
+                    return first
                 if kind % KINDS == MESSAGES and self._group:
                     shared = self._of_calls_past_python
                     self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, *shared)
-                self._receivers[src, kind] = receiver
             return receiver
 
     @property
@@ -294,12 +296,16 @@ class TensorReceiver:
         self._thread: threading.Thread | None = None
 
     def start(self, out: Tensor) -> Work:
+        if self._receiver.is_held_here:  # else the handler's would be in the way of the receives that follow
+            raise self._receiver.in_a_handler("recv")
         receipt = _Receipt(self, out)
         self._pending.append(receipt)
         return receipt
 
     def take_in(self, last: _Receipt) -> None:
         """Receives everything up to `last`."""
+        if self._receiver.is_held_here:
+            raise self._receiver.in_a_handler("recv")
         with self._receiver.lock:
             while not last.is_completed():
                 first = self._pending[0]

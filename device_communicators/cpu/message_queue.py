@@ -4,7 +4,9 @@ A `Sender` writes the messages of one rank for one or more others, a `Receiver` 
 a head, of bytes, and tensors, which are copied once into shared memory and once out of it. Which queues a group has,
 and in which memory, is in `channels`; what a message means is its users' business.
 
-Every wait has a deadline, sees when the other side has ended, and lets other threads run.
+Every wait has a deadline, sees when the other side has ended, and lets other threads run. A signal's handler may
+interrupt a thread in the middle of a message: what it starts to send goes after that one, and what would wait for the
+thread that it interrupts is refused.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from torch import Tensor
 from device_communicators.cpu.native import QueueReport
 from device_communicators.cpu.native_group import OUTSIDE, Members, given_up, outsider_died, peer_died, timed_out
 from device_communicators.cpu.plain_tree import Pinned
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError, MessageDecodeError, UsageError
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import DONE, Work
+from device_communicators.routing.user_call import handler_error
 
 _DONE, _TIMED_OUT, _PEER_DIED, _MALFORMED, _INTERRUPTED, _GIVEN_UP = 0, 1, 2, 3, 4, 5
 POSTED, LEFT_TO_PYTHON = _DONE, 6
@@ -34,8 +37,8 @@ _READ, _PLAIN = 1, 2  # of what was taken
 # Of a `QueueReport`.
 (
     _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN, _RESERVED, _FOUND, _BROKEN,
-    _ELAPSED_US,
-) = range(12)  # fmt: skip
+    _ELAPSED_US, _HOLDER,
+) = range(13)  # fmt: skip
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
@@ -101,7 +104,7 @@ class _End:
 
     def __init__(self, library: Any, members: Members, place: Place, waiting: Waiting, *me: int) -> None:
         self.members = members
-        self.lock = threading.Lock()
+        self.lock: Any = threading.RLock()  # which knows its owner
         self.closed = False
         self._library = library
         self._place = place
@@ -120,17 +123,18 @@ class _End:
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
-        if self.closed:
-            return members.destroyed()  # type: ignore[return-value]
-        if status == _INTERRUPTED:
+        if status == _INTERRUPTED or (status == _MALFORMED and self.side == "writer"):  # the message isn't finished
             self._failure = members.failure(
                 CommunicationError,
                 f"an earlier call of {members} was interrupted by a signal in the middle of a message. {LOST}; destroy "
                 "it and initialise again",
                 None,
             )
-            self._library.raise_interruption()
+            if status == _INTERRUPTED:
+                self._library.raise_interruption()
             return self._failure
+        if self.closed:
+            return members.destroyed()  # type: ignore[return-value]
         writer, suspect = members.ranks[self._place.ranks[0]], report[_SUSPECT]
         if status == _MALFORMED:
             self._failure = members.failure(
@@ -165,6 +169,11 @@ class _End:
         """Keeps calls that come past Python from this end until as many are taken back. One thread at a time."""
         self._report[_RESERVED] += calls
 
+    @property
+    def is_held_here(self) -> bool:
+        """Returns True in a handler of signals that interrupts its thread in a message here."""
+        return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
+
     def leave(self) -> None:
         """Tells the other ends, and sends back who waits here; `close` follows."""
         if not self.closed:
@@ -176,7 +185,7 @@ class _End:
         """Frees the end. False where a thread is still in a call: the memory must stay then."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
-        if not self.lock.acquire(timeout=_CLOSE_GRACE_S):
+        if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
             return False
         try:
             while self.end is not None and not self._delete(self.end):
@@ -220,6 +229,7 @@ class _Sending:
     def wait(self) -> None:
         if not self._done.is_set():
             started = time.monotonic()
+            self._sender.check_writer("send")
             self._sender.meanwhile()
             if not self._done.wait(self._sender.members.timeout_s):
                 raise self._sender.failed(_TIMED_OUT, "send", started)
@@ -237,27 +247,41 @@ class Sender(_End):
         self.meanwhile: Callable[[], None] = lambda: None
         """Called before this rank waits for a reader, which may be waiting for this rank to read."""
         self._waiting: deque[_Sending] = deque()
-        self._busy = False  # someone writes a message bit by bit, and without the lock
+        self._writer = 0  # the thread that writes a message, bit by bit and without the lock, or will start one for it
 
     def send(self, message: Message, operation: str = "send") -> None:
         """Writes a message; returns when all of it lies in the ring, and the tensors may be changed."""
-        with self.lock:
-            if self._failure is not None or self.closed:
-                self.check()
-            if self._busy or self._waiting:
-                work = self._later(message)
-            else:
-                status = self._begin(message, 0.0)
-                if status == _DONE:
-                    return
-                if status != _TIMED_OUT:
-                    raise self.failed(status, operation, time.monotonic())
-                work = None
-                self._set_busy(True)
-        if work is not None:
-            work.wait()
-            return
-        self._write_on(operation)
+        writer = 0
+        try:
+            with self.lock:
+                if self._failure is not None or self.closed:
+                    self.check()
+                if self._writer:
+                    self.check_writer(operation)
+                    work = self._later(message)
+                else:
+                    writer = self._writer = threading.get_ident()
+                    status = self._begin(message, 0.0)
+                    if status == _DONE and not self._waiting:
+                        writer = self._writer = 0
+                        return
+            if writer:
+                started = time.monotonic()
+                if status == _TIMED_OUT:
+                    self.meanwhile()
+                    status = self._library.ps_queue_resume(self.end, self._timeout_s)
+                if status != _DONE:
+                    raise self.failed(status, operation, started)
+                return
+        finally:
+            if writer:
+                self._hand_on(writer)
+        work.wait()
+
+    def check_writer(self, operation: str) -> None:
+        """Raises UsageError in a handler of signals that would wait for what its own thread is writing."""
+        if self._writer == threading.get_ident():
+            raise handler_error(operation, str(self.members), "send")
 
     def post(self, write: Callable[[int], int]) -> int:
         """Writes a whole message by one call of the library, which gets this end, or nothing; returns its status.
@@ -267,7 +291,7 @@ class Sender(_End):
         with self.lock:
             if self._failure is not None or self.closed:
                 self.check()
-            if self._busy or self._waiting or self.end is None:
+            if self._writer or self.end is None:
                 return LEFT_TO_PYTHON
             return write(self.end)
 
@@ -278,20 +302,25 @@ class Sender(_End):
 
     def isend(self, message: Message) -> Work:
         """Sends without waiting for a reader: a thread writes what doesn't fit. Keeps the message till then."""
-        with self.lock:
-            if self._failure is not None or self.closed:
-                self.check()
-            if not self._busy and not self._waiting:
+        writer, work = 0, None
+        try:
+            with self.lock:
+                if self._failure is not None or self.closed:
+                    self.check()
+                if self._writer:
+                    return self._later(message)
+                writer = self._writer = threading.get_ident()
                 status = self._begin(message, 0.0)
-                if status == _DONE:
-                    return DONE
-                if status != _TIMED_OUT:
-                    raise self.failed(status, "isend", time.monotonic())
-                self._set_busy(True)
+                if status == _DONE and not self._waiting:
+                    writer = self._writer = 0
+            if status == _TIMED_OUT:
                 work = _Sending(self, message)
-                self._start(work)
-                return work
-            return self._later(message)
+            elif status != _DONE:
+                raise self.failed(status, "isend", time.monotonic())
+            return work or DONE
+        finally:
+            if writer:
+                self._hand_on(writer, work)
 
     def _begin(self, message: Message, timeout_s: float) -> int:
         head, tensors, fingerprint, more_head = message
@@ -302,33 +331,24 @@ class Sender(_End):
     def _later(self, message: Message) -> _Sending:
         work = _Sending(self, message)
         self._waiting.append(work)
-        if not self._busy:
-            self._set_busy(True)
-            self._start(None)
+        self._report[_RESERVED] = 1
         return work
 
-    def _set_busy(self, busy: bool) -> None:
-        """Notes, under the lock, whether someone writes a message bit by bit: then those that follow wait here."""
-        self._busy = busy
-        self.reserve(1 if busy else -1)
+    def _hand_on(self, writer: int, begun: _Sending | None = None) -> None:
+        """Ends the turn of this thread, the writer: another goes on with what it has begun, and with what waits."""
+        with self.lock:
+            if begun is None and not self._waiting:
+                self._end_turn()
+                return
+        # Without the lock, as this is a wait in which a handler may send.
+        thread = threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send")
+        thread.start()
+        with self.lock:
+            if self._writer == writer:  # else it has ended already
+                self._writer = thread.ident or 0
 
-    def _start(self, begun: _Sending | None) -> None:
-        threading.Thread(target=self._write_all, args=(begun,), daemon=True, name="parallel_state-send").start()
-
-    def _write_on(self, operation: str) -> None:
-        """Writes the rest of the begun message in this thread, which is the one that may."""
-        started = time.monotonic()
-        try:
-            self.meanwhile()
-            status = self._library.ps_queue_resume(self.end, self._timeout_s)
-            if status != _DONE:
-                raise self.failed(status, operation, started)
-        finally:
-            with self.lock:
-                if self._waiting:
-                    self._start(None)
-                else:
-                    self._set_busy(False)
+    def _end_turn(self) -> None:
+        self._writer = self._report[_RESERVED] = 0
 
     def _write_all(self, begun: _Sending | None) -> None:
         """Writes the begun message, then those that wait, in a thread; the deadline is that of `wait`."""
@@ -339,7 +359,7 @@ class Sender(_End):
                 work.finish(error)
             with self.lock:
                 if not self._waiting:
-                    self._set_busy(False)
+                    self._end_turn()
                     return
                 work = self._waiting.popleft()
 
@@ -357,9 +377,9 @@ class Sender(_End):
     def close(self) -> bool:
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
-        while self._busy and time.monotonic() < deadline:
+        while self._writer not in (0, threading.get_ident()) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return not self._busy and super().close()
+        return not self._writer and super().close()
 
 
 class Head(NamedTuple):
@@ -454,6 +474,10 @@ class Receiver(_End):
         self._buffer = bytearray(size_bytes)
         self._view = memoryview(self._buffer)
         self._address = ctypes.addressof((ctypes.c_char * size_bytes).from_buffer(self._buffer))
+
+    def in_a_handler(self, operation: str) -> UsageError:
+        """Returns the error for a handler of signals that would wait for the message that its thread is in."""
+        return handler_error(operation, str(self.members), "recv")
 
     def mismatch(self, text: str, operation: str) -> CollectiveMismatchError:
         """Returns the error for a whole message that isn't the expected one."""

@@ -33,10 +33,11 @@ from device_communicators.build_cache import CacheError
 from device_communicators.cpu import native_build
 from device_communicators.cpu.native_build import BuildError, Recipe
 from device_communicators.errors import SettingError
+from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 7
+_VERSION = 8
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -120,7 +121,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
-    "ps_set_calling": (None, (c_void_p,) * 5),
+    "ps_set_calling": (None, (c_void_p,) * 6),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (
         c_int,
@@ -141,6 +142,7 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 _METH_FASTCALL = 0x80
 _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
+    "PyErr_Restore",
 )  # fmt: skip
 """Functions of Python that `ps_set_calling` is given."""
 
@@ -157,7 +159,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 12
+QueueReport = c_int64 * 13
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
@@ -188,6 +190,7 @@ class NativeLibrary:
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
         self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
+        ON_FAILED_OP.append(self.raise_interruption)
         wanted = settings.INSTRUCTIONS.get()
         if wanted != "auto" and self._library.ps_use_instruction_set(wanted.encode()) != 0:
             raise SettingError(

@@ -194,7 +194,12 @@ class PlainObjects:
 
     def packed(self) -> Packed | None:
         """Returns the head of the message that this thread packed last; None where it has tensors."""
-        pieces, heads, objects = self.pieces()
+        try:
+            return self._copied(*self.pieces())
+        finally:
+            self._packed(None, 0, None, None)
+
+    def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed | None:
         if len(pieces) > heads:
             return None
         start, *body = pieces

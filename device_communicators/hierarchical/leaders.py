@@ -431,8 +431,9 @@ class Leaders:
         ranks = [self.leaders[host] for host in self.others] if ranks is None else ranks
         dead = {death.rank for death in self.context.deaths()}
         alive = [rank for rank in ranks if self.context.ranks[rank] not in dead]
-        if alive:
-            run_in_thread(functools.partial(abandon, self.context.cpu_group, alive, _NOBODYS_TAG))
+        cpu_group = self.context.cpu_group  # None where the call was interrupted by who ended the group
+        if alive and cpu_group is not None:
+            run_in_thread(functools.partial(abandon, cpu_group, alive, _NOBODYS_TAG))
 
     def close(self) -> None:
         self._streams.close()

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError, UsageError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.hierarchical.streams import SLICE_S, Stream, StreamError, Streams, Transfer, memory_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
-from device_communicators.routing.user_call import begin_sending
+from device_communicators.routing.user_call import begin_sending, handler_error
 from device_communicators.routing.waiting import TransferError, run_in_thread
 
 ANSWERED_BYTES = 64 << 10
@@ -62,11 +62,7 @@ class Pairs:
         """
         thread = threading.get_ident()
         if thread in self._inside:
-            raise UsageError(
-                f"{operation} of {self.context} must not begin in a signal handler while the thread that it interrupts "
-                f"sends or receives in the group, but it interrupted its {self._inside[thread]}. Nothing was sent; "
-                "call it when that has ended, or in a group of its own (make_sub_group)"
-            )
+            raise handler_error(operation, str(self.context), self._inside[thread])
         try:
             self._inside[thread] = operation
             yield

@@ -21,6 +21,11 @@ logger = logging.getLogger("parallel_state")
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: set[str] = set()
 _NEXT_INDEX: dict[str, int] = {}
+ON_FAILED_OP: list[Callable[[], None]] = []
+"""Raise what a signal's handler raised in an op that comes to its route because it failed, if anything.
+
+The handler may have destroyed the group, or another thread have told of a failure first.
+"""
 
 
 def routes() -> list[Route]:
@@ -134,9 +139,17 @@ def unique_name(stem: str) -> str:
     return f"{stem}:{index}"
 
 
+def raise_interruption() -> None:
+    """Raises what a signal's handler raised in an op that was left to Python, if anything."""
+    for raise_it in ON_FAILED_OP:
+        raise_it()
+
+
 def find_route(key: str) -> Route:
     """Returns the route of a group by name or key; GroupDestroyedError or GroupNotInitializedError if there is none."""
     route = _ROUTES.get(key)
+    if route is None or route.closed or route.first_failure is not None:
+        raise_interruption()
     if route is not None:
         return route
     name = key.partition("@")[0]

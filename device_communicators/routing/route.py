@@ -437,9 +437,6 @@ class Route:
                 f"{self.context} was destroyed; take the group anew from its getter, or initialise again"
             )
         if self.first_failure is not None:
-            if self.context.collectives is not None:
-                # What a signal's handler raised in this thread's call, where another thread was first to tell of it.
-                self.context.collectives.library.raise_interruption()
             raise failed_earlier(self.context, self.first_failure) from self.first_failure
         if self.context.deaths():  # of whom no operation has met yet: none begins that may wait in vain
             if self.context.watcher is not None:

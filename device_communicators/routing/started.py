@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from device_communicators.errors import UsageError
 from device_communicators.host_calls import host_call
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Work
 from device_communicators.routing.recorder import Operation
 from device_communicators.routing.stalls import waiting_for
+from device_communicators.routing.user_call import handler_error
 
 if TYPE_CHECKING:
     from device_communicators.routing.route import Route
@@ -32,7 +34,7 @@ class Handle:
         self._tensor: Tensor | None = tensor  # the transport reads or writes it until the work is done
         self._on_cpu = tensor.device.type == "cpu"
         self._error: Exception | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiter: threading.Thread | None = None
 
     @host_call(WAITED_FOR)
@@ -85,6 +87,8 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise handler_error("wait", str(self._route.context), self._record.name)
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -100,6 +104,8 @@ class Handle:
                     if observers.ON_OPERATION or observers.OF_PYTHON:
                         observers.notify_operation(self._route.context, self._record, self._tensor)
                 except Exception as error:
+                    if type(error) is UsageError:  # a handler of signals must not wait now: the transfer goes on
+                        raise
                     self._error = self._route.failure_of(error, self._record.name, started, self._record)
                     self._tensor = None
                     if self._error is error:

@@ -279,6 +279,15 @@ def overlap_error(operation: str, group: str, where: str = "of the group") -> Us
     )
 
 
+def handler_error(operation: str, group: str, interrupted: str) -> UsageError:
+    """Returns the error for a signal handler that would wait for the thread that it interrupts in a transfer."""
+    return UsageError(
+        f"{operation} of {group} must not begin in a signal handler while the thread that it interrupts sends or "
+        f"receives in the group, but it interrupted its {interrupted}. Nothing was sent; call it when that has ended, "
+        "or in a group of its own (make_sub_group)"
+    )
+
+
 class _Thread(threading.local):
     call: UserCall | None = None
     called_as = ""

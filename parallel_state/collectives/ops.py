@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from device_communicators.errors import InvalidArgumentError
 from device_communicators.host_calls import leave_to_interpreter
 from device_communicators.routing.reductions import FP8
-from device_communicators.routing.registry import find_route
+from device_communicators.routing.registry import find_route, raise_interruption
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import OpFunction, batch_kernel
 
@@ -445,6 +445,7 @@ def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: st
 
 @register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
+    raise_interruption()  # of the kernel in C++, before a message came
     find_route(group).messenger.recv_list(x, form, src)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from device_communicators.errors import CollectiveMismatchError, MessageDecodeError
 from device_communicators.host_calls import host_call
 from device_communicators.routing.started import WAITED_FOR, Handle
+from device_communicators.routing.user_call import handler_error
 from parallel_state.messages import buffers, known_heads, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
@@ -74,7 +75,7 @@ class ReceiveHandle:
         self._src = src
         self.incoming = messenger.transport.incoming(src)
         self._message = ObjectReader(messenger, self.incoming, src, all_gather_group, out)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
         self._built = False
@@ -121,6 +122,8 @@ class ReceiveHandle:
     def take_in(self) -> None:
         """Receives everything that was sent point to point; earlier messages of the same sender first."""
         for handle in self._messenger.pending_up_to(self, self._src):
+            if handle._lock._is_owned():  # type: ignore[attr-defined]
+                raise handler_error("wait", str(self._messenger.route.context), "recv")
             with handle._lock:
                 if not handle._arrived:
                     try:

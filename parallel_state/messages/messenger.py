@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from device_communicators import settings
-from device_communicators.errors import CommunicationError, InvalidArgumentError, MessageDecodeError
+from device_communicators.errors import (
+    CommunicationError,
+    GroupDestroyedError,
+    InvalidArgumentError,
+    MessageDecodeError,
+)
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
 from device_communicators.routing.user_call import (
@@ -104,10 +109,10 @@ class Messenger:
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """By source, in the order they were started: receives that have not arrived, kept alive if nobody waits."""
-        self._pending_lock = threading.Lock()
+        self._pending_lock = threading.RLock()  # both: a handler of signals may come in between
         self._unwaited: deque[SendHandle] = deque()
         """Sends under way whose handles may be gone: their buffers live here."""
-        self._unwaited_lock = threading.Lock()
+        self._unwaited_lock = threading.RLock()
         self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
 
@@ -310,7 +315,10 @@ class Messenger:
 
     def _forget_sent(self) -> None:
         with self._unwaited_lock:
-            self._unwaited = deque(handle for handle in self._unwaited if not handle.has_ended)
+            for handle in list(self._unwaited):
+                if handle.has_ended:
+                    with contextlib.suppress(ValueError):  # a handler of signals was first
+                        self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
         """Waits, in a thread, for sends whose end shows only to one who waits for them, as gloo's."""
@@ -534,6 +542,8 @@ class Messenger:
             if device is wire.CPU:
                 return self.empty(shape, metadata.dtype)
             return torch.empty(shape, dtype=metadata.dtype, device=device)
+        except GroupDestroyedError:  # by another thread
+            raise
         except Exception as error:  # its bytes stay in the way of whatever comes next
             raise CommunicationError(
                 f"message of rank {src} of {context}: there is no room on {device} for a {metadata.dtype} tensor of "

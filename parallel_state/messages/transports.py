@@ -454,6 +454,8 @@ class _QueuedMessage(IncomingMessage):
         self._expected_bytes = 0
         self._receiver = channels.receiver(src, MESSAGES, broadcast=call is not None)
         self._operation = "recv" if call is None else call.method
+        if self._receiver.is_held_here:  # a handler of signals, whose message would be another call's
+            raise self._receiver.in_a_handler(self._operation)
 
     def remember(self, template: Template) -> None:
         templates, key = self._transport.templates, (self._src, self._method)
@@ -474,14 +476,13 @@ class _QueuedMessage(IncomingMessage):
         record = self._record = route.note(self._counted, None, self._call, peer=peer)
         thread = self._thread = threading.get_ident()  # as `waiting_for`, which takes 1 µs more
         self._outer_wait, WAITS[thread] = WAITS.get(thread), (route, record)
+        lock = self._receiver.lock
         try:
-            self._receiver.lock.acquire()
-            try:
-                return self._next()
-            except BaseException:
-                self._receiver.lock.release()
-                raise
+            lock.acquire()
+            return self._next()
         except BaseException:
+            if lock._is_owned():
+                lock.release()
             end_wait(thread, self._outer_wait)
             raise
 

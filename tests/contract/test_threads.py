@@ -152,6 +152,126 @@ def test_a_signal_handler_in_the_middle_of_a_call(pools: Pools, route: str) -> N
     assert told == [("UsageError", 2.0), ("", 2.0)]
 
 
+LARGE = torch.ones(4 << 20)
+TRANSFERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], str]] = {
+    # What rank 0 is in as its handler comes, what that calls, what rank 1 does after a while, what the handler is told.
+    "recv_object": (
+        lambda g: g.recv_object(1), lambda g: g.recv_object(1), lambda g: g.send_object("x", 0), "UsageError"),
+    "irecv_object": (
+        lambda g: g.irecv_object(1).wait(), lambda g: g.irecv_object(1).wait(), lambda g: g.send_object("x", 0),
+        "UsageError"),
+    "recv": (
+        lambda g: g.recv((3,), torch.float32, 1), lambda g: g.recv((3,), torch.float32, 1),
+        lambda g: g.send(torch.ones(3), 0), "UsageError"),
+    "irecv": (
+        lambda g: g.irecv((3,), torch.float32, 1).wait(), lambda g: g.irecv((3,), torch.float32, 1),
+        lambda g: g.send(torch.ones(3), 0), "UsageError"),
+    "send": (
+        lambda g: g.send(LARGE, 1), lambda g: g.send(torch.ones(3), 1),
+        lambda g: g.recv((LARGE.numel(),), torch.float32, 0), "UsageError"),
+    "isend": (
+        lambda g: g.send(LARGE, 1), lambda g: g.isend(torch.ones(3), 1),
+        lambda g: (g.recv((LARGE.numel(),), torch.float32, 0), g.recv((3,), torch.float32, 0)), "ok"),
+    "send_object": (
+        lambda g: g.send_object(LARGE, 1), lambda g: g.isend_object("x", 1),
+        lambda g: (g.recv_object(0), g.recv_object(0)), "ok"),
+}  # fmt: skip
+
+
+def _transfer_in_a_handler(what: str) -> tuple[str, float]:
+    (group,) = _groups("shared memory", 1)
+    told: list[str] = []
+    under_way, in_handler, of_the_other, _ = TRANSFERS[what]
+    try:
+        if group.rank_in_group == 0:
+            before = signal.signal(signal.SIGALRM, lambda *_: told.append(attempt(in_handler, group).kind))
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                under_way(group)
+            finally:
+                signal.signal(signal.SIGALRM, before)
+        else:
+            time.sleep(1.0)
+            of_the_other(group)
+        return ",".join(told), group.all_reduce(torch.ones(1)).item()
+    finally:
+        group.destroy()
+
+
+@pytest.mark.parametrize("what", TRANSFERS)
+def test_a_signal_handler_in_the_middle_of_a_transfer(pools: Pools, what: str) -> None:
+    """What would wait for the thread that it interrupts is refused; what it starts to send goes after that one's."""
+    told = pools(2).run(_transfer_in_a_handler, what, tp=2, timeout_s=DEADLINE_S)
+    assert told == [(TRANSFERS[what][-1], 2.0), ("", 2.0)]
+
+
+def _sends_of_handlers(seconds: float) -> int:
+    """Rank 0 sends, and so does its handler, all the time. Returns how many of the latter's were sent, or came."""
+    (group,) = _groups("shared memory", 1)
+    others, until = 0, time.monotonic() + seconds
+    large, from_handler = b"x" * (1 << 20), "from the handler"
+
+    def handle(*_: object) -> None:
+        nonlocal others
+        others += 1
+        group.isend_object(from_handler, 1)
+        signal.setitimer(signal.ITIMER_REAL, 0.001 + others % 7 * 0.0003)
+
+    try:
+        if group.rank_in_group == 1:
+            while (value := group.recv_object(0)) is not None:
+                assert value in (large, from_handler), value[:100]
+                others += value == from_handler
+            return others
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        while time.monotonic() < until:
+            group.send_object(large, 1)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        group.send_object(None, 1)
+        signal.signal(signal.SIGALRM, before)
+        return others
+    finally:
+        group.destroy()
+
+
+def test_a_signal_handler_sends_in_the_middle_of_sends(pools: Pools) -> None:
+    sent, came = pools(2).run(_sends_of_handlers, 2.0, tp=2, timeout_s=30.0)
+    assert sent == came > 100
+
+
+def _interrupted_send() -> tuple[list[str], str]:
+    """Ctrl-C comes in between the beginning of a message and the wait for its end."""
+    (group,) = _groups("shared memory", 1)
+    told = []
+    try:
+        if group.rank_in_group == 0:
+            group.send(torch.ones(3), 1)
+            (sender,) = group.context.host_memory.channels._senders.values()
+
+            def interrupt() -> None:
+                sender.meanwhile = lambda: None
+                raise KeyboardInterrupt
+
+            sender.meanwhile = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                group.send(LARGE, 1)
+            told = [attempt(group.isend, torch.ones(3), 1) for _ in range(2)]
+        else:
+            group.recv((3,), torch.float32, 0)
+            time.sleep(1.0)
+        return [each.kind for each in told], told[0].text if told else ""
+    finally:
+        group.destroy()
+
+
+def test_ctrl_c_in_the_middle_of_a_send_ends_the_group(pools: Pools) -> None:
+    kinds, text = pools(2).run(_interrupted_send, tp=2, timeout_s=DEADLINE_S)[0]
+    assert kinds == ["CommunicationError", "GroupFailedError"]
+    assert "interrupted by a signal" in text
+
+
 def _started(route: str) -> list[Any]:
     """What was started is waited for by another thread, while this one makes the next call."""
     (group,) = _groups(route, 1)

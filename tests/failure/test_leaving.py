@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import parallel_state as ps
+from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
+from tests.failure.over_torch import OVER_TORCH
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, ROUTES, kill_me, world_over
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, kill_me, world_over
 from tests.hosts import Hosts, problem
 
 pytestmark = pytest.mark.side_by_side
@@ -44,6 +52,58 @@ def _pair(rank: int, number: int) -> tuple[object, ...]:
 def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
     found = ranks.survivors(_one_leaves, route, timeout_s=DEADLINE_S)
     assert found[0] == found[1] == ["ok "] * 3
+
+
+WAITING: dict[str, Callable[[Any], object]] = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(3)),
+    "barrier": lambda group: group.barrier(),
+    "recv": lambda group: group.recv((3,), torch.float32, 1),
+    "recv_object": lambda group: group.recv_object(1),
+    "broadcast_object": lambda group: group.broadcast_object(None, 1),
+}
+LATE_S = 2.0
+
+
+def _ended_by_a_handler(route: str, call: str) -> tuple[object, float]:
+    """Rank 0 waits for the others when its handler of a signal ends its world, and exits, as those of SIGTERM do."""
+
+    def end(*_: object) -> None:
+        dist.destroy_process_group() if route == OVER_TORCH else ps.destroy_distributed_environment()
+        sys.exit(3)
+
+    told, started = object(), time.monotonic()
+    with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:  # torch's has ended already
+        group.barrier()
+        if group.rank:
+            time.sleep(LATE_S)
+            return None, 0.0
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        started = time.monotonic()
+        try:
+            told = attempt(WAITING[call], group)
+        except SystemExit as error:
+            told = error.code
+    return told, time.monotonic() - started
+
+
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("call", WAITING)
+@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+def test_a_handler_that_ends_the_world_and_exits(route: str, call: str, over_hosts: bool) -> None:
+    if over_hosts and problem() is not None:
+        pytest.skip(f"no hosts can be made here: {problem()}")
+    if route == OVER_TORCH:
+        creation.load()  # compiled before any deadline starts
+    with Hosts(2) if over_hosts else nullcontext() as hosts:
+        ranks = Ranks(4) if hosts is None else hosts.ranks((0, 0, 1, 1))
+        try:
+            told = ranks.run(_ended_by_a_handler, route, call, timeout_s=DEADLINE_S)[0]
+        finally:
+            ranks.kill()
+    assert told[0] == 3, told
+    # torch's destroy lets what is under way come to its end for 2 s.
+    assert told[1] < LATE_S + (1.5 if route == OVER_TORCH else 0.0), told
 
 
 def _late(operation: str) -> Outcome:

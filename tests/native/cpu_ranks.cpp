@@ -811,6 +811,7 @@ void packed_objects() {
     Fake* const object = make(make, static_cast<int>(draw(4)));
     python.type_at = round % 2 == 0 ? 0 : offsetof(Fake, type);
     const std::uint64_t limit = draw(3) == 0 ? draw(2000) : 1 << 20;
+    ps_packed(nullptr, 0, nullptr, nullptr);  // what is held of the last one
     const int status = ps_queue_post(queue.writer, object, &python, static_cast<int>(draw(5)), limit, 5);
     CHECK(status == 0 || status == 1 || status == 6);
     Piece pieces[200];

@@ -277,7 +277,9 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
 
 void Backend::done(int status, const char* method, Clock::time_point started) {
   if (status == static_cast<int>(Status::kDone)) return;
-  TORCH_CHECK_WITH(DistBackendError, !closed_, "the group was destroyed or aborted while ", method, " was under way");
+  const bool interrupted = status == static_cast<int>(Status::kInterrupted);  // by what may have destroyed the group
+  TORCH_CHECK_WITH(DistBackendError, !closed_ || interrupted, "the group was destroyed or aborted while ", method,
+                   " was under way");
   const double elapsed_s = std::chrono::duration<double>(Clock::now() - started).count();
   std::rethrow_exception(callbacks_.collective_error(status, method, elapsed_s, timeout_s_));
 }

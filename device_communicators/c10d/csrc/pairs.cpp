@@ -12,6 +12,7 @@ constexpr auto kLongestNap = std::chrono::milliseconds(1);
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);  // for ranks that are lost
 // For how long a waiter reads or writes one ring before it looks after the others.
 constexpr double kSliceS = 0.02;
+constexpr auto kCloseGrace = std::chrono::milliseconds(200);
 constexpr double kShortSliceS = 0.001;  // where this rank has something to do for its peer, too
 
 double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -338,6 +339,7 @@ void Pairs::fail(const char* operation, PairFailure failure, const Held& first) 
   if (failure.status != QueueStatus::kInterrupted) return fail_all(error);
   // What the handler of a signal has raised is for the call that it interrupted.
   fail_all(raise_(operation, failure), first, error);
+  std::rethrow_exception(error);  // the handler may have closed the group, and ended the transfer, before it raised
 }
 
 void Pairs::fail_all(const std::exception_ptr& error, const Held& first, const std::exception_ptr& error_of_first) {
@@ -509,14 +511,20 @@ void Pairs::close(const std::exception_ptr& error) {
     wake_.notify_all();
   }
   if (error != nullptr) fail_all(error);
+  // A turn ends within a slice, but for that of this thread where a signal's handler closes what it has interrupted.
+  const auto turn_of = [](std::mutex& mutex) {
+    std::unique_lock<std::mutex> turn(mutex, std::try_to_lock);
+    for (const auto until = Clock::now() + kCloseGrace; !turn && Clock::now() < until; turn.try_lock()) {
+      std::this_thread::sleep_for(kShortestNap);
+    }
+    return turn;
+  };
   for (auto& out : outgoing_) {
-    const std::lock_guard<std::mutex> turn(out->turn);
-    out->current = nullptr;
+    if (const std::unique_lock<std::mutex> turn = turn_of(out->turn)) out->current = nullptr;
     if (out->end != nullptr) library_->queue_writer_leave(out->end);
   }
   for (auto& in : incoming_) {
-    const std::lock_guard<std::mutex> turn(in->turn);
-    in->current = nullptr;
+    if (const std::unique_lock<std::mutex> turn = turn_of(in->turn)) in->current = nullptr;
     if (in->end != nullptr) library_->queue_reader_leave(in->end);
   }
   if (thread.joinable()) thread.get_id() == std::this_thread::get_id() ? thread.detach() : thread.join();

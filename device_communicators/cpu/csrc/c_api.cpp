@@ -38,7 +38,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 7; }
+int ps_version() { return 8; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -53,8 +53,9 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
 }
 
 void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
-                    void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t)) {
-  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes};
+                    void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t),
+                    void (*raise)(void*, void*, void*)) {
+  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise};
 }
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.

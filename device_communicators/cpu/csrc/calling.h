@@ -14,6 +14,7 @@ struct Calling {
   void* (*save_thread)() = nullptr;                            // PyEval_SaveThread: lets other threads run
   void (*restore_thread)(void*) = nullptr;                     // PyEval_RestoreThread
   void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;  // PyBytes_FromStringAndSize
+  void (*raise)(void*, void*, void*) = nullptr;                // PyErr_Restore, of type, value and traceback
 };
 
 extern Calling calling;  // written before any of the functions is called

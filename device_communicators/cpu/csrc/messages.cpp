@@ -47,7 +47,7 @@ class Reading {
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
-    if (!wait()) return Outcome::kLeft;
+    if (!wait(number)) return Outcome::kLeft;
     const bool is_expected = end.header().fingerprint == number && end.bytes_left() == bytes_of(pieces) &&
                              end.is_next(static_cast<const char*>(head.address), head.bytes);
     if (!is_expected) return leave();
@@ -60,7 +60,7 @@ class Reading {
   // That of an object without tensors, all of which lies in one chunk. Its bytes are counted in `bytes`.
   Outcome read_object(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
-    if (!wait()) return Outcome::kLeft;
+    if (!wait(number)) return Outcome::kLeft;
     *bytes = end.bytes_left();
     const bool is_whole = end.header().fingerprint == number && end.header().head_bytes == *bytes && end.is_whole();
     if (!is_whole || !is_plain_head(end.here(), *bytes) || !taker.take(end.here(), *bytes)) return leave();
@@ -70,12 +70,14 @@ class Reading {
 
  private:
   // Waits for a message, or finds the one that an earlier call has left.
-  bool wait() {
+  bool wait(std::uint64_t number) {
     QueueReport& report = *open_.report;
     const bool is_here = report.found != 0;
     report.found = 0;
     QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(open_.timeout_s);
     if (status == QueueStatus::kDone && open_.end.bytes_left() == 0) status = QueueStatus::kMalformed;  // no head
+    // Of a message to this rank alone nothing is lost yet: the next call receives it.
+    if (status == QueueStatus::kInterrupted && number == 0) return false;
     return check(status);
   }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "calling.h"
+#include "interrupt.h"
 #include "messages.h"
 #include "pack.h"
 
@@ -31,7 +32,14 @@ Piece head_of(const Python& python, void* head) {
   return {const_cast<char*>(python.bytes(head)), static_cast<std::uint64_t>(python.bytes_size(head))};
 }
 
-void* answer(Outcome outcome) { return calling.make_integer(static_cast<int>(outcome)); }
+// Null where a signal's handler has raised meanwhile: that comes out of the call.
+void* answer(Outcome outcome) {
+  void *type = nullptr, *value = nullptr, *traceback = nullptr;
+  if (outcome == Outcome::kLeft) take_exception(&type, &value, &traceback);
+  if (type == nullptr) return calling.make_integer(static_cast<int>(outcome));
+  calling.raise(type, value, traceback);
+  return nullptr;
+}
 
 // Lets other threads run.
 class Unlocked {
@@ -54,6 +62,7 @@ class Kept {
     held_ = packer().take_held();
   }
   ~Kept() {
+    packer().free();
     for (void* const object : held_) python_.let_go(object);
   }
   Kept(const Kept&) = delete;
@@ -68,14 +77,15 @@ class Kept {
   std::vector<void*> held_;
 };
 
-// What was packed, to all ranks. Without room for it `ps_packed` tells it.
-void* broadcast(const Python& python, Served& served, Told told) {
-  Outcome outcome;
-  {
-    const Kept kept{python};
-    const Unlocked others;
-    outcome = broadcast_message(served, told, kept.pieces(), kept.heads());
-  }
+// What was packed, to all ranks.
+Outcome broadcast(const Python& python, Served& served, Told told) {
+  const Kept kept{python};
+  const Unlocked others;
+  return broadcast_message(served, told, kept.pieces(), kept.heads());
+}
+
+// Without room for what was packed `ps_packed` tells it.
+void* answer_packed(Outcome outcome) {
   if (outcome == Outcome::kNoRoom) packer().hold();
   return answer(outcome);
 }
@@ -128,7 +138,7 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   if (served == nullptr || !packer().gather(python, given[2], form, head_of(python, given[4]))) {
     return answer(Outcome::kLeft);
   }
-  return broadcast(python, *served, told_of(given[1]));
+  return answer(broadcast(python, *served, told_of(given[1])));
 }
 
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, dst, method, object, limit
@@ -139,9 +149,7 @@ void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) { 
     return answer(Outcome::kLeft);
   }
   const ToOne to{int_of(given[1]), int_of(given[2])};
-  const Outcome outcome = send_message(*served, to, packer().pieces(), packer().heads());
-  if (outcome == Outcome::kNoRoom) packer().hold();
-  return answer(outcome);
+  return answer_packed(send_message(*served, to, packer().pieces(), packer().heads()));
 }
 
 void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, object, limit
@@ -151,7 +159,7 @@ void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t coun
   if (served == nullptr || !packer().pack(python, given[2], python.depth, number_of(given[3]))) {
     return answer(Outcome::kLeft);
   }
-  return broadcast(python, *served, told_of(given[1]));
+  return answer_packed(broadcast(python, *served, told_of(given[1])));
 }
 
 void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method, head, list

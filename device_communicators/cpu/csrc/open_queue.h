@@ -5,6 +5,7 @@
 // doesn't have the turn at once, a message is half written or half read, or Python has others that go first.
 #pragma once
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -62,18 +63,28 @@ template <typename End>
 class InTurn {
  public:
   // Takes the turn if it is free.
-  explicit InTurn(OpenEnd<End>& open) : open_(open), has_it_(open.turn.try_take()) {}
-  InTurn(OpenEnd<End>& open, double timeout_s) : open_(open), has_it_(open.turn.take(timeout_s)) {}
+  explicit InTurn(OpenEnd<End>& open) : InTurn(open, open.turn.try_take()) {}
+  InTurn(OpenEnd<End>& open, double timeout_s) : InTurn(open, open.turn.take(timeout_s)) {}
   ~InTurn() {
-    if (has_it_) open_.turn.let_go();
+    if (!has_it_) return;
+    if (holder_ != nullptr) holder_->store(0, std::memory_order_relaxed);
+    open_.turn.let_go();
   }
   InTurn(const InTurn&) = delete;
   InTurn& operator=(const InTurn&) = delete;
   explicit operator bool() const { return has_it_; }
 
  private:
+  InTurn(OpenEnd<End>& open, bool has_it) : open_(open), has_it_(has_it) {
+    if (!has_it_ || open.closed) return;  // the report may be gone with the end
+    // For a signal's handler, which must not wait for the thread that it interrupts.
+    holder_ = &open.report->holder;
+    holder_->store(static_cast<std::int64_t>(pthread_self()), std::memory_order_relaxed);
+  }
+
   OpenEnd<End>& open_;
   const bool has_it_;
+  std::atomic<std::int64_t>* holder_ = nullptr;
 };
 
 // The open ends of a group's queues for messages, by the rank on the other side.

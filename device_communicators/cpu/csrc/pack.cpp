@@ -123,6 +123,7 @@ void Bytes::trim(std::size_t most) {
 }
 
 bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t limit) {
+  if (is_held_) return false;
   python_ = &python;
   limit_ = limit;
   body_.trim(kKeptBytes);
@@ -136,6 +137,7 @@ bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t l
 }
 
 void Packer::hold() {
+  is_held_ = true;
   for (const Long& each : long_) {
     python_->hold(each.object);
     held_.push_back(each.object);
@@ -152,6 +154,7 @@ Packer& packer() {
 }
 
 bool Packer::gather(const Python& python, void* list, Piece head) {
+  if (is_held_) return false;
   python_ = &python;
   pieces_.assign(1, head);
   heads_ = 1;
@@ -173,6 +176,7 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
 }
 
 bool Packer::gather(const Python& python, void* dict, const Form& known, Piece head) {
+  if (is_held_) return false;
   python_ = &python;
   pieces_.assign(1, head);
   heads_ = 1;

@@ -129,8 +129,10 @@ class Packer {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
   // Keeps the objects that long texts are in, and the tensors, for a message that is sent later; they are let go by the
-  // next `pack`, or by who takes them.
+  // next `pack`, or by who takes them. Until `free`, whatever else this thread packs is left to Python: it comes of a
+  // signal handler.
   void hold();
+  void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }
   std::uint64_t head_bytes() const { return head_bytes_; }
   std::uint64_t tensor_bytes() const { return tensor_bytes_; }
@@ -156,6 +158,7 @@ class Packer {
   };
   std::vector<Long> long_;
   std::vector<void*> held_;
+  bool is_held_ = false;
   std::vector<Piece> tensors_, pieces_;
   int heads_ = 1;
   std::uint64_t long_bytes_ = 0, head_bytes_ = 0, tensor_bytes_ = 0;

@@ -77,6 +77,7 @@ struct QueueReport {
   std::int64_t found = 0;                 // 1: the next message has been looked at, and left to Python
   std::int64_t broken = 0;                // the status of a call that failed; each later one has it
   std::int64_t elapsed_us = 0;            // how long that call took
+  std::atomic<std::int64_t> holder{0};    // the thread whose turn it is, by pthread_self; 0 for none
 };
 
 // One side of a ring: its counters, and whether the others are still there.

@@ -212,9 +212,14 @@ int ps_pack(void* object, const void* python, int depth, std::uint64_t limit) {
 }
 
 // Fills in the pieces that this thread packed last, and returns how many: `counts[0]` of the head, then the tensors.
-// `objects` gets the `counts[1]` that were kept alive, to be let go by the caller.
+// `objects` gets the `counts[1]` that were kept alive, to be let go by the caller. Without `pieces`: they were read,
+// and their memory is free for the next message.
 int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
   Packer& packed = packer();
+  if (pieces == nullptr) {
+    packed.free();
+    return 0;
+  }
   const std::vector<Piece>& made = packed.pieces();
   const std::vector<void*> held = packed.take_held();
   const int count = static_cast<int>(made.size());
