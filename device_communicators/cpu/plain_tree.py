@@ -197,7 +197,7 @@ class PlainObjects:
         try:
             return self._copied(*self.pieces())
         finally:
-            self._packed(None, 0, None, None)
+            self.free()
 
     def _copied(self, pieces: list[tuple[int, int]], heads: int, objects: list[object]) -> Packed | None:
         if len(pieces) > heads:
@@ -209,6 +209,10 @@ class PlainObjects:
         moved = (ctypes.cast(ctypes.c_char_p(written), _Type).value or 0) - first
         body[::2] = [(at + moved, size) for at, size in body[::2]]
         return Packed(ctypes.string_at(*start), Pinned(tuple(body), (written, objects)))
+
+    def free(self) -> None:
+        """Lets the next message of this thread be packed over the last one, which has been read."""
+        self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
         """Returns addresses and sizes of the message that this thread packed last, and how many are of its head.
