@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device_communicators.cpu.channels import SHAPE
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.ranks import KILLED, Ranks
 from tests.failure.trials import assert_in_time
@@ -15,8 +16,7 @@ from tests.failure.worlds import DEADLINE_S, kill_me, later, some, world_over
 
 pytestmark = pytest.mark.side_by_side
 T_S = 1.0
-RING_BYTES = 1 << 20
-SLOT_BYTES = 64 << 10
+RING_BYTES, SLOT_BYTES = SHAPE.data_bytes, SHAPE.chunk_bytes
 
 
 def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
