@@ -183,6 +183,8 @@ def _refusing_kernel(name: str, advice: str) -> Callable[..., Any]:
 
     def kernel(x: Tensor | Sequence[Tensor], token: Tensor, *args: Any) -> Any:
         inputs = [x, *(each for each in args if isinstance(each, Tensor))] if isinstance(x, Tensor) else x
+        if inputs is x:  # of the kernel in C++, which else would wait again
+            raise_interruption()
         checks.check_no_gradient(find_route(args[-1]).context, name, advice, *inputs)
         with torch._C._AutoDispatchBelowAutograd():
             result = getattr(_OPS, name).default(x, token, *args)
@@ -445,7 +447,7 @@ def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: st
 
 @register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
-    raise_interruption()  # of the kernel in C++, before a message came
+    raise_interruption()  # of the kernel in C++, which else would wait again
     find_route(group).messenger.recv_list(x, form, src)
 
 

@@ -272,6 +272,154 @@ def test_ctrl_c_in_the_middle_of_a_send_ends_the_group(pools: Pools) -> None:
     assert "interrupted by a signal" in text
 
 
+SPEC = ps.TensorDictSpec.of({"x": torch.ones(3)})
+
+
+def _list_op(group: ps.GroupCoordinator, name: str) -> None:
+    op = getattr(torch.ops.parallel_state, name)
+    op([torch.empty(3)], group._token, SPEC.digest, 1, group._key)
+
+
+PAST_PYTHON: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    # What rank 0 receives by, which calls in C++ carry from the third message on, and what rank 1 sends by.
+    "recv_object": (lambda g: g.recv_object(1), lambda g: g.send_object("x", 0)),
+    "recv_tensor_dict": (lambda g: g.recv_tensor_dict(1), lambda g: g.send_tensor_dict({"x": torch.ones(3)}, 0)),
+    "recv_tensor_dict with a spec": (
+        lambda g: g.recv_tensor_dict(1, spec=SPEC), lambda g: g.send_tensor_dict({"x": torch.ones(3)}, 0, spec=SPEC)),
+    "recv_list_": (
+        lambda g: _list_op(g, "recv_list_"), lambda g: g.send_tensor_dict({"x": torch.ones(3)}, 0, spec=SPEC)),
+    "broadcast_object": (lambda g: g.broadcast_object(None, 1), lambda g: g.broadcast_object("x", 1)),
+    "broadcast_tensor_dict with a spec": (
+        lambda g: g.broadcast_tensor_dict(None, 1, spec=SPEC),
+        lambda g: g.broadcast_tensor_dict({"x": torch.ones(3)}, 1, spec=SPEC)),
+    "broadcast_list_": (
+        lambda g: _list_op(g, "broadcast_list_"),
+        lambda g: g.broadcast_tensor_dict({"x": torch.ones(3)}, 1, spec=SPEC)),
+}  # fmt: skip
+
+
+def _is_past_python(group: ps.GroupCoordinator) -> bool:
+    """Returns True in a handler that interrupts a receive that Python knows nothing of."""
+    ends = group.context.host_memory.channels._receivers.values()
+    return any(end.is_held_here and not end.lock._is_owned() for end in ends)
+
+
+def _interrupted_past_python(what: str, handle: Callable[[ps.GroupCoordinator], object]) -> tuple[list[Any], str]:
+    """Returns what `handle` returned in the middle of rank 0's third receive, and what became of that and of the next.
+
+    An error of `handle` comes out of the receive.
+    """
+    (group,) = _groups("shared memory", 1)
+    receive, send = PAST_PYTHON[what]
+    told: list[Any] = []
+    try:
+        for _ in range(2):
+            send(group) if group.rank_in_group else receive(group)
+        if group.rank_in_group:
+            time.sleep(1.0)
+            attempt(send, group), attempt(send, group)
+            attempt(group.barrier)
+            return told, ""
+
+        def handler(*_: object) -> None:
+            told.append(_is_past_python(group))
+            told.append(handle(group))
+
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            receive(group)
+            told.append("ok")
+        except KeyboardInterrupt:
+            told.append("KeyboardInterrupt")
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        after = attempt(receive, group)
+        attempt(group.barrier)
+        return told, f"{after.kind}: {after.text}"
+    finally:
+        group.destroy()
+
+
+def _receives(group: ps.GroupCoordinator) -> list[str]:
+    receives = [receive for what, (receive, _) in PAST_PYTHON.items() if "recv" in what]
+    return [attempt(each, group).kind for each in (*receives, lambda g: g.irecv_object(1))]
+
+
+def _broadcasts(group: ps.GroupCoordinator) -> list[str]:
+    return [attempt(receive, group).kind for what, (receive, _) in PAST_PYTHON.items() if "broadcast" in what]
+
+
+def _ctrl_c(group: ps.GroupCoordinator) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("what", PAST_PYTHON)
+def test_a_signal_handler_in_a_receive_past_python(pools: Pools, what: str) -> None:
+    handle = _broadcasts if "broadcast" in what else _receives
+    told, after = pools(2).run(_interrupted_past_python, what, handle, tp=2, timeout_s=DEADLINE_S)[0]
+    assert told[0] and set(told[1]) == {"UsageError"} and told[2] == "ok"
+    assert after.startswith("ok")
+
+
+@pytest.mark.parametrize("what", PAST_PYTHON)
+def test_ctrl_c_in_a_receive_past_python(pools: Pools, what: str) -> None:
+    """Nothing has come yet: the next receive takes the message, unless others have been told of this one."""
+    told, after = pools(2).run(_interrupted_past_python, what, _ctrl_c, tp=2, timeout_s=DEADLINE_S)[0]
+    assert told == [True, "KeyboardInterrupt"]
+    if "broadcast" in what:
+        assert after.startswith("CommunicationError") and "interrupted by a signal" in after
+    else:
+        assert after.startswith("ok")
+
+
+LARGE_SPEC = ps.TensorDictSpec.of({"x": LARGE})
+
+
+def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
+    """Ctrl-C comes when rank 0 has read the beginning of a message."""
+    (group,) = _groups("shared memory", 1)
+    told: list[str] = []
+
+    def receive() -> None:
+        if of_op:
+            args = ([torch.empty_like(LARGE)], group._token, LARGE_SPEC.digest, 1, group._key)
+            torch.ops.parallel_state.recv_list_(*args)
+        else:
+            group.recv_tensor_dict(1, spec=LARGE_SPEC)
+
+    def handler(*_: object) -> None:
+        told.append(str(_is_past_python(group)))
+        raise KeyboardInterrupt
+
+    try:
+        if group.rank_in_group:
+            group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
+            (sender,) = group.context.host_memory.channels._senders.values()
+            sender._write_patiently = lambda **_: time.sleep(1.0)  # and no more
+            attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
+            return told, ""
+        receive()
+        before = signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                receive()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        after = [attempt(group.recv_tensor_dict, 1, spec=LARGE_SPEC) for _ in range(2)]
+        return told + [each.kind for each in after], after[0].text
+    finally:
+        group.destroy()
+
+
+@pytest.mark.parametrize("of_op", [False, True])
+def test_ctrl_c_in_the_middle_of_a_message_past_python_ends_the_group(pools: Pools, of_op: bool) -> None:
+    told, text = pools(2).run(_interrupted_in_a_message, of_op, tp=2, timeout_s=DEADLINE_S)[0]
+    assert told == ["True", "CommunicationError", "GroupFailedError"]
+    assert "interrupted by a signal" in text
+
+
 def _started(route: str) -> list[Any]:
     """What was started is waited for by another thread, while this one makes the next call."""
     (group,) = _groups(route, 1)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from device_communicators.c10d import creation
 from tests.contract.attempts import Outcome, attempt
+from tests.contract.test_threads import PAST_PYTHON
 from tests.failure.over_torch import OVER_TORCH
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
@@ -64,8 +65,9 @@ WAITING: dict[str, Callable[[Any], object]] = {
 LATE_S = 2.0
 
 
-def _ended_by_a_handler(route: str, call: str) -> tuple[object, float]:
+def _ended_by_a_handler(route: str, call: str, past_python: bool = False) -> tuple[object, float]:
     """Rank 0 waits for the others when its handler of a signal ends its world, and exits, as those of SIGTERM do."""
+    wait, send = PAST_PYTHON[call] if past_python else (WAITING[call], lambda group: None)
 
     def end(*_: object) -> None:
         dist.destroy_process_group() if route == OVER_TORCH else ps.destroy_distributed_environment()
@@ -73,6 +75,11 @@ def _ended_by_a_handler(route: str, call: str) -> tuple[object, float]:
 
     told, started = object(), time.monotonic()
     with suppress(AssertionError), world_over(route, timeout_s=LONG_TIMEOUT_S) as group:  # torch's has ended already
+        for _ in range(2 if past_python else 0):  # then all is open that calls in C++ need
+            if group.rank == 1:
+                send(group)
+            elif group.rank == 0 or "broadcast" in call:
+                wait(group)
         group.barrier()
         if group.rank:
             time.sleep(LATE_S)
@@ -81,7 +88,7 @@ def _ended_by_a_handler(route: str, call: str) -> tuple[object, float]:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         started = time.monotonic()
         try:
-            told = attempt(WAITING[call], group)
+            told = attempt(wait, group)
         except SystemExit as error:
             told = error.code
     return told, time.monotonic() - started
@@ -104,6 +111,12 @@ def test_a_handler_that_ends_the_world_and_exits(route: str, call: str, over_hos
     assert told[0] == 3, told
     # torch's destroy lets what is under way come to its end for 2 s.
     assert told[1] < LATE_S + (1.5 if route == OVER_TORCH else 0.0), told
+
+
+@pytest.mark.parametrize("call", PAST_PYTHON)
+def test_a_handler_that_ends_the_world_in_a_receive_past_python(ranks: Ranks, call: str) -> None:
+    told = ranks.run(_ended_by_a_handler, "shared memory", call, True, timeout_s=DEADLINE_S)[0]
+    assert told[0] == 3 and told[1] < LATE_S, told
 
 
 def _late(operation: str) -> Outcome:
