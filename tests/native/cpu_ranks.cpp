@@ -341,7 +341,7 @@ struct List {
 void messages(const World& world, const File& segment, const File& queues) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
   void* const liveness = ps_liveness_of(group);
-  std::int64_t report[12] = {};
+  std::int64_t report[13] = {};
   char* const memory = static_cast<char*>(queues.mapping());
   const auto open = [&](int queue, const std::vector<int>& ranks, int me) {
     char* const control = memory + queue * (kChunkBytes * kChunks + 8192);
@@ -560,7 +560,7 @@ void hostile_messages() {
   Served served(find(group));
   Draw draw;
   for (int queue = 0; queue < 20'000; ++queue) {
-    std::int64_t written[12] = {}, report[12] = {};
+    std::int64_t written[13] = {}, report[13] = {};
     std::vector<char> memory(ps_queue_control_bytes(1) + 128), ring(kSmallChunk * kFewChunks + 64);
     const auto aligned = [](std::vector<char>& bytes, std::uintptr_t to) {
       return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + to - 1) / to * to);
@@ -718,7 +718,7 @@ struct Ends {
   void* const liveness = ps_liveness_new(pids, 2);
   const File memory{16 << 10};
   char* const shared = static_cast<char*>(memory.shared);
-  std::int64_t written[12] = {}, report[12] = {};
+  std::int64_t written[13] = {}, report[13] = {};
   void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
   void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
 
