@@ -40,6 +40,25 @@ class Watched:
         self._timeout_s = context.timeout_s if timeout_s is None else timeout_s
 
     def wait(self) -> None:
+        try:
+            self._wait()
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, or of a signal's handler
+            self._leave_behind()
+            raise
+
+    def _leave_behind(self) -> None:
+        """Has a thread see to the end of it: who lets go of a process group last waits for what is under way there."""
+        work, cpu_group = self._work, self._context.cpu_group
+
+        def see_to_its_end(_: object = cpu_group) -> None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_NO_LIMIT)  # type: ignore[call-arg]
+
+        run_in_thread(see_to_its_end)
+
+    def _wait(self) -> None:
         watcher = self._context.watcher
         if watcher is None:
             self._work.wait()
