@@ -7,16 +7,17 @@ import fcntl
 import functools
 import ipaddress
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _REACH_S = 5.0
-_TRY = timedelta(seconds=0.5)
+_TRY_S = 0.5
 _LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
@@ -55,30 +56,32 @@ def start_time(pid: int) -> str:
 def connect_anew(store: Any) -> Any:
     """Returns a new connection to a store of torch's; None where it gives no other one, or its server has ended.
 
-    torch goes on for many seconds with a server that has ended, so it gets a little time between two looks at its port.
+    torch goes on for many seconds with a server that has ended, so a thread waits for it, which may be left behind. A
+    shorter timeout of `store`, which a new connection takes over, would be that of other threads' waits, too.
     """
     server, deadline = store, time.monotonic() + _REACH_S
     while (underlying := getattr(server, "underlying_store", None)) is not None:
         server = underlying
-    has_address = getattr(server, "host", "") and getattr(server, "port", 0)
-    while True:
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def connect() -> None:
         try:
-            if not has_address:
-                return store.clone()
-            socket.create_connection((server.host, server.port), timeout=_REACH_S).close()
-            timeout = server.timeout
-            server.set_timeout(_TRY)  # a new connection takes it over
-            try:
-                made = store.clone()
-            finally:
-                server.set_timeout(timeout)
-            made.set_timeout(timeout)
-            return made
-        except (AttributeError, OSError, ValueError):
+            made.put(store.clone())
+        except (AttributeError, RuntimeError):
+            made.put(None)
+
+    thread = threading.Thread(target=connect, daemon=True, name="parallel_state-store")
+    while time.monotonic() < deadline:
+        try:
+            if getattr(server, "host", "") and getattr(server, "port", 0):
+                socket.create_connection((server.host, server.port), timeout=_REACH_S).close()
+        except OSError:
             return None
-        except RuntimeError:
-            if not has_address or time.monotonic() > deadline:
-                return None
+        if thread.ident is None:
+            thread.start()
+        with contextlib.suppress(queue.Empty):
+            return made.get(timeout=_TRY_S)
+    return None
 
 
 def address_towards(server: tuple[str, int] | None) -> str:

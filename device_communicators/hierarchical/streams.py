@@ -277,6 +277,8 @@ class Stream:
                     left = self._end - self._begin
                     self._view[:left] = bytes(self._view[self._begin : self._end])
                     self._begin, self._end = 0, left
+                if self._end == len(self._buffer):
+                    return  # full of what comes behind a frame that nobody has taken yet
                 count = self.socket.recv_into(self._view[self._end :])
                 self._end += count
         except BlockingIOError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import parallel_state as ps
+from parallel_state.messages.messenger import Messenger
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.test_other_calls import METHODS
 from tests.failure.worlds import ROUTES, settings_of
@@ -396,10 +397,11 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
         if group.rank_in_group:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
             (sender,) = group.context.host_memory.channels._senders.values()
-            sender._write_patiently = lambda **_: time.sleep(1.0)  # and no more
+            sender._write_patiently = lambda **_: time.sleep(2.0)  # and no more
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
             return told, ""
         receive()
+        time.sleep(0.5)  # the ring is full by then, and its writer waits
         before = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.4)
         try:
@@ -438,3 +440,59 @@ def _started(route: str) -> list[Any]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_waiting_for_what_was_started_is_no_call(pools: Pools, route: str) -> None:
     assert pools(2).run(_started, route, tp=2, timeout_s=DEADLINE_S) == [[[2.0], 2.0]] * 2
+
+
+def _in_a_handler_of_a_broadcast() -> list[str]:
+    """Rank 0 waits for a message to all, of which it has been told, when its handler calls another collective."""
+    (group,) = _groups("shared memory", 1)
+    told: list[str] = []
+    try:
+        for _ in range(3):
+            group.broadcast_object("x", 1)
+        if group.rank_in_group:
+            encode = Messenger.encode
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Messenger, "encode", lambda *args: (time.sleep(1.0), encode(*args))[1])
+                group.broadcast_object({1, 2}, 1)  # which C++ leaves to Python
+        else:
+            before = signal.signal(
+                signal.SIGALRM, lambda *_: told.append(attempt(group.all_reduce, torch.ones(1)).kind)
+            )
+            signal.setitimer(signal.ITIMER_REAL, 0.4)
+            told.append(str(group.broadcast_object(None, 1)))
+            signal.signal(signal.SIGALRM, before)
+        return [*told, str(group.all_reduce(torch.ones(1)).item())]
+    finally:
+        group.destroy()
+
+
+def test_a_signal_handlers_collective_is_no_part_of_the_broadcast_that_it_interrupts(pools: Pools) -> None:
+    told = pools(2).run(_in_a_handler_of_a_broadcast, tp=2, timeout_s=DEADLINE_S)
+    assert told == [["UsageError", "{1, 2}", "2.0"], ["2.0"]]
+
+
+def _replaced_while_it_is_sent() -> None:
+    """Rank 0's other thread lets go of texts that are on their way to all, for which a ring has no room."""
+    (group,) = _groups("shared memory", 1)
+    sent, stop, size = {"text": "a" * (3 << 20)}, threading.Event(), 3 << 20
+
+    def replace() -> None:
+        while not stop.is_set():
+            sent["text"] = "b" * size
+
+    thread = threading.Thread(target=replace)
+    try:
+        if group.rank_in_group == 0:
+            thread.start()
+        for _ in range(100):
+            text = group.broadcast_object(sent, 0)["text"]
+            assert group.rank_in_group == 0 or text in ("a" * size, "b" * size)
+    finally:
+        stop.set()
+        if group.rank_in_group == 0:
+            thread.join()
+        group.destroy()
+
+
+def test_another_thread_lets_go_of_what_is_sent_to_all(pools: Pools) -> None:
+    pools(2).run(_replaced_while_it_is_sent, tp=2, timeout_s=DEADLINE_S)

@@ -107,6 +107,24 @@ class Handle {
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
+  // As `run`, by who has entered; a signal handler that interrupts it can't.
+  template <typename Call>
+  Status run_entered(Call call) {
+    if (in_call_) return Status::kBusy;  // a signal handler in the middle of the call
+    if (liveness_.is_doomed()) doom();
+    if (failed_) return failure_.status;
+    const double started_s = coarse_now_s();
+    const bool measured = calls_are_measured();
+    group_.measure(measured);
+    const std::int64_t started_ns = measured ? now_ns() : 0;
+    in_call_ = true;
+    const Status status = call(group_, timeout_s_.load(std::memory_order_relaxed));
+    in_call_ = false;
+    if (measured) meter_.note(group_, now_ns() - started_ns);
+    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
+    return status;
+  }
+
   // As `enter` and `leave`, around several calls of this thread.
   bool hold();
   void release();
@@ -148,23 +166,6 @@ class Handle {
     ~Leave() { handle.leave(); }
   };
   bool is_held() const;  // by this thread
-
-  template <typename Call>
-  Status run_entered(Call call) {
-    if (in_call_) return Status::kBusy;  // a signal handler in the middle of the call
-    if (liveness_.is_doomed()) doom();
-    if (failed_) return failure_.status;
-    const double started_s = coarse_now_s();
-    const bool measured = calls_are_measured();
-    group_.measure(measured);
-    const std::int64_t started_ns = measured ? now_ns() : 0;
-    in_call_ = true;
-    const Status status = call(group_, timeout_s_.load(std::memory_order_relaxed));
-    in_call_ = false;
-    if (measured) meter_.note(group_, now_ns() - started_ns);
-    if (status != Status::kDone) note(status, coarse_now_s() - started_s);
-    return status;
-  }
 
   void note(Status status, double elapsed_s);
   void doom();

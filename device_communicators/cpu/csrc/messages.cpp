@@ -102,15 +102,15 @@ class Reading {
   const std::int64_t started_ns_;
 };
 
-// The group's other calls keep out for as long as this lives.
-class Held {
+// The group's other calls keep out for as long as this lives, also those of this thread's signal handlers.
+class Entered {
  public:
-  explicit Held(Handle& handle) : handle_(handle), has_it_(handle.hold()) {}
-  ~Held() {
-    if (has_it_) handle_.release();
+  explicit Entered(Handle& handle) : handle_(handle), has_it_(handle.enter()) {}
+  ~Entered() {
+    if (has_it_) handle_.leave();
   }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
   explicit operator bool() const { return has_it_; }
 
  private:
@@ -120,7 +120,7 @@ class Held {
 
 // Takes the place of a message to all among the group's collectives; see Group::announce.
 bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
-  return handle.run([&](Group& self, double timeout_s) {
+  return handle.run_entered([&](Group& self, double timeout_s) {
     self.tell(told);
     return self.announce(src, timeout_s, spin_ns);
   }) == Status::kDone;
@@ -150,8 +150,8 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   if (open == nullptr) return Outcome::kLeft;
   const InTurn<QueueReader> turn{*open};
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
-  const Held held{handle};
-  if (!held) return Outcome::kLeft;
+  const Entered entered{handle};
+  if (!entered) return Outcome::kLeft;
   Record& record = served.begin_broadcast(counted(told), told);
   std::uint64_t bytes = 0;
   Outcome outcome = Outcome::kLeft;
@@ -217,8 +217,8 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
   const InTurn<QueueWriter> turn{*open};
   if (!turn || !is_free(*open)) return Outcome::kLeft;
   if (!open->end.has_room(bytes_of(pieces))) return Outcome::kNoRoom;
-  const Held held{handle};
-  if (!held) return Outcome::kLeft;
+  const Entered entered{handle};
+  if (!entered) return Outcome::kLeft;
   Record& record = served.begin_broadcast(counted(told), told);
   if (!announce(handle, told, handle.rank(), open->spin_ns)) {
     served.drop_broadcast(record);

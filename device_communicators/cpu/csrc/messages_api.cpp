@@ -62,6 +62,7 @@ class Kept {
     held_ = packer().take_held();
   }
   ~Kept() {
+    if (handed_back_) return;
     packer().free();
     for (void* const object : held_) python_.let_go(object);
   }
@@ -70,24 +71,30 @@ class Kept {
   const std::vector<Piece>& pieces() const { return pieces_; }
   int heads() const { return heads_; }
 
+  // For `ps_packed`, which tells it.
+  void hand_back() {
+    packer().take_back(std::move(held_));
+    handed_back_ = true;
+  }
+
  private:
   const Python& python_;
   std::vector<Piece> pieces_;
   int heads_;
   std::vector<void*> held_;
+  bool handed_back_ = false;
 };
 
-// What was packed, to all ranks.
-Outcome broadcast(const Python& python, Served& served, Told told) {
-  const Kept kept{python};
-  const Unlocked others;
-  return broadcast_message(served, told, kept.pieces(), kept.heads());
-}
-
-// Without room for what was packed `ps_packed` tells it.
-void* answer_packed(Outcome outcome) {
-  if (outcome == Outcome::kNoRoom) packer().hold();
-  return answer(outcome);
+// What was packed, to all ranks. Without room `ps_packed` tells it, if that is `wanted`.
+Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
+  Kept kept{python};
+  Outcome outcome;
+  {
+    const Unlocked others;
+    outcome = broadcast_message(served, told, kept.pieces(), kept.heads());
+  }
+  if (outcome == Outcome::kNoRoom && wanted) kept.hand_back();
+  return outcome;
 }
 
 // Makes Python's bytes of a message.
@@ -138,7 +145,7 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   if (served == nullptr || !packer().gather(python, given[2], form, head_of(python, given[4]))) {
     return answer(Outcome::kLeft);
   }
-  return answer(broadcast(python, *served, told_of(given[1])));
+  return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, dst, method, object, limit
@@ -149,7 +156,9 @@ void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) { 
     return answer(Outcome::kLeft);
   }
   const ToOne to{int_of(given[1]), int_of(given[2])};
-  return answer_packed(send_message(*served, to, packer().pieces(), packer().heads()));
+  const Outcome outcome = send_message(*served, to, packer().pieces(), packer().heads());
+  if (outcome == Outcome::kNoRoom) packer().hold();  // `ps_packed` tells it
+  return answer(outcome);
 }
 
 void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, object, limit
@@ -159,7 +168,7 @@ void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t coun
   if (served == nullptr || !packer().pack(python, given[2], python.depth, number_of(given[3]))) {
     return answer(Outcome::kLeft);
   }
-  return answer_packed(broadcast(python, *served, told_of(given[1])));
+  return answer(broadcast(python, *served, told_of(given[1]), true));
 }
 
 void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method, head, list

@@ -134,6 +134,7 @@ class Packer {
   void hold();
   void free() { is_held_ = false; }
   std::vector<void*> take_held() { return std::exchange(held_, {}); }
+  void take_back(std::vector<void*> held) { held_ = std::move(held); }
   std::uint64_t head_bytes() const { return head_bytes_; }
   std::uint64_t tensor_bytes() const { return tensor_bytes_; }
 
