@@ -253,9 +253,8 @@ class Leaders:
         for src, dst in itertools.product(range(size), repeat=2):
             sent, expected = rows[src][dst], rows[dst][size + src]
             if sent != expected:
-                with contextlib.suppress(
-                    CommunicationError
-                ):  # the others find the same in this host's frame, if it is whole
+                # The others find the same in this host's frame, if all of it has left.
+                with contextlib.suppress(CommunicationError):
                     self._wait(lambda: [each.stream for each in self._bare if not each.done])
                 ranks = [self.context.ranks[rank] for rank in (src, dst)]
                 raise self._mismatch(
