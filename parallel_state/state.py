@@ -68,7 +68,7 @@ _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_
 _START: environment.Start | None = None
 """The way in which this process joined a world that it made; for `reinitialize`."""
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
-"""What init did to this process beside the groups, for destroy to undo: exports, default group, ports, cores.
+"""Undoes what init did to this process beside the groups, at destroy: exports, default group, ports, cores.
 
 None while an init is under way, which has a stack of its own; a destroy meanwhile leaves one here, and the rest to it.
 """

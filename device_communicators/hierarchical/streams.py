@@ -63,7 +63,7 @@ _MESSAGE_BYTES = 256
 """The memory that a kept message takes beside its body."""
 _BUFFER_BYTES = 64 << 10
 _MOST_TEXT_BYTES = 1 << 20
-"""Of an all_to_all it has 16 bytes for each rank of a host and each of the group, of which no more than 256 do this."""
+"""Enough for the splits of an all_to_all: 16 bytes for each rank of a host and each of a group of up to 256."""
 _DIRECT_BYTES = 16 << 10
 """From so many missing bytes on a body is read to its place, past the buffer."""
 SLICE_S = 0.05

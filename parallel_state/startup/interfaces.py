@@ -54,7 +54,7 @@ class Address(NamedTuple):
     next_store: str = ""
     """`host:port` at which it would serve the next world's store; empty where it can't, or a launcher does."""
     link: str = ""
-    """Where ranks that can't watch its process connect, as `LinkPlace` writes it; empty where it can't listen."""
+    """Port for ranks that can't watch its process, as `LinkPlace` writes it; empty where it can't listen."""
     cores: str = ""
     """The cores that it shares with the ranks of its host, as `0-3,8`; empty where it doesn't."""
 
