@@ -33,6 +33,7 @@ from device_communicators.routing.route import Traffic
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared
+from parallel_state.collectives.direct import DIRECT
 from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages.calls import MessageCalls
 from parallel_state.messages.messenger import Messenger
@@ -123,6 +124,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         """True if the pool has no other user, and ends with the group."""
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
+        if context.collectives is not None:
+            DIRECT.use(context.collectives.library)
         register_route(self.route)
 
     @classmethod

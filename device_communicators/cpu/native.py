@@ -37,7 +37,7 @@ from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 8
+_VERSION = 9
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -135,6 +135,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_describe_tensor": (c_int, (c_void_p, c_void_p)),
+    "ps_set_direct": (None, (c_void_p,)),
 }
 """In the full build only."""
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 SOURCES = Path(__file__).parent / "csrc"
-_BINDINGS = "bindings.cpp"
+_OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
+"""In the full build only."""
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
 """Without contraction: an instruction set that has fused multiply-add would round otherwise than one that hasn't."""
 BUILD_TIMEOUT_S = 600
@@ -62,7 +63,7 @@ def plain_recipe() -> Recipe:
     return Recipe(
         "the shared-memory collectives",
         "_native.so",
-        tuple(path for path in _cpp_files() if path.name != _BINDINGS),
+        tuple(path for path in _cpp_files() if path.name not in _OF_TORCH),
         ("-std=c++17",),
     )
 

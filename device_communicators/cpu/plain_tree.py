@@ -250,26 +250,26 @@ def _python(
     types = {f"{name}_type": id(kind) for name, kind in _LEAVES.items()}
     python = _Python(
         list=id(list), dict=id(dict), leaves=leaves, leaf_count=len(leaves), others=others, other_count=len(others),
-        texts=texts, text_count=len(texts), most_other_keys=most_other_keys, type_at=_type_at(), true_object=id(True),
+        texts=texts, text_count=len(texts), most_other_keys=most_other_keys, type_at=type_at(), true_object=id(True),
         describe=ctypes.cast(library.ps_describe_tensor, _Type) if library.has_ops else None,
-        tensor_at=_tensor_at(), dtype_names=names, dtype_count=len(names), depth=depth, **types, **functions,
+        tensor_at=tensor_at(), dtype_names=names, dtype_count=len(names), depth=depth, **types, **functions,
     )  # fmt: skip
     return python, (leaves, others, texts, names)
 
 
-def _type_at() -> int:
+def type_at() -> int:
     """Returns where an object has the address of its type, which every build of CPython puts last in its header.
 
     0 where a look at some objects doesn't find it there: then PyObject_Type is asked, which takes three times as long.
     """
     at = object.__basicsize__ - ctypes.sizeof(_Type)
-    for probe in (object(), 1, "", [], {}, None, int, _type_at):
+    for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):
             return 0
     return at
 
 
-def _tensor_at() -> int:
+def tensor_at() -> int:
     """Returns where a tensor's object has the address of its TensorImpl; 0 where a look at some doesn't find it."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]

@@ -20,15 +20,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from device_communicators.errors import InvalidArgumentError, RemoteError
 from device_communicators.host_calls import host_call
-from device_communicators.routing.communicator import REDUCE_OPS, GroupContext, merge_blocks
+from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle, TensorHandle
 from device_communicators.routing.user_call import transfer
 from parallel_state.collectives import batches, checks, ops
+from parallel_state.collectives.direct import DIRECT
 from parallel_state.torch_internals import in_transform
 
 _OPS = torch.ops.parallel_state
@@ -82,15 +84,20 @@ class TensorCalls(GroupFacts):
         torch's `ReduceOp.SUM` and its like are taken, too.
         A model layer's gradient wants `regions.reduce_from_tensor_model_parallel_region`: see there.
         """
+        if not is_dynamo_compiling():
+            reduced = DIRECT.all_reduce(x, self._token, op, self._key)
+            if reduced is not NotImplemented:
+                return reduced
         checks.check_tensor(self.context, "all_reduce", x)
-        if op.__class__ is not str or op not in REDUCE_OPS:  # looked at here: a call of a function is 0.1 us of three
-            op = checks.check_reduce_op(self.context, "all_reduce", op)
-        if self.world_size == 1 and self._is_single_rank():
+        op = checks.check_reduce_op(self.context, "all_reduce", op)
+        if self._is_single_rank():
             return x
         return _ALL_REDUCE(x, self._token, op, self._key)
 
     def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces `x` over all ranks in place; returns `x`."""
+        if not is_dynamo_compiling() and DIRECT.all_reduce_(x, self._token, op, self._key) is x:
+            return x
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
         op = checks.check_reduce_op(self.context, "all_reduce_", op)
@@ -104,6 +111,13 @@ class TensorCalls(GroupFacts):
         A 0-d tensor becomes `[world_size]`. All ranks' shapes must be equal; see all_gatherv for others. `out`: see
         above.
         """
+        if not is_dynamo_compiling():
+            if out is None:
+                gathered = DIRECT.all_gather(x, self._token, dim, self._key)
+            else:
+                gathered = DIRECT.all_gather_into(x, self._token, out, dim, self._key)
+            if gathered is not NotImplemented:
+                return gathered
         checks.check_tensor(self.context, "all_gather", x)
         dim = checks.normal_dim(self.context, "all_gather", x, dim)
         if out is not None:
@@ -119,6 +133,8 @@ class TensorCalls(GroupFacts):
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
         """Gathers into `out`, as torch's: `[n, …]` to `[world_size · n, …]`, or to `[world_size, n, …]`; returns it."""
+        if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
+            return out
         name = "all_gather_into_tensor"
         checks.check_tensor(self.context, name, x)
         checks.check_tensor(self.context, f"out of {name}", out)
@@ -172,6 +188,13 @@ class TensorCalls(GroupFacts):
         self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, out: Tensor | None = None
     ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
+        if not is_dynamo_compiling():
+            if out is None:
+                scattered = DIRECT.reduce_scatter(x, self._token, dim, op, self._key)
+            else:
+                scattered = DIRECT.reduce_scatter_into(x, self._token, out, dim, op, self._key)
+            if scattered is not NotImplemented:
+                return scattered
         checks.check_tensor(self.context, "reduce_scatter", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter", op)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
@@ -186,6 +209,8 @@ class TensorCalls(GroupFacts):
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
         """Reduces and scatters along dim 0 into `out`, which it returns; `x` may be `[world_size, *out.shape]`."""
+        if not is_dynamo_compiling() and DIRECT.reduce_scatter_into(x, self._token, out, 0, op, self._key) is out:
+            return out
         checks.check_tensor(self.context, "reduce_scatter_tensor", x)
         checks.check_tensor(self.context, "out of reduce_scatter_tensor", out)
         stacked = out.dim() > 0 and list(x.shape) == [self.world_size, *out.shape]
@@ -215,6 +240,10 @@ class TensorCalls(GroupFacts):
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Gathers as all_gather on rank `dst`; returns None on the others. No gradient."""
+        if not is_dynamo_compiling():
+            found = DIRECT.gather(x, self._token, dim, dst, self._key)
+            if found is not NotImplemented:
+                return found
         checks.check_tensor(self.context, "gather", x)
         checks.check_rank(self.context, "gather", "dst", dst)
         dim = checks.normal_dim(self.context, "gather", x, dim)
@@ -237,6 +266,11 @@ class TensorCalls(GroupFacts):
         Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, which needs no exchange
         and compiles, or none does and `src` tells the others first. The result is on the group's device. No gradient.
         """
+        if size is not None and not is_dynamo_compiling():
+            given = x if self.rank_in_group == src else None
+            mine = DIRECT.scatter(given, self._token, size, dtype, self.device, dim, src, self._key)
+            if mine is not NotImplemented:
+                return mine
         checks.check_rank(self.context, "scatter", "src", src)
         is_src = self.rank_in_group == src
         if (size is None) != (dtype is None):
@@ -301,6 +335,14 @@ class TensorCalls(GroupFacts):
         With split sizes (rows of dim 0 to and from each rank) both dims must be 0; `input_split_sizes` of rank a for
         rank b must equal `output_split_sizes` of b for a. Leaving one of the two out means equal slices there.
         """
+        is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
+        if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
+            if out is None:
+                exchanged = DIRECT.all_to_all(x, self._token, None, None, self._key)
+            else:
+                exchanged = DIRECT.all_to_all_into(x, self._token, out, None, None, self._key)
+            if exchanged is not NotImplemented:
+                return exchanged
         checks.check_tensor(self.context, "all_to_all", x)
         if type(scatter_dim) is not int or scatter_dim != 0:  # 0 is one of every tensor
             scatter_dim = checks.normal_dim(self.context, "all_to_all", x, scatter_dim)
@@ -374,6 +416,10 @@ class TensorCalls(GroupFacts):
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Returns rank `src`'s `x` as a new tensor on every rank; the others' `x` gives shape and dtype only."""
+        if not is_dynamo_compiling():
+            received = DIRECT.broadcast(x, self._token, src, self._key)
+            if received is not NotImplemented:
+                return received
         checks.check_tensor(self.context, "broadcast", x)
         checks.check_rank(self.context, "broadcast", "src", src)
         if self._is_single_rank():
@@ -382,6 +428,8 @@ class TensorCalls(GroupFacts):
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
         """Fills every rank's `x` with rank `src`'s; returns `x`."""
+        if not is_dynamo_compiling() and DIRECT.broadcast_(x, self._token, src, self._key) is x:
+            return x
         checks.check_tensor(self.context, "broadcast_", x)
         checks.check_writable(self.context, "broadcast_", x)
         checks.check_rank(self.context, "broadcast_", "src", src)
@@ -407,6 +455,8 @@ class TensorCalls(GroupFacts):
 
     def barrier(self) -> None:
         """Returns once every rank of the group has called it."""
+        if not is_dynamo_compiling() and DIRECT.barrier(self._token, self._key) is None:
+            return
         if not self._is_single_rank():
             _OPS.barrier(self._token, self._key)
 

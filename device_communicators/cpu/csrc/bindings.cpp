@@ -1,4 +1,4 @@
-// The registered ops' CPU kernels: from torch's dispatcher to a group by its name. The only file that knows torch.
+// The registered ops' CPU kernels: from torch's dispatcher to a group by its name.
 //
 // What shared memory doesn't carry (a group that nobody serves, an unusual dtype, a failure to report) goes on to the
 // op's twin in `parallel_state_python`, which is the whole op written in Python; `parallel_state.ops` defines both.
@@ -8,15 +8,12 @@
 #include <c10/core/impl/COW.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
-#include <numeric>
 
-#include "handle.h"
 #include "messages.h"
+#include "ops.h"
 #include "pack.h"
 
 #pragma GCC visibility push(default)
@@ -25,142 +22,6 @@ extern "C" int ps_describe_tensor(const void* impl, parallel_state::TensorForm* 
 
 namespace parallel_state {
 namespace {
-
-using at::Tensor;
-using std::string_view;
-
-struct Reduction {
-  Dtype dtype;
-  ReduceOp op;
-  int told;  // the reduction as the caller called it, by its place in REDUCE_OPS of native_group.py
-};
-
-// Whether the kernels reduce `dtype` by `name`, and how. Bytes that are 0 or 1: or is max, and is min.
-bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
-  ReduceOp op;
-  if (name == "sum") op = ReduceOp::kSum;
-  else if (name == "max") op = ReduceOp::kMax;
-  else if (name == "min") op = ReduceOp::kMin;
-  else if (name == "product") op = ReduceOp::kProduct;
-  else if (name == "avg" && at::isFloatingType(dtype)) op = ReduceOp::kAverage;
-  else return false;
-  const int told = static_cast<int>(op);
-  switch (dtype) {
-    case at::kFloat: *found = {Dtype::kFloat32, op, told}; return true;
-    case at::kDouble: *found = {Dtype::kFloat64, op, told}; return true;
-    case at::kHalf: *found = {Dtype::kFloat16, op, told}; return true;
-    case at::kBFloat16: *found = {Dtype::kBfloat16, op, told}; return true;
-    case at::kChar: *found = {Dtype::kInt8, op, told}; return true;
-    case at::kShort: *found = {Dtype::kInt16, op, told}; return true;
-    case at::kInt: *found = {Dtype::kInt32, op, told}; return true;
-    case at::kLong: *found = {Dtype::kInt64, op, told}; return true;
-    case at::kByte: *found = {Dtype::kUint8, op, told}; return true;
-    case at::kBool:
-      *found = {Dtype::kUint8, op == ReduceOp::kSum || op == ReduceOp::kMax ? ReduceOp::kMax : ReduceOp::kMin, told};
-      return true;
-    default: return false;
-  }
-}
-
-// Results from this size on come from memory that all ranks map: what malloc gives back to the system between two calls
-// costs more in page faults than the collective itself.
-constexpr std::size_t kPooledBytes = 128 << 10;
-
-Tensor ordinary(at::IntArrayRef sizes, at::ScalarType dtype) {
-  return at::detail::empty_cpu(sizes, dtype, /*pin_memory=*/false, std::nullopt);
-}
-
-// A tensor in memory that all ranks map, which goes back there with it; an ordinary one where there is no room.
-Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
-  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  Arena* const arena = served.handle().arena();
-  void* const block = arena == nullptr || bytes == 0 ? nullptr : arena->allocate(bytes);
-  if (block == nullptr) return ordinary(sizes, dtype);
-  const auto release = [keep = served.share()](void* freed) { keep->arena()->release(freed); };
-  return at::for_blob(block, sizes).deleter(release).options(at::TensorOptions(dtype)).make_tensor();
-}
-
-Tensor empty(Served& served, at::IntArrayRef sizes, at::ScalarType dtype) {
-  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
-  return bytes < kPooledBytes ? ordinary(sizes, dtype) : symmetric(served, sizes, dtype);
-}
-
-Tensor empty(Served& served, at::IntArrayRef sizes, const Tensor& like) {
-  return empty(served, sizes, like.scalar_type());
-}
-
-// As native_group.py numbers those dtypes that both know.
-int number_of(at::ScalarType dtype) {
-  const int number = static_cast<int>(dtype);
-  constexpr int kUint64 = 27 + 2, kUnknown = 254;
-  return number <= kUint64 ? number : kUnknown;
-}
-
-Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim = -1, std::int64_t root = -1) {
-  return as_called(
-      told_of(method, x.sizes(), number_of(x.scalar_type()), reduction, static_cast<int>(dim), static_cast<int>(root)));
-}
-
-// As Served::carry, of `x`. False where it failed.
-template <typename Call>
-bool carry(Served& served, Counted operation, const Tensor& x, Told told, Call call) {
-  const at::IntArrayRef sizes = x.sizes();
-  const Status status = served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(),
-                                     x.nbytes(), [&](Group& self, double timeout_s) {
-                                       self.tell(told);
-                                       return call(self, timeout_s);
-                                     });
-  if (status == Status::kBusy) note_overlap(&served.handle());
-  return status == Status::kDone;
-}
-
-const Tensor& nothing() {
-  static const Tensor none = at::detail::empty_cpu({0}, at::kByte, /*pin_memory=*/false, std::nullopt);
-  return none;
-}
-
-// The sizes of `x` with another length of `dim`.
-c10::SmallVector<std::int64_t, 8> resized(const Tensor& x, std::int64_t dim, std::int64_t length) {
-  c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
-  sizes[dim] = length;
-  return sizes;
-}
-
-// `x` with `dim` in front, contiguous, and the reverse.
-Tensor rows_of(const Tensor& x, std::int64_t dim) { return (dim == 0 ? x : x.movedim(dim, 0)).contiguous(); }
-Tensor with_rows(const Tensor& rows, std::int64_t dim) { return dim == 0 ? rows : rows.movedim(0, dim).contiguous(); }
-
-// Whether `sizes` has one for each rank.
-bool fit(c10::SymIntArrayRef sizes, const Served& served) {
-  return sizes.size() == static_cast<std::size_t>(served.handle().size()) &&
-         std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.expect_int() >= 0; });
-}
-
-// As `tell`, of a call with `sizes` of the ranks' parts.
-Told tell_sized(Method method, const Tensor& x, at::IntArrayRef shape, c10::SymIntArrayRef sizes, int reduction,
-                std::int64_t dim) {
-  c10::SmallVector<std::int64_t, 16> compared(shape.begin(), shape.end());
-  for (const c10::SymInt& size : sizes) compared.push_back(size.expect_int());
-  Told told = told_of(method, compared, number_of(x.scalar_type()), reduction, static_cast<int>(dim));
-  told.shape = packed_shape(shape);
-  return told;
-}
-
-// Allocates a result, unless the caller has given one; false where that isn't of this form.
-bool provide(Tensor& out, Served& served, at::IntArrayRef sizes, const Tensor& like) {
-  if (!out.defined()) {
-    out = empty(served, sizes, like);
-    return true;
-  }
-  return out.is_contiguous() && out.sizes() == sizes && out.scalar_type() == like.scalar_type();
-}
-
-// `x`, contiguous; a copy where `out` shares its memory: others read it while this rank writes.
-Tensor apart(const Tensor& x, const Tensor& out) {
-  return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
-}
-
-std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multiply_integers(x.sizes().slice(0, dim)); }
 
 // An op by name, looked up once.
 template <typename Op>
@@ -181,22 +42,20 @@ decltype(auto) in_python(Arguments&&... arguments) {
   return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
 }
 
+// Whether a group carried an op that `call` calls on it. False, too, where nobody serves the group.
+template <typename Call>
+bool carried(string_view group, Call call) {
+  const std::shared_ptr<Served> served = find_served(group);
+  return served != nullptr && call(*served) == Carried::kYes;
+}
+
 struct AllReduce {
   static constexpr const char* kName = "all_reduce";
   using Signature = Tensor(const Tensor&, Tensor&, string_view, string_view);
 
   static Tensor run(const Tensor& x, Tensor& token, string_view op, string_view group) {
-    Reduction how;
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && reduction_of(x.scalar_type(), op, &how)) {
-      const auto in = x.expect_contiguous();
-      Tensor out = empty(*served, x.sizes(), x);
-      const Told told = tell(Method::kAllReduce, x, how.told);
-      const bool done = carry(*served, Counted::kAllReduce, x, told, [&](Group& self, double timeout_s) {
-        return self.all_reduce(out.mutable_data_ptr(), in->const_data_ptr(), in->numel(), how.dtype, how.op, timeout_s);
-      });
-      if (done) return out;
-    }
+    Tensor out;
+    if (carried(group, [&](Served& served) { return all_reduce(served, x, op, &out); })) return out;
     return in_python<AllReduce>(x, token, op, group);
   }
 };
@@ -206,16 +65,7 @@ struct AllReduceInPlace {
   using Signature = void(Tensor&, Tensor&, string_view, string_view);
 
   static void run(Tensor& x, Tensor& token, string_view op, string_view group) {
-    Reduction how;
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && x.is_contiguous() && reduction_of(x.scalar_type(), op, &how)) {
-      void* const data = x.mutable_data_ptr();
-      const Told told = tell(Method::kAllReduceInPlace, x, how.told);
-      const bool done = carry(*served, Counted::kAllReduceInPlace, x, told, [&](Group& self, double timeout_s) {
-        return self.all_reduce(data, data, x.numel(), how.dtype, how.op, timeout_s);
-      });
-      if (done) return;
-    }
+    if (carried(group, [&](Served& served) { return all_reduce_in_place(served, x, op); })) return;
     in_python<AllReduceInPlace>(x, token, op, group);
   }
 };
@@ -227,31 +77,11 @@ struct AllReduceAddRmsNorm {
 
   static std::tuple<Tensor, Tensor> run(const Tensor& x, Tensor& token, const Tensor& residual, const Tensor& weight,
                                         double eps, string_view group) {
-    Reduction how;
-    const std::shared_ptr<Served> served = find_served(group);
-    const at::ScalarType dtype = x.scalar_type();
-    const bool fits = (dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16) && x.numel() != 0 &&
-                      residual.sizes() == x.sizes() && residual.scalar_type() == dtype &&
-                      weight.scalar_type() == dtype && weight.dim() == 1 && weight.size(0) == x.size(-1);
-    if (served != nullptr && fits && reduction_of(dtype, "sum", &how)) {
-      const auto in = x.expect_contiguous(), before = residual.expect_contiguous(), scale = weight.expect_contiguous();
-      Tensor out = empty(*served, x.sizes(), x), after = empty(*served, x.sizes(), x);
-      const auto hidden = static_cast<std::size_t>(x.size(-1));
-      const AddRmsNorm norm{out.mutable_data_ptr(),
-                            after.mutable_data_ptr(),
-                            in->const_data_ptr(),
-                            before->const_data_ptr(),
-                            scale->const_data_ptr(),
-                            x.numel() / hidden,
-                            hidden,
-                            static_cast<float>(eps),
-                            how.dtype};
-      const Told told = tell(Method::kAllReduceAddRmsNorm, x, how.told);
-      const bool done = carry(*served, Counted::kFused, x, told, [&](Group& self, double timeout_s) {
-        return self.all_reduce_add_rms_norm(norm, timeout_s);
-      });
-      if (done) return {out, after};
-    }
+    Tensor out, after;
+    const auto call = [&](Served& served) {
+      return all_reduce_add_rms_norm(served, x, residual, weight, eps, &out, &after);
+    };
+    if (carried(group, call)) return {out, after};
     return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
   }
 
@@ -265,21 +95,10 @@ struct AllGather {
   static constexpr const char* kName = "all_gather";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
 
-  static bool into(Tensor& out, const Tensor& x, std::int64_t dim, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served == nullptr || x.numel() == 0 || dim < 0 || dim >= x.dim()) return false;
-    if (!provide(out, *served, resized(x, dim, x.size(dim) * served->handle().size()), x)) return false;
-    const Tensor in = apart(x, out);
-    const std::size_t outer = rows_before(x, dim);
-    const Told told = tell(Method::kAllGather, x, -1, dim);
-    return carry(*served, Counted::kAllGather, x, told, [&](Group& self, double timeout_s) {
-      return self.all_gather(out.mutable_data_ptr(), in.const_data_ptr(), outer, in.nbytes() / outer, timeout_s);
-    });
-  }
-
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view group) {
     Tensor out;
-    return into(out, x, dim, group) ? out : in_python<AllGather>(x, token, dim, group);
+    if (carried(group, [&](Served& served) { return all_gather(served, x, dim, &out); })) return out;
+    return in_python<AllGather>(x, token, dim, group);
   }
 };
 
@@ -288,7 +107,8 @@ struct AllGatherInto {
   using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view);
 
   static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view group) {
-    if (!AllGather::into(out, x, dim, group)) in_python<AllGatherInto>(x, token, out, dim, group);
+    if (carried(group, [&](Served& served) { return all_gather(served, x, dim, &out); })) return;
+    in_python<AllGatherInto>(x, token, out, dim, group);
   }
 };
 
@@ -296,26 +116,10 @@ struct ReduceScatter {
   static constexpr const char* kName = "reduce_scatter";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view, string_view);
 
-  static bool into(Tensor& out, const Tensor& x, std::int64_t dim, string_view op, string_view group) {
-    Reduction how;
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served == nullptr || x.numel() == 0 || dim < 0 || dim >= x.dim() ||
-        x.size(dim) % served->handle().size() != 0 || !reduction_of(x.scalar_type(), op, &how)) {
-      return false;
-    }
-    if (!provide(out, *served, resized(x, dim, x.size(dim) / served->handle().size()), x)) return false;
-    const Tensor in = apart(x, out);
-    const std::size_t outer = rows_before(x, dim);
-    const Told told = tell(Method::kReduceScatter, x, how.told, dim);
-    return carry(*served, Counted::kReduceScatter, x, told, [&](Group& self, double timeout_s) {
-      return self.reduce_scatter(out.mutable_data_ptr(), in.const_data_ptr(), outer, out.numel() / outer, how.dtype,
-                                 how.op, timeout_s);
-    });
-  }
-
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
     Tensor out;
-    return into(out, x, dim, op, group) ? out : in_python<ReduceScatter>(x, token, dim, op, group);
+    if (carried(group, [&](Served& served) { return reduce_scatter(served, x, dim, op, &out); })) return out;
+    return in_python<ReduceScatter>(x, token, dim, op, group);
   }
 };
 
@@ -324,51 +128,19 @@ struct ReduceScatterInto {
   using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view, string_view);
 
   static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view op, string_view group) {
-    if (!ReduceScatter::into(out, x, dim, op, group)) in_python<ReduceScatterInto>(x, token, out, dim, op, group);
+    if (carried(group, [&](Served& served) { return reduce_scatter(served, x, dim, op, &out); })) return;
+    in_python<ReduceScatterInto>(x, token, out, dim, op, group);
   }
 };
-
-using Splits = at::OptionalSymIntArrayRef;  // none: all are equal
 
 struct AllToAll {
   static constexpr const char* kName = "all_to_all";
   using Signature = Tensor(const Tensor&, Tensor&, Splits, Splits, string_view);
 
-  static bool into(Tensor& out, const Tensor& x, Splits output_splits, Splits input_splits, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    const auto size = served == nullptr ? 0u : static_cast<std::size_t>(served->handle().size());
-    const auto fit = [&](Splits splits) {
-      return splits.has_value() ? splits->size() == size : x.size(0) % static_cast<std::int64_t>(size) == 0;
-    };
-    if (served == nullptr || x.dim() == 0 || output_splits.has_value() != input_splits.has_value()) return false;
-    if (!fit(output_splits) || !fit(input_splits)) return false;
-    const std::size_t row_bytes = c10::multiply_integers(x.sizes().slice(1)) * x.element_size();
-    std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
-    std::int64_t rows = 0, rows_in = 0;
-    const std::int64_t equal = x.size(0) / static_cast<std::int64_t>(size);
-    for (std::size_t rank = 0; rank < size; ++rank) {
-      const std::int64_t to_come = output_splits.has_value() ? (*output_splits)[rank].expect_int() : equal;
-      const std::int64_t to_go = input_splits.has_value() ? (*input_splits)[rank].expect_int() : equal;
-      TORCH_CHECK_VALUE(to_come >= 0 && to_go >= 0, "splits of all_to_all must not be negative");
-      out_bytes[rank] = to_come * row_bytes;
-      in_bytes[rank] = to_go * row_bytes;
-      rows += to_come;
-      rows_in += to_go;
-    }
-    TORCH_CHECK_VALUE(rows_in == x.size(0), "input_splits of all_to_all must add up to the ", x.size(0),
-                      " rows of x, but add up to ", rows_in);
-    if (!provide(out, *served, resized(x, 0, rows), x)) return false;
-    const Tensor in = apart(x, out);
-    const Told told = as_called(told_of(Method::kAllToAll, x.sizes().slice(1), number_of(x.scalar_type())));
-    return carry(*served, Counted::kAllToAll, x, told, [&](Group& self, double timeout_s) {
-      return self.all_to_all(out.mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
-    });
-  }
-
   static Tensor run(const Tensor& x, Tensor& token, Splits output_splits, Splits input_splits, string_view group) {
     Tensor out;
-    if (into(out, x, output_splits, input_splits, group)) return out;
-    return in_python<AllToAll>(x, token, output_splits, input_splits, group);
+    const auto call = [&](Served& served) { return all_to_all(served, x, output_splits, input_splits, &out); };
+    return carried(group, call) ? out : in_python<AllToAll>(x, token, output_splits, input_splits, group);
   }
 };
 
@@ -378,8 +150,8 @@ struct AllToAllInto {
 
   static void run(const Tensor& x, Tensor& token, Tensor& out, Splits output_splits, Splits input_splits,
                   string_view group) {
-    if (AllToAll::into(out, x, output_splits, input_splits, group)) return;
-    in_python<AllToAllInto>(x, token, out, output_splits, input_splits, group);
+    const auto call = [&](Served& served) { return all_to_all(served, x, output_splits, input_splits, &out); };
+    if (!carried(group, call)) in_python<AllToAllInto>(x, token, out, output_splits, input_splits, group);
   }
 };
 
@@ -388,31 +160,8 @@ struct AllGatherv {
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view);
 
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && dim >= 0 && dim < x.dim() && fit(sizes, *served)) {
-      const int rank = served->handle().rank();
-      const Tensor in = rows_of(x, dim);
-      const std::size_t row_bytes = c10::multiply_integers(in.sizes().slice(1)) * in.element_size();
-      std::int64_t rows = 0;
-      for (const c10::SymInt& size : sizes) rows += size.expect_int();
-      Tensor out = empty(*served, resized(in, 0, rows), x);
-      auto* at = static_cast<char*>(out.mutable_data_ptr());
-      void* outs[kMaxRanks];
-      std::size_t bytes[kMaxRanks];
-      for (std::size_t part = 0; part < sizes.size(); at += bytes[part++]) {
-        outs[part] = at;
-        bytes[part] = sizes[part].expect_int() * row_bytes;
-      }
-      auto shape = resized(x, dim, 0);
-      shape.erase(shape.begin() + dim);
-      const Told told = tell_sized(Method::kAllGatherv, x, shape, sizes, -1, dim);
-      const bool fits = rows * row_bytes != 0 && bytes[rank] == in.nbytes();
-      const bool done = fits && carry(*served, Counted::kAllGatherv, x, told, [&](Group& self, double timeout_s) {
-                          return self.gatherv(outs, bytes, in.const_data_ptr(), timeout_s);
-                        });
-      if (done && bytes[rank] != 0) std::memcpy(outs[rank], in.const_data_ptr(), bytes[rank]);
-      if (done) return with_rows(out, dim);
-    }
+    Tensor out;
+    if (carried(group, [&](Served& served) { return all_gatherv(served, x, dim, sizes, &out); })) return out;
     return in_python<AllGatherv>(x, token, dim, sizes, group);
   }
 };
@@ -421,38 +170,10 @@ struct ReduceScatterv {
   static constexpr const char* kName = "reduce_scatterv";
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view, string_view);
 
-  // Exchanges the slices, and reduces one's own.
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
                     string_view group) {
-    Reduction how;
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && fit(sizes, *served) &&
-        reduction_of(x.scalar_type(), op, &how)) {
-      const std::size_t size = sizes.size();
-      const Tensor in = rows_of(x, dim);
-      const std::size_t row_bytes = in.nbytes() / in.size(0);
-      const std::int64_t mine = sizes[served->handle().rank()].expect_int();
-      const Tensor slices = empty(*served, resized(in, 0, mine * static_cast<std::int64_t>(size)), x);
-      std::size_t out_bytes[kMaxRanks], in_bytes[kMaxRanks];
-      const void* sources[kMaxRanks];
-      for (std::size_t rank = 0; rank < size; ++rank) {
-        out_bytes[rank] = mine * row_bytes;
-        in_bytes[rank] = sizes[rank].expect_int() * row_bytes;
-        sources[rank] = static_cast<const char*>(slices.const_data_ptr()) + rank * out_bytes[rank];
-      }
-      Tensor out = empty(*served, resized(in, 0, mine), x);
-      const Told told = tell_sized(Method::kReduceScatterv, x, x.sizes(), sizes, how.told, dim);
-      const bool fits = std::accumulate(in_bytes, in_bytes + size, std::size_t{0}) == in.nbytes();
-      const bool done =
-          fits && carry(*served, Counted::kReduceScatterv, x, told, [&](Group& self, double timeout_s) {
-            return self.all_to_all(slices.mutable_data_ptr(), in.const_data_ptr(), out_bytes, in_bytes, timeout_s);
-          });
-      if (done) {
-        void* const to = out.mutable_data_ptr();
-        reduce_function(how.dtype, how.op)(&to, 1, sources, static_cast<int>(size), out.numel());
-        return with_rows(out, dim);
-      }
-    }
+    Tensor out;
+    if (carried(group, [&](Served& served) { return reduce_scatterv(served, x, dim, sizes, op, &out); })) return out;
     return in_python<ReduceScatterv>(x, token, dim, sizes, op, group);
   }
 };
@@ -462,28 +183,9 @@ struct Gather {
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, std::int64_t, string_view);
 
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, std::int64_t dst, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && dim >= 0 && dim < x.dim() && dst >= 0 && dst < served->handle().size()) {
-      const int size = served->handle().size(), rank = served->handle().rank();
-      const auto in = x.expect_contiguous();
-      c10::SmallVector<std::int64_t, 8> sizes(x.sizes().begin(), x.sizes().end());
-      sizes.insert(sizes.begin(), size);
-      const Tensor blocks = rank == dst ? empty(*served, sizes, x) : ordinary({0}, x.scalar_type());
-      void* outs[kMaxRanks] = {};
-      std::size_t bytes[kMaxRanks];
-      for (int part = 0; part < size; ++part) {
-        bytes[part] = in->nbytes();
-        if (rank == dst) outs[part] = static_cast<char*>(blocks.mutable_data_ptr()) + part * in->nbytes();
-      }
-      const Told told = tell(Method::kGather, x, -1, dim, dst);
-      const bool done = carry(*served, Counted::kGather, x, told, [&](Group& self, double timeout_s) {
-        return self.gatherv(outs, bytes, in->const_data_ptr(), timeout_s);
-      });
-      if (done && rank != dst) return blocks;
-      if (done) std::memcpy(outs[rank], in->const_data_ptr(), bytes[rank]);
-      if (done && dim == 0) return blocks.flatten(0, 1);
-      // Where the dims are 1 long, flatten gives a view of other strides.
-      if (done) return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous();
+    Tensor out;
+    if (carried(group, [&](Served& served) { return gather(served, x, dim, dst, &out); })) {
+      return out.defined() ? out : at::detail::empty_cpu({0}, x.scalar_type(), /*pin_memory=*/false, std::nullopt);
     }
     return in_python<Gather>(x, token, dim, dst, group);
   }
@@ -496,29 +198,11 @@ struct Scatter {
 
   static Tensor run(const std::optional<Tensor>& x, Tensor& token, c10::SymIntArrayRef size, at::ScalarType dtype,
                     at::Device device, std::int64_t dim, std::int64_t src, string_view group) {
-    const at::IntArrayRef sizes = C10_AS_INTARRAYREF_SLOW(size);
-    const std::shared_ptr<Served> served = device.is_cpu() ? find_served(group) : nullptr;
-    const auto dims = static_cast<std::int64_t>(sizes.size());
-    if (served != nullptr && c10::multiply_integers(sizes) != 0 && dim >= 0 && dim < dims && src >= 0 &&
-        src < served->handle().size()) {
-      const int ranks = served->handle().size();
-      const bool gives = served->handle().rank() == src;
-      const bool fits = !gives || (x.has_value() && x->device().is_cpu() && x->scalar_type() == dtype &&
-                                   x->dim() == dims && x->size(dim) == ranks * sizes[dim] &&
-                                   x->numel() == ranks * static_cast<std::int64_t>(c10::multiply_integers(sizes)));
-      Tensor out = empty(*served, sizes, dtype);
-      Tensor blocks;  // slices one after the other
-      if (gives && fits) {
-        blocks = dim == 0 ? x->contiguous() : x->unflatten(dim, {ranks, sizes[dim]}).movedim(dim, 0).contiguous();
-      }
-      const Told told = tell(Method::kScatter, out, -1, dim, src);
-      const bool done =
-          fits && carry(*served, Counted::kScatter, out, told, [&](Group& self, double timeout_s) {
-            const void* const in = gives ? blocks.const_data_ptr() : nullptr;
-            return self.scatter(out.mutable_data_ptr(), in, out.nbytes(), static_cast<int>(src), timeout_s);
-          });
-      if (done) return out;
-    }
+    Tensor out;
+    const auto call = [&](Served& served) {
+      return scatter(served, x.value_or(Tensor()), C10_AS_INTARRAYREF_SLOW(size), dtype, dim, src, &out);
+    };
+    if (device.is_cpu() && carried(group, call)) return out;
     return in_python<Scatter>(x, token, size, dtype, device, dim, src, group);
   }
 };
@@ -528,20 +212,8 @@ struct Broadcast {
   using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
 
   static Tensor run(const Tensor& x, Tensor& token, std::int64_t src, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && src >= 0 && src < served->handle().size()) {
-      Tensor out = empty(*served, x.sizes(), x);
-      const bool sends = served->handle().rank() == src;
-      const Tensor given = sends ? x.resolve_conj().resolve_neg().contiguous() : x;
-      // The source copies to its own result while the others read: they need not wait for that.
-      void* const data = sends ? const_cast<void*>(given.const_data_ptr()) : out.mutable_data_ptr();
-      const Told told = tell(Method::kBroadcast, x, -1, -1, src);
-      const bool done = carry(*served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {
-        return self.broadcast(data, out.nbytes(), static_cast<int>(src), timeout_s);
-      });
-      if (done && sends) out.copy_(given);
-      if (done) return out;
-    }
+    Tensor out;
+    if (carried(group, [&](Served& served) { return broadcast(served, x, src, &out); })) return out;
     return in_python<Broadcast>(x, token, src, group);
   }
 };
@@ -551,14 +223,7 @@ struct BroadcastInPlace {
   using Signature = void(Tensor&, Tensor&, std::int64_t, string_view);
 
   static void run(Tensor& x, Tensor& token, std::int64_t src, string_view group) {
-    const std::shared_ptr<Served> served = find_served(group);
-    if (served != nullptr && x.numel() != 0 && x.is_contiguous() && src >= 0 && src < served->handle().size()) {
-      const Told told = tell(Method::kBroadcastInPlace, x, -1, -1, src);
-      const bool done = carry(*served, Counted::kBroadcastInPlace, x, told, [&](Group& self, double timeout_s) {
-        return self.broadcast(x.mutable_data_ptr(), x.nbytes(), static_cast<int>(src), timeout_s);
-      });
-      if (done) return;
-    }
+    if (carried(group, [&](Served& served) { return broadcast_in_place(served, x, src); })) return;
     in_python<BroadcastInPlace>(x, token, src, group);
   }
 };
@@ -581,12 +246,7 @@ struct Barrier {
   using Signature = void(Tensor&, string_view);
 
   static void run(Tensor& token, string_view group) {
-    if (const std::shared_ptr<Served> served = find_served(group)) {
-      const auto call = [](Group& self, double timeout_s) { return self.barrier(timeout_s); };
-      const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
-      if (carry(*served, Counted::kBarrier, nothing(), told, call)) return;
-    }
-    in_python<Barrier>(token, group);
+    if (!carried(group, [](Served& served) { return barrier(served); })) in_python<Barrier>(token, group);
   }
 };
 

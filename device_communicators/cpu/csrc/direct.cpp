@@ -1,0 +1,459 @@
+// A group's methods on plain CPU tensors, called by Python as calling.h has it: past torch's dispatcher and the binding
+// of `torch.ops`, which take two microseconds of three.
+//
+// Each function has the arguments of the op of its name, whose Python twin is its `self`, and returns what the method
+// does. It answers NotImplemented where anybody could tell the difference, upon which the method calls the registered
+// op: a tensor of a class of its own, with a gradient, or that torch.func has wrapped, a mode, a tracer, a profiler,
+// arguments that are wrong, a group that nobody serves. Nothing has begun then. What has begun and failed is the
+// twin's.
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <memory>
+
+#include "calling.h"
+#include "ops.h"
+
+namespace {
+
+using namespace parallel_state;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+// What is told of Python and torch, as direct.py of parallel_state.collectives fills it in.
+struct Facts {
+  std::ptrdiff_t type_at, tensor_at;  // where an object has its type, a tensor its TensorImpl
+  const void* tensor_type;
+  const void* parameter_type;
+  const void* int_type;
+  const void* str_type;
+  const void* list_type;
+  const void* tuple_type;
+  void* none;
+  void* not_implemented;
+  void* runtime_error;
+  const void* const* dtypes;  // by number; null where there is none
+  std::ptrdiff_t dtype_count;
+  void* (*wrap)(const Tensor&);                            // THPVariable_Wrap
+  void* (*call)(void*, void* const*, std::size_t, void*);  // PyObject_Vectorcall
+  long long (*integer)(void*, int*);                       // PyLong_AsLongLongAndOverflow
+  const char* (*utf8)(void*, std::ptrdiff_t*);             // PyUnicode_AsUTF8AndSize
+  std::ptrdiff_t (*list_size)(void*);                      // PyList_Size
+  void* (*list_item)(void*, std::ptrdiff_t);               // PyList_GetItem: borrowed
+  std::ptrdiff_t (*tuple_size)(void*);                     // PyTuple_Size
+  void* (*tuple_item)(void*, std::ptrdiff_t);              // PyTuple_GetItem: borrowed
+  void (*hold)(void*);                                     // Py_IncRef
+  void (*let_go)(void*);                                   // Py_DecRef
+  void (*set_error)(void*, const char*);                   // PyErr_SetString
+};
+
+const Facts* facts = nullptr;  // written before any other function is called
+
+void* same(void* object) {
+  facts->hold(object);
+  return object;
+}
+
+void* not_mine() { return same(facts->not_implemented); }
+
+const void* type_of(void* object) { return *reinterpret_cast<void**>(static_cast<char*>(object) + facts->type_at); }
+
+// Null where it isn't exactly one of torch's own.
+c10::TensorImpl* impl_of(void* object) {
+  const void* const type = type_of(object);
+  if (type != facts->tensor_type && type != facts->parameter_type) return nullptr;
+  return *reinterpret_cast<c10::TensorImpl**>(static_cast<char*>(object) + facts->tensor_at);
+}
+
+bool integer_of(void* object, std::int64_t* number) {
+  if (type_of(object) != facts->int_type) return false;
+  int overflow = 0;
+  *number = facts->integer(object, &overflow);
+  return overflow == 0;
+}
+
+// Of dense tensors on the CPU, with nothing that acts before the kernels do: lazy bits, wrappers, modes, tracers.
+bool is_plain(DispatchKeySet keys) {
+  constexpr DispatchKeySet dense({DispatchKey::CPU}),
+      plain({DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::ADInplaceOrView, DispatchKey::AutocastCPU,
+             DispatchKey::BackendSelect});
+  return (keys.raw_repr() & dense.raw_repr()) == dense.raw_repr() && (keys.raw_repr() & ~plain.raw_repr()) == 0;
+}
+
+// Whether a gradient, or a tangent, would be lost or formed.
+bool wants_gradient(const Tensor& x) {
+  if (x.unsafeGetTensorImpl()->autograd_meta() == nullptr) return false;
+  return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+}
+
+// The arguments of a call. A look at one is false where the call isn't for here.
+class Given {
+ public:
+  Given(void* twin, void* const* objects, std::ptrdiff_t count) : twin_(twin), objects_(objects), count_(count) {}
+
+  bool are(std::ptrdiff_t count) const { return count_ == count && count <= kMost && facts != nullptr; }
+
+  // The group, by the last argument.
+  std::shared_ptr<Served> served() const {
+    std::ptrdiff_t bytes = 0;
+    void* const key = objects_[count_ - 1];
+    const char* const text = type_of(key) == facts->str_type ? facts->utf8(key, &bytes) : nullptr;
+    return text == nullptr ? nullptr : find_served({text, static_cast<std::size_t>(bytes)});
+  }
+
+  bool tensor(int at, Tensor* found) {
+    c10::TensorImpl* const impl = impl_of(objects_[at]);
+    if (impl == nullptr || !is_plain(impl->key_set())) return false;  // a nested one can't even be asked for its sizes
+    keys_ = keys_ | impl->key_set();
+    // A reference of one's own: another thread may give the object another tensor meanwhile.
+    using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+    *found = Tensor(Owned::unsafe_reclaim_from_nonowning(impl));
+    return !wants_gradient(*found);
+  }
+
+  // The op's token, which lies on the group's device and has no gradient.
+  bool token(int at) {
+    const c10::TensorImpl* const impl = impl_of(objects_[at]);
+    if (impl == nullptr || !is_plain(impl->key_set())) return false;
+    keys_ = keys_ | impl->key_set();
+    return true;
+  }
+
+  // A tensor to be written to, as `check_out` of parallel_state.collectives.checks has it.
+  bool out(int at, Tensor* found) {
+    if (!tensor(at, found) || !found->is_contiguous()) return false;
+    if (found->is_inference() && !c10::InferenceMode::is_enabled()) return false;
+    const bool may_be_view = at::GradMode::is_enabled() && found->unsafeGetTensorImpl()->autograd_meta() != nullptr;
+    return !may_be_view || !found->is_view() || !found->_base().requires_grad();
+  }
+
+  // A dim, counted from the front from here on.
+  bool dim(int at, std::int64_t dims, std::int64_t* found) {
+    if (!integer_of(objects_[at], found) || *found < -dims || *found >= dims) return false;
+    if (*found < 0) *found += dims;
+    dim_at_ = at;
+    dim_ = *found;
+    return true;
+  }
+
+  bool integer(int at, std::int64_t* found) const { return integer_of(objects_[at], found); }
+
+  bool text(int at, string_view* found) const {
+    std::ptrdiff_t bytes = 0;
+    const char* const text = type_of(objects_[at]) == facts->str_type ? facts->utf8(objects_[at], &bytes) : nullptr;
+    if (text != nullptr) *found = {text, static_cast<std::size_t>(bytes)};
+    return text != nullptr;
+  }
+
+  bool none(int at) const { return objects_[at] == facts->none; }
+
+  bool sizes(int at, c10::SmallVector<std::int64_t, 8>* found) const {
+    void* const object = objects_[at];
+    const bool is_list = type_of(object) == facts->list_type;
+    if (!is_list && type_of(object) != facts->tuple_type) return false;
+    const std::ptrdiff_t count = is_list ? facts->list_size(object) : facts->tuple_size(object);
+    for (std::ptrdiff_t index = 0; index < count; ++index) {
+      std::int64_t size = 0;
+      void* const item = is_list ? facts->list_item(object, index) : facts->tuple_item(object, index);
+      if (item == nullptr || !integer_of(item, &size) || size < 0) return false;
+      found->push_back(size);
+    }
+    return true;
+  }
+
+  bool dtype(int at, at::ScalarType* found) const {
+    for (std::ptrdiff_t number = 0; number < facts->dtype_count; ++number) {
+      *found = static_cast<at::ScalarType>(number);
+      if (facts->dtypes[number] == objects_[at]) return true;
+    }
+    return false;
+  }
+
+  // Whether torch's dispatcher would go straight to the CPU kernel of an op on the tensors that were looked at, or by
+  // way of autograd, which has nothing to do; and whether nobody would be told of it. As the dispatcher computes it.
+  bool is_straight() {
+    const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+    keys_ = (keys_ | local.included_) - local.excluded_;
+    return is_plain(keys_) && !at::impl::torch_function_mode_enabled() &&
+           !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
+  }
+
+  // Notes that `x` was written to, past torch, where the op's kernel for autograd does.
+  void written(const Tensor& x) const {
+    if (keys_.has(DispatchKey::AutogradCPU) && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+  }
+
+  // What the op's twin makes of the call.
+  void* in_python() const {
+    const struct Forget {  // an overlap that this call has met is not the next one's
+      ~Forget() { note_overlap(nullptr); }
+    } forget;
+    std::array<void*, kMost> objects{};
+    std::copy(objects_, objects_ + count_, objects.begin());
+    void* const dim = dim_at_ < 0 ? nullptr : calling.make_integer(dim_);
+    if (dim_at_ >= 0 && dim == nullptr) return nullptr;
+    if (dim != nullptr) objects[dim_at_] = dim;
+    void* const result = facts->call(twin_, objects.data(), count_, nullptr);
+    if (dim != nullptr) facts->let_go(dim);
+    return result;
+  }
+
+  // As `in_python`, of a method that returns `object` whatever its op does.
+  void* in_python(void* object) const {
+    void* const result = in_python();
+    if (result == nullptr) return nullptr;
+    facts->let_go(result);
+    return same(object);
+  }
+
+  void* object(int at) const { return objects_[at]; }
+  void* none() const { return facts->none; }
+
+ private:
+  static constexpr std::ptrdiff_t kMost = 8;
+
+  void* const twin_;
+  void* const* const objects_;
+  const std::ptrdiff_t count_;
+  DispatchKeySet keys_;
+  int dim_at_ = -1;
+  std::int64_t dim_ = 0;
+};
+
+// Lets other threads run meanwhile. Python's lock is taken outside of any handler and destructor: at the interpreter's
+// end the thread ends there.
+template <typename Body>
+Carried unlocked(Body body) {
+  Carried carried = Carried::kFailed;
+  std::exception_ptr thrown;
+  void* const thread = calling.save_thread();
+  try {
+    carried = body();
+  } catch (const std::exception&) {
+    thrown = std::current_exception();
+  }
+  calling.restore_thread(thread);
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  return carried;
+}
+
+// Raises what torch would: no exception of C++ may go on into the interpreter.
+template <typename Call>
+void* guarded(Call call) {
+  try {
+    return call();
+  } catch (const c10::Error& error) {
+    facts->set_error(facts->runtime_error, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    facts->set_error(facts->runtime_error, error.what());
+  }
+  return nullptr;
+}
+
+// The result of a call whose `body` makes a tensor.
+template <typename Body>
+void* made(const Given& given, Body body) {
+  Tensor out;
+  const Carried carried = unlocked([&] { return body(&out); });
+  if (carried == Carried::kNo) return not_mine();
+  return carried == Carried::kYes ? facts->wrap(out) : given.in_python();
+}
+
+// The result of a call whose `body` fills `x`, the argument at `at`, which is the result.
+template <typename Body>
+void* filled(const Given& given, int at, const Tensor& x, Body body) {
+  const Carried carried = unlocked(body);
+  if (carried == Carried::kNo) return not_mine();
+  if (carried == Carried::kFailed) return given.in_python(given.object(at));
+  given.written(x);
+  return same(given.object(at));
+}
+
+std::int64_t dims_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.dim(); }
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void ps_set_direct(const void* told) { facts = static_cast<const Facts*>(told); }
+
+void* ps_direct_all_reduce(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, op, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    string_view op;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
+    return made(given, [&](Tensor* out) { return all_reduce(*served, x, op, out); });
+  });
+}
+
+void* ps_direct_all_reduce_(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, op, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    string_view op;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
+    return filled(given, 0, x, [&] { return all_reduce_in_place(*served, x, op); });
+  });
+}
+
+void* ps_direct_all_gather(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t dim = 0;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    const bool is_mine =
+        served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return made(given, [&](Tensor* out) { return all_gather(*served, x, dim, out); });
+  });
+}
+
+void* ps_direct_all_gather_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, token, out, dim, …
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x, out;
+    std::int64_t dim = 0;
+    const auto served = given.are(5) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) &&
+                         given.dim(3, dims_of(x), &dim) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return filled(given, 2, out, [&] { return all_gather(*served, x, dim, &out); });
+  });
+}
+
+void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, op, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t dim = 0;
+    string_view op;
+    const auto served = given.are(5) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) &&
+                         given.text(3, &op) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return made(given, [&](Tensor* out) { return reduce_scatter(*served, x, dim, op, out); });
+  });
+}
+
+void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, out, dim, op, …
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x, out;
+    std::int64_t dim = 0;
+    string_view op;
+    const auto served = given.are(6) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) &&
+                         given.dim(3, dims_of(x), &dim) && given.text(4, &op) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return filled(given, 2, out, [&] { return reduce_scatter(*served, x, dim, op, &out); });
+  });
+}
+
+void* ps_direct_all_to_all(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, none, none, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    const auto served = given.are(5) && given.none(2) && given.none(3) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.is_straight()) return not_mine();
+    return made(given, [&](Tensor* out) { return all_to_all(*served, x, {}, {}, out); });
+  });
+}
+
+void* ps_direct_all_to_all_into(void* twin, void* const* objects, std::ptrdiff_t count) {  // …, out, none, none, …
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x, out;
+    const auto served = given.are(6) && given.none(3) && given.none(4) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return filled(given, 2, out, [&] { return all_to_all(*served, x, {}, {}, &out); });
+  });
+}
+
+void* ps_direct_broadcast(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, src, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t src = 0;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
+    return made(given, [&](Tensor* out) { return broadcast(*served, x, src, out); });
+  });
+}
+
+void* ps_direct_broadcast_(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, src, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t src = 0;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
+    return filled(given, 0, x, [&] { return broadcast_in_place(*served, x, src); });
+  });
+}
+
+void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dim, dst, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x, out;
+    std::int64_t dim = 0, dst = 0;
+    const auto served = given.are(5) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) &&
+                         given.integer(3, &dst) && given.is_straight();
+    if (!is_mine) return not_mine();
+    const Carried carried = unlocked([&] { return gather(*served, x, dim, dst, &out); });
+    if (carried == Carried::kNo) return not_mine();
+    const bool gets = served->handle().rank() == dst;
+    if (carried == Carried::kFailed) return gets ? given.in_python() : given.in_python(facts->none);
+    return gets ? facts->wrap(out) : same(facts->none);
+  });
+}
+
+void* ps_direct_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
+  // x, token, size, dtype, device, dim, src, group; of all ranks but `src` x is none
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    c10::SmallVector<std::int64_t, 8> sizes;
+    at::ScalarType dtype{};
+    std::int64_t dim = 0, src = 0;
+    const auto served = given.are(8) ? given.served() : nullptr;
+    bool is_mine = served != nullptr && given.sizes(2, &sizes) && given.dtype(3, &dtype) && !sizes.empty() &&
+                   given.dim(5, static_cast<std::int64_t>(sizes.size()), &dim) && given.integer(6, &src) &&
+                   given.token(1);
+    const bool gives = is_mine && served->handle().rank() == src;
+    if (is_mine && gives) {
+      auto whole = sizes;
+      whole[dim] *= served->handle().size();
+      is_mine = given.tensor(0, &x) && x.sizes() == at::IntArrayRef(whole) && x.scalar_type() == dtype;
+    }
+    if (!is_mine || !given.is_straight() || (!gives && !given.none(0))) return not_mine();
+    return made(given, [&](Tensor* out) { return scatter(*served, x, sizes, dtype, dim, src, out); });
+  });
+}
+
+void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) {  // token, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    const auto served = given.are(2) ? given.served() : nullptr;
+    if (served == nullptr || !given.token(0) || !given.is_straight()) return not_mine();
+    const Carried carried = unlocked([&] { return barrier(*served); });
+    return carried == Carried::kYes ? same(facts->none) : given.in_python();
+  });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

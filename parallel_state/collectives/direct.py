@@ -1,0 +1,121 @@
+"""Calls of a group's methods that go past torch's dispatcher: what `csrc/direct.cpp` is told of Python and torch.
+
+A method asks `DIRECT` first, with the arguments of its op, and calls the op where the answer is NotImplemented. Not in
+compiled code, which has the op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from device_communicators.routing.user_call import DTYPE_NUMBERS
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.native import NativeLibrary
+
+_Address = ctypes.c_void_p
+_WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
+"""Names of libtorch_python's function that makes a tensor's object, by torch's version: both are given an address."""
+_FUNCTIONS = {
+    "call": "PyObject_Vectorcall",
+    "integer": "PyLong_AsLongLongAndOverflow",
+    "utf8": "PyUnicode_AsUTF8AndSize",
+    "list_size": "PyList_Size",
+    "list_item": "PyList_GetItem",
+    "tuple_size": "PyTuple_Size",
+    "tuple_item": "PyTuple_GetItem",
+    "hold": "Py_IncRef",
+    "let_go": "Py_DecRef",
+    "set_error": "PyErr_SetString",
+}
+_OBJECTS = {
+    "tensor_type": torch.Tensor, "parameter_type": torch.nn.Parameter, "int_type": int, "str_type": str,
+    "list_type": list, "tuple_type": tuple, "none": None, "not_implemented": NotImplemented,
+    "runtime_error": RuntimeError,
+}  # fmt: skip
+
+
+class _Facts(ctypes.Structure):
+    """`Facts` of csrc/direct.cpp."""
+
+    _fields_ = (
+        ("type_at", ctypes.c_ssize_t),
+        ("tensor_at", ctypes.c_ssize_t),
+        *((name, _Address) for name in _OBJECTS),
+        ("dtypes", ctypes.POINTER(_Address)),
+        ("dtype_count", ctypes.c_ssize_t),
+        ("wrap", _Address),
+        *((name, _Address) for name in _FUNCTIONS),
+    )
+
+
+def _not_here(*_: object) -> Any:
+    return NotImplemented
+
+
+class DirectCalls:
+    """The functions by the names of the ops whose arguments they take; without the library none does anything.
+
+    They return what the group's methods do, `out` or `x` for those that write to it.
+    """
+
+    all_reduce: Callable[..., Any]
+    all_reduce_: Callable[..., Any]
+    all_gather: Callable[..., Any]
+    all_gather_into: Callable[..., Any]
+    reduce_scatter: Callable[..., Any]
+    reduce_scatter_into: Callable[..., Any]
+    all_to_all: Callable[..., Any]
+    all_to_all_into: Callable[..., Any]
+    broadcast: Callable[..., Any]
+    broadcast_: Callable[..., Any]
+    gather: Callable[..., Any]
+    scatter: Callable[..., Any]
+    barrier: Callable[..., Any]
+
+    def __init__(self) -> None:
+        self._facts: _Facts | None = None
+        for name in self.__class__.__annotations__:
+            setattr(self, name, _not_here)
+
+    def use(self, library: NativeLibrary) -> None:
+        """Calls the functions of the library from now on, where it has them and knows this Python and torch."""
+        if self._facts is not None or not library.has_ops:
+            return
+        from device_communicators.cpu.plain_tree import tensor_at, type_at
+
+        facts = _Facts(type_at=type_at(), tensor_at=tensor_at(), wrap=find_wrap())
+        if not (facts.type_at and facts.tensor_at and facts.wrap):
+            return
+        for name, thing in _OBJECTS.items():
+            setattr(facts, name, id(thing))
+        for field, name in _FUNCTIONS.items():
+            setattr(facts, field, ctypes.cast(getattr(ctypes.pythonapi, name), _Address))
+        facts.dtypes = dtypes = (_Address * (max(DTYPE_NUMBERS.values()) + 1))()
+        facts.dtype_count = len(dtypes)
+        for dtype, number in DTYPE_NUMBERS.items():
+            dtypes[number] = id(dtype)
+        self._facts = facts  # as long as the process lives
+        library.ps_set_direct(ctypes.byref(facts))
+        for name in self.__class__.__annotations__:
+            twin = getattr(torch.ops.parallel_state_python, name).default
+            setattr(self, name, library.method(f"ps_direct_{name}", twin))
+
+
+def find_wrap() -> int | None:
+    """Returns the address of libtorch_python's THPVariable_Wrap, which torch has loaded."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    found = next((getattr(library, name) for name in _WRAP if hasattr(library, name)), None)
+    return None if found is None else ctypes.cast(found, _Address).value
+
+
+DIRECT = DirectCalls()
