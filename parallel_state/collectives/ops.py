@@ -10,8 +10,8 @@ on every version. Nothing ever writes the token's byte.
 
 **Two registrations.** The compiled library (`csrc/bindings.cpp`) brings CPU and autograd kernels of its own for the ops
 of every layer, which go before those that are registered here. What they don't carry they hand to the op's twin in
-`parallel_state_python`: the same schema, always this module's kernels. Eager calls of a group's methods on plain tensors
-go past both: see `direct`.
+`parallel_state_python`: the same schema, always this module's kernels. Eager calls of a group's methods on plain
+tensors go past both: see `direct`.
 
 **Gradients** are those of the sum of all ranks' losses: all_gather ↔ reduce_scatter, all_to_all ↔ all_to_all,
 all_reduce(sum) ↔ all_reduce(sum). Tensor-parallel layers want Megatron's conventions instead: see `regions`.
