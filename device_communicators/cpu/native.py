@@ -121,7 +121,13 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
-    "ps_set_calling": (None, (c_void_p,) * 6),
+    "ps_set_calling": (None, (c_void_p,) * 8),
+    "ps_streams_new": (c_void_p, (c_int64,)),
+    "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
+    "ps_streams_delete": (None, (c_void_p,)),
+    "ps_streams_end_sending": (None, (c_void_p, c_int)),
+    "ps_streams_close": (None, (c_void_p,)),
+    "ps_streams_facts": (None, (c_void_p, c_int, POINTER(c_uint64))),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (
         c_int,
@@ -143,7 +149,7 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 _METH_FASTCALL = 0x80
 _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
-    "PyErr_Restore",
+    "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size",
 )  # fmt: skip
 """Functions of Python that `ps_set_calling` is given."""
 

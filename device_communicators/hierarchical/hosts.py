@@ -29,7 +29,7 @@ from device_communicators.errors import (
 )
 from device_communicators.hierarchical.leaders import DIRECT_BYTES, MOST_UNDER_WAY, Leaders
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Transfer, connect
+from device_communicators.hierarchical.streams import connect
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import REDUCE_OPS, UserCall
 from device_communicators.routing.waiting import all_gather_bytes
@@ -183,6 +183,8 @@ class Hosts:
 
     def between(self, transfer: Callable[[], int | None]) -> int:
         """Runs the leader's `transfer`; returns what that does, or raises what it raises, on every rank of its host."""
+        if self.local is None:  # there is nobody to tell
+            return transfer() or 0
         failure: Exception | None = None
         result = 0
         if self.is_leader:
@@ -190,16 +192,15 @@ class Hosts:
                 result = transfer() or 0
             except Exception as error:
                 failure = error
-        if self.local is not None:
-            words = (ctypes.c_int64 * 3)(*_encode_failure(failure), result)
-            self.local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
-            if words[0] == _MISMATCH:
-                what = self._disagreement()
-                if not self.is_leader:
-                    raise self.context.mismatch(self._operation, *what, timeout_s=self.context.timeout_s)
-            elif words[0] and not self.is_leader:
-                raise self._decode_failure(words[0], words[1])
-            result = words[2]
+        words = (ctypes.c_int64 * 3)(*_encode_failure(failure), result)
+        self.local.call("broadcast", ctypes.addressof(words), ctypes.sizeof(words), 0)
+        if words[0] == _MISMATCH:
+            what = self._disagreement()
+            if not self.is_leader:
+                raise self.context.mismatch(self._operation, *what, timeout_s=self.context.timeout_s)
+        elif words[0] and not self.is_leader:
+            raise self._decode_failure(words[0], words[1])
+        result = words[2]
         if failure is not None:
             raise failure
         return result
@@ -261,7 +262,7 @@ class Hosts:
 
     def share(self, blocks: Tensor) -> None:
         """Gives all ranks the blocks of bytes, by host, of which each host has its own."""
-        leaders, sends = self.leaders, list[Transfer]()
+        leaders, sends = self.leaders, list[int]()
         whole = [_pieces(blocks[block].view(-1)) for block in self.blocks]
         pieces = [(host, piece) for host in leaders.others for piece in whole[host][1:]]
         receives = [leaders.recv(piece, host) for host, piece in pieces] if self.is_leader else []
@@ -278,14 +279,12 @@ class Hosts:
         self._pass_on([piece for _, piece in pieces], receives)
         leaders.wait_for(sends)
 
-    def _sends(self, pieces: Sequence[Tensor], hosts: Sequence[int]) -> list[Transfer]:
+    def _sends(self, pieces: Sequence[Tensor], hosts: Sequence[int]) -> list[int]:
         return [self.leaders.send(piece, host) for piece in pieces for host in hosts]
 
-    def _pass_on(
-        self, pieces: Sequence[Tensor], receives: Sequence[Transfer], children: Sequence[int] = ()
-    ) -> list[Transfer]:
+    def _pass_on(self, pieces: Sequence[Tensor], receives: Sequence[int], children: Sequence[int] = ()) -> list[int]:
         """Broadcasts each piece to the host once it is there; returns the leader's transfers to `children`."""
-        sends: list[Transfer] = []
+        sends: list[int] = []
         for number, piece in enumerate(pieces):
             self.between(lambda number=number: self.leaders.wait_for([receives[number]]))  # type: ignore[misc]
             if self.is_leader:

@@ -20,15 +20,15 @@ import json
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of, memory_of
+from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
@@ -48,13 +48,19 @@ _NOBODYS_TAG = 1 << 30
 _PAYLOADS, _RESULTS, _BLOCKS = 1, 2, 3
 """Kinds of what follows the frames, of what goes back (the receives of a call are started in another order), and of
 what goes from one rank to another."""
-_AGREES, _DISAGREES = b"PSH4", b"PSD4"
+_AGREES, _DISAGREES = b"PSFA", b"PSFD"
 """Magic of a frame whose text is the call in words; and of one whose text is JSON, of what the host's ranks disagree
 about and which ranks these are."""
 _END_OF_WORDS = b"\0"
 """Of a frame's text; then come the splits."""
 _TEXT_BYTES = 2000
+_STEP, _DIGESTS = 0x9E3779B97F4A7C17, 1 << 64
+"""The digest of calls is that of the last one, plus that of all before by this odd number: of calls in another order it
+is another, as one less is no multiple of four."""
 _MOST_SUSPECTS = 64
+
+
+T = TypeVar("T")
 
 
 class Leaders:
@@ -77,10 +83,13 @@ class Leaders:
         self.others = [each for each in range(len(self.leaders)) if each != host]
         self.is_leader = self.leaders[host] == context.rank
         self._call = UserCall("")
-        self._digest = b""
+        self._digest = 0
+        self._words = b""
+        """The call in words, as frames have it."""
+        self._noticed = 0.0
         self._agreed = True
         self._is_first = False
-        self._bare: list[Transfer] = []
+        self._bare: list[int] = []
         """The call's frames that are heads alone."""
         self.splits: tuple[int, ...] = ()
         """Of each rank of this host, how many rows go to each rank, then how many come from each: others compare."""
@@ -88,35 +97,29 @@ class Leaders:
         self.scratch = Scratch()
         self.disagreement = ("", [0])
         """The hosts' different calls in words, and the global ranks to blame."""
-        self._started = self._deadline = 0.0
+        self._started = 0.0
 
     @property
     def _operation(self) -> str:
         return self._call.method
 
     def begin(self, call: UserCall, *facts: object) -> None:
-        """Starts a step of `call`; in `facts`, and in what is compared of the call, all leaders must agree.
-
-        Its deadline is a little before that of the ranks that wait for this one, so that they hear why.
-        """
+        """Starts a step of `call`; in `facts`, and in what is compared of the call, all leaders must agree."""
         self._call, self._agreed, self._is_first, self.splits = call, False, True, ()
         self._combined = 0
         if self.is_leader:  # with those before: hosts that came through different calls differ from then on
-            self._digest = hashlib.blake2b(self._digest + _compared(call, facts), digest_size=8).digest()
-        timeout_s = self.context.timeout_s
-        self._started = time.monotonic()
-        self._deadline = self._started + timeout_s - min(1.0, timeout_s / 10)
+            digest, self._words = _told(call, facts)
+            self._digest = (self._digest * _STEP + digest) % _DIGESTS
+        self._started, self._noticed = time.monotonic(), 0.0
 
-    def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
-        """Starts to send contiguous `x`, which is unchanged until the transfer's wait."""
+    def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> int:
+        """Starts to send contiguous `x`, which stays, and is unchanged, until the transfer's wait."""
         begin_sending()
-        return self._stream(host).send_body(kind, memory_of(x))
+        return self._streams.send((self.leaders[host], x.data_ptr(), x.nbytes), kind)
 
-    def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> Transfer:
-        return self._stream(host).receive(kind, memory_of(out))
-
-    def _stream(self, host: int) -> Stream:
-        return self._streams.by_rank[self.leaders[host]]
+    def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> int:
+        """Starts to receive into contiguous `out`, which stays until the transfer's wait."""
+        return self._streams.receive((self.leaders[host], out.data_ptr(), out.nbytes), kind)
 
     def copy_meanwhile(self, out: Tensor, x: Tensor) -> None:
         """Copies contiguous `x` while others are on their way: behind each piece the kernel gets what it has room for.
@@ -128,16 +131,15 @@ class Leaders:
             return
         for piece, given in zip(as_bytes(out).split(_COPIED_BYTES), as_bytes(x).split(_COPIED_BYTES), strict=True):
             piece.copy_(given)
-            for stream in self._streams.by_rank.values():
-                stream.write()
+            self._streams.flush()
 
-    def send_block(self, x: Tensor, rank: int) -> Transfer:
+    def send_block(self, x: Tensor, rank: int) -> int:
         """Starts to send contiguous `x` to a rank on another host, which needn't be a leader, as this one."""
         begin_sending()
-        return self._streams.by_rank[rank].send_body(_BLOCKS, memory_of(x))
+        return self._streams.send((rank, x.data_ptr(), x.nbytes), _BLOCKS)
 
-    def recv_block(self, out: Tensor, rank: int) -> Transfer:
-        return self._streams.by_rank[rank].receive(_BLOCKS, memory_of(out))
+    def recv_block(self, out: Tensor, rank: int) -> int:
+        return self._streams.receive((rank, out.data_ptr(), out.nbytes), _BLOCKS)
 
     def expect(self, received: Mapping[int, Tensor]) -> Expected:
         """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call."""
@@ -145,13 +147,14 @@ class Leaders:
         transfers = [] if is_first else [self.recv(x, host) for host, x in received.items() if x.numel()]
         return Expected(received if is_first else None, transfers)
 
-    def exchange(self, sent: Mapping[int, Tensor], expected: Expected) -> list[Transfer]:
+    def exchange(self, sent: Mapping[int, Tensor], expected: Expected) -> list[int]:
         """Starts to send to hosts what they expect; empty tensors stay where they are. Returns all transfers.
 
         The first exchange of a call compares the calls, and waits for that.
         """
         if expected.in_frames is not None:
-            return self._agree(sent, expected.in_frames)
+            sends = self.begin_exchange(sent)
+            return [*self.end_exchange(expected.in_frames), *sends]
         return [*expected.transfers, *(self.send(x, host) for host, x in sent.items() if x.numel())]
 
     def receive_sized(self, host: int, most_bytes: int) -> Tensor:
@@ -175,73 +178,90 @@ class Leaders:
         return made[0]
 
     def exchange_at_once(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Exchanges, and waits for it."""
-        self.wait_for(self.exchange(sent, self.expect(received)))
+        """Does the first exchange of a call, and waits for it."""
+        begin_sending()
+        self._is_first = False
+        incoming = self._parts(received)
+        try:
+            self._wait(self._streams.exchange, self._head(), self._parts(sent), incoming)
+        except FramesDiffer:
+            self._agreed = True
+            self._check(self._frames(), received)
+        self._agreed = True
 
     # Frames.
 
     def agree(self) -> None:
         """Raises CollectiveMismatchError on all leaders whose hosts are not in the same call; once a call."""
         if not self._agreed:
-            self.wait_for(self._agree({}, {}))
+            self.exchange_at_once({}, {})
 
-    def begin_exchange(self, sent: Mapping[int, Tensor]) -> list[Transfer]:
+    def _head(self) -> bytes:
+        words = self._words
+        if self.splits:
+            words += struct.pack(f"<{len(self.splits)}q", *self.splits)
+        return head_of(_AGREES, self._digest.to_bytes(8, "little"), words)
+
+    def _parts(self, tensors: Mapping[int, Tensor]) -> list[int]:
+        """Returns by host what its rank, address and size in bytes are, nothing being a part, too."""
+        parts = []
+        for host in self.others:
+            x = tensors.get(host)
+            parts += (self.leaders[host], 0, 0) if x is None else (self.leaders[host], x.data_ptr(), x.nbytes)
+        return parts
+
+    def _frames(self) -> dict[int, Frame]:
+        found = {host: self._streams.frame(self.leaders[host]) for host in self.others}
+        return {host: frame for host, frame in found.items() if frame is not None}
+
+    def begin_exchange(self, sent: Mapping[int, Tensor]) -> list[int]:
         """Starts to send the frames of the call's first exchange, in which `sent` travels: contiguous."""
         begin_sending()
         self._is_first = False
-        words = _in_words(self._call) + _END_OF_WORDS
-        if self.splits:
-            words += struct.pack(f"<{len(self.splits)}q", *self.splits)
-        transfers, self._bare = list[Transfer](), list[Transfer]()
-        for host in self.others:
-            x = sent.get(host)
-            body = None if x is None or not x.numel() else memory_of(x)
-            head = head_of(_AGREES, self._digest, words, 0 if body is None else len(body))
-            transfers.append(self._stream(host).send(head, body))
-            if body is None:
-                self._bare.append(transfers[-1])
+        parts = self._parts(sent)
+        transfers = list(self._streams.send_frames(self._head(), parts))
+        self._bare = [transfer for transfer, size in zip(transfers, parts[2::3], strict=True) if not size]
         return transfers
 
     def end_exchange(
         self, received: Mapping[int, Tensor | Callable[[int], Tensor]], follows: Callable[[], None] | None = None
-    ) -> list[Transfer]:
+    ) -> list[int]:
         """Waits for the others' frames, compares the calls, and starts to receive what travels in them.
 
         `received` holds tensors, or what makes one of a number of bytes. `follows` starts to receive what comes next,
         before any of it is read.
         """
-        streams = {host: self._stream(host) for host in self.others}
-        missing = [each for each in streams.values() if each.frame is None]
-        for stream in missing:
-            if not stream.error:
-                stream.read()  # of leaders that come at the same time the frame is there: no need to poll
-        self._wait(lambda: [each for each in missing if each.frame is None])
+        known = {host: x for host, x in received.items() if isinstance(x, Tensor)}
+        at_once = follows is None and not self.splits and len(known) == len(received)
+        head, parts = self._head(), self._parts(known)
+        try:
+            transfers = self._wait(self._streams.meet, head, at_once, parts)
+        except FramesDiffer:
+            at_once = False
         self._agreed = True
-        frames = {host: each.frame for host, each in streams.items() if each.frame is not None}
-        if any(frame[:2] != (_AGREES, self._digest) for frame in frames.values()):
+        if not at_once:
+            frames = self._frames()
+            known |= self._check(frames, received)
+            if follows is not None:
+                follows()
+            transfers = self._wait(self._streams.meet, head, True, self._parts(known))
+        return list(transfers)
+
+    def _check(
+        self, frames: Mapping[int, Frame], received: Mapping[int, Tensor | Callable[[int], Tensor]]
+    ) -> dict[int, Tensor]:
+        """Raises where the frames aren't those of this call. Returns what was made for them."""
+        if any(frame[:2] != (_AGREES, self._digest.to_bytes(8, "little")) for frame in frames.values()):
             self._compare({host: _read(frame) for host, frame in frames.items()})
         if self.splits:
             self._check_splits(frames)
-        transfers = []
-        for host, stream in streams.items():
-            x, size_bytes = received.get(host), frames[host].body_bytes
+        made = {}
+        for host, frame in frames.items():
+            x = received.get(host)
             if callable(x):
-                x = x(size_bytes)
-            self._check_size(host, size_bytes, 0 if x is None else x.nbytes)
-            if x is None or not x.numel():
-                stream.skip_body()
-            else:
-                transfers.append(stream.receive_body(memory_of(x)))
-        if follows is not None:
-            follows()
-        for stream in streams.values():
-            stream.parse()
-        return transfers
-
-    def _agree(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> list[Transfer]:
-        """Compares the calls by frames, in which `sent` and `received` travel. Returns the transfers."""
-        sends = self.begin_exchange(sent)
-        return [*self.end_exchange(received), *sends]
+                x = made[host] = x(frame.body_bytes)
+            self._check_size(host, frame.body_bytes, 0 if x is None else x.nbytes)
+        return made
 
     def _check_splits(self, frames: Mapping[int, Frame]) -> None:
         size = self.context.size
@@ -255,7 +275,7 @@ class Leaders:
             if sent != expected:
                 # The others find the same in this host's frame, if all of it has left.
                 with contextlib.suppress(CommunicationError):
-                    self._wait(lambda: [each.stream for each in self._bare if not each.done])
+                    self.wait_for(self._bare)
                 ranks = [self.context.ranks[rank] for rank in (src, dst)]
                 raise self._mismatch(
                     f"all ranks' splits must match, but global rank {ranks[0]} sends {sent} rows to global rank "
@@ -274,13 +294,14 @@ class Leaders:
         for head in heads.values():
             if head.disagreement:  # of that host's ranks, who know better than a digest
                 raise self._mismatch(head.disagreement, head.suspects)
-        digests = {host: head.digest for host, head in heads.items()} | {self.host: self._digest}
-        others = [host for host in sorted(heads) if digests[host] != self._digest]
+        own_digest = self._digest.to_bytes(8, "little")
+        digests = {host: head.digest for host, head in heads.items()} | {self.host: own_digest}
+        others = [host for host in sorted(heads) if digests[host] != own_digest]
         if not others:
             return
         [(usual, count), *_] = Counter(digests.values()).most_common(1)
         if 2 * count <= len(digests):  # nobody can tell who is wrong: those that differ from this rank's host
-            usual = self._digest
+            usual = own_digest
         suspects = [self.context.ranks[self.leaders[host]] for host in sorted(digests) if digests[host] != usual]
         leader = self.context.ranks[self.leaders[others[0]]]
         own, other = str(self._call), heads[others[0]].call
@@ -304,21 +325,22 @@ class Leaders:
             "this rank", f"global rank {self.context.ranks[self.context.rank]}"
         )
         words = json.dumps([what[: _TEXT_BYTES // 4], list(failure.suspect_ranks)[:_MOST_SUSPECTS]]).encode()
-        for host in self.others:
-            self._stream(host).send(head_of(_DISAGREES, self._digest, words, 0))
+        head = head_of(_DISAGREES, self._digest.to_bytes(8, "little"), words)
+        self._streams.send_frames(head, self._parts({}))
         self.abandon()
 
     def combine_at_once(
         self, part: Tensor, out: Tensor, reduction: Reduction, slices: Mapping[int, slice] | None = None
     ) -> None:
         """Combines as `combine` does, in the frames of the call alone; without `slices` all of `part` on all hosts."""
-        hosts = range(len(self.leaders))
-        dtypes = [reduction.travelling(host, slices is None) for host in hosts]
-        shares = [part if slices is None else part[slices[host]] for host in hosts]
+        dtypes, own = reduction.travelling_of_all(slices is None), self.host
+        shares = dict.fromkeys(range(len(dtypes)), part)
+        if slices is not None:
+            shares = {host: part[each] for host, each in slices.items()}
         parts = {host: self.scratch.take((0, host), out.numel(), dtypes[host]) for host in self.others}
-        self.wait_for(self._agree({host: shares[host].to(dtypes[self.host]) for host in self.others}, parts))
-        mine = parts[self.host] = shares[self.host]
-        reduction.combine([parts[host] for host in hosts], out, mine if part is not out else None)
+        self.exchange_at_once({host: shares[host].to(dtypes[own]) for host in self.others}, parts)
+        mine = parts[own] = shares[own]
+        reduction.combine([parts[host] for host in range(len(dtypes))], out, mine if part is not out else None)
 
     def all_reduce(self, part: Callable[[], Tensor], out: Tensor, reduction: Reduction) -> Iterator[None]:
         """Reduces a flat part of each host to flat `out` on all.
@@ -350,7 +372,7 @@ class Leaders:
 
         Yields as `all_reduce` does.
         """
-        dtypes = [reduction.travelling(host, in_one_round) for host in range(len(self.leaders))]
+        dtypes = reduction.travelling_of_all(in_one_round)
         turn, self._combined = self._combined % MOST_UNDER_WAY, self._combined + 1
         received = {host: self.scratch.take((turn, host), out.numel(), dtypes[host]) for host in self.others}
         expected = self.expect(received)
@@ -378,25 +400,24 @@ class Leaders:
                 children.append((place + step + root) % size)
         return parent, children
 
-    def wait_for(self, transfers: Sequence[Transfer]) -> None:
+    def wait_for(self, transfers: Sequence[int]) -> None:
         """Waits until all are done, one fails, or a rank of the failure domain has ended."""
-        pending = [transfer for transfer in transfers if not transfer.done]
-        if pending:
-            self._wait(lambda: {each.stream for each in pending if not each.done})
+        if transfers:
+            self._wait(self._streams.wait, transfers)
 
-    def _wait(self, awaited: Callable[[], Collection[Stream]]) -> None:
-        noticed: list[float] = []
+    def _limit(self) -> float:
+        """Returns how many seconds this call has. It ends a little before those of the ranks that wait for this one, so
+        that they hear why."""
+        now, timeout_s = time.monotonic(), self.context.timeout_s
+        if self.context.deaths():
+            self._noticed = self._noticed or now  # what the dead rank sent before may still be on its way
+            if now - self._noticed > NOTICE_S:
+                raise died(self.context, self._operation, self._started)
+        return self._started + timeout_s - min(1.0, timeout_s / 10) - now
 
-        def limit() -> float:
-            now = time.monotonic()
-            if self.context.deaths():
-                noticed.append(now)  # what the dead rank sent before may still be on its way
-                if now - noticed[0] > NOTICE_S:
-                    raise died(self.context, self._operation, self._started)
-            return self._deadline - now
-
+    def _wait(self, wait: Callable[..., T], *args: object) -> T:
         try:
-            self._streams.wait(awaited, limit)
+            return wait(*args, self._limit)
         except StreamError as error:
             if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
@@ -443,7 +464,7 @@ class Expected(NamedTuple):
 
     in_frames: Mapping[int, Tensor] | None
     """Of a call's first one."""
-    transfers: list[Transfer]
+    transfers: list[int]
 
 
 class _Head(NamedTuple):
@@ -478,13 +499,10 @@ class Scratch:
 
 
 @functools.lru_cache(maxsize=1024)
-def _in_words(call: UserCall) -> bytes:
-    return str(call).encode()[:_TEXT_BYTES]
-
-
-@functools.lru_cache(maxsize=1024)
-def _compared(call: UserCall, facts: tuple[object, ...]) -> bytes:
-    return repr((facts, call.compared)).encode()
+def _told(call: UserCall, facts: tuple[object, ...]) -> tuple[int, bytes]:
+    """Returns a digest of what is compared of a call, and the call in words."""
+    digest = hashlib.blake2b(repr((facts, call.compared)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little"), str(call).encode()[:_TEXT_BYTES] + _END_OF_WORDS
 
 
 def _read(frame: Frame) -> _Head:

@@ -12,15 +12,15 @@ it can't send or receive in the group that it interrupts.
 from __future__ import annotations
 
 import contextlib
-import select
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
-from device_communicators.hierarchical.streams import SLICE_S, Stream, StreamError, Streams, Transfer, memory_of
+from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
@@ -28,7 +28,7 @@ from device_communicators.routing.user_call import begin_sending, handler_error
 from device_communicators.routing.waiting import TransferError, run_in_thread
 
 ANSWERED_BYTES = 64 << 10
-_TWO_WAIT_S = 0.001
+"""`kAnsweredBytes` of csrc/streams.cpp."""
 _UNWAITED_S = 0.02
 _FIRST_KIND = 16
 
@@ -39,87 +39,52 @@ class Pairs:
     def __init__(self, context: GroupContext, streams: Streams) -> None:
         self.context = context
         self.streams = streams
-        self.lock = threading.RLock()
+        self._lock = threading.Lock()
         self._inside: dict[int, str] = {}
         """By thread: the operation that it is in."""
-        self._waiters = 0
         self._is_moved = False
         """True while a thread moves what nobody waits for."""
+        self._kept: list[PairTransfer] = []
+        """Those that were started, and whose callers may have let go of them: their tensors must stay."""
 
     def isend(self, x: Tensor, dst: int, tag: int) -> PairTransfer:
-        with self.entered("send"), self.lock:
-            return _Send(self, x, dst, tag)
+        with _Inside(self, "send"):
+            return PairTransfer(self, x, dst, tag, "send")
 
     def irecv(self, out: Tensor, src: int, tag: int) -> PairTransfer:
-        with self.entered("recv"), self.lock:
-            return _Recv(self, out, src, tag)
+        with _Inside(self, "recv"):
+            return PairTransfer(self, out, src, tag, "recv")
 
-    @contextlib.contextmanager
-    def entered(self, operation: str) -> Iterator[None]:
-        """Refuses a handler of this thread's signals, and ends the connections where one raises: `with` it in a call.
+    def send(self, x: Tensor, dst: int, tag: int) -> None:
+        with _Inside(self, "send"):
+            PairTransfer(self, x, dst, tag, "send").wait_inside()
 
-        Else another receive would get the message of the one that was interrupted, or the rest of it.
-        """
+    def recv(self, out: Tensor, src: int, tag: int) -> None:
+        with _Inside(self, "recv"):
+            PairTransfer(self, out, src, tag, "recv").wait_inside()
+
+    def enter(self, operation: str) -> None:
+        """Refuses a handler of this thread's signals."""
         thread = threading.get_ident()
         if thread in self._inside:
             raise handler_error(operation, str(self.context), self._inside[thread])
+        self._inside[thread] = operation
+
+    def exit(self, failure: BaseException | None) -> None:
+        """Ends the connections where a call was broken off by Ctrl-C, or what else a signal's handler raised.
+
+        Else another receive would get the message of the one that was interrupted, or the rest of it.
+        """
         try:
-            self._inside[thread] = operation
-            yield
-        except CommunicationError:
-            raise
-        except BaseException:  # Ctrl-C, or of a signal's handler
-            self.end_sending()
-            raise
+            if failure is not None and not isinstance(failure, CommunicationError):
+                self.end_sending()
         finally:
-            self._inside.pop(thread, None)
+            self._inside.pop(threading.get_ident(), None)
 
-    def move(self, is_done: Callable[[], bool], limit: Callable[[], float], spin_s: float) -> None:
-        """Moves what can be moved until `is_done`. `limit` as of Streams.wait. Raises StreamError."""
-        now = time.monotonic()
-        spin_until, look_at = now + spin_s, now + SLICE_S
-        poll, masks = select.poll(), dict[int, tuple[int, Stream]]()
-        with self.lock:
-            self._waiters += 1
-        try:
-            while True:
-                with self.lock:
-                    if is_done():
-                        return
-                    self._register(poll, masks)
-                    slice_s = SLICE_S if self._waiters == 1 else _TWO_WAIT_S
-                ready = poll.poll(0 if now < spin_until else 1000 * slice_s)
-                if ready:
-                    with self.lock:
-                        _handle(ready, masks)
-                now = time.monotonic()
-                if now >= look_at:
-                    look_at = now + min(SLICE_S, limit())
-        finally:
-            with self.lock:
-                self._waiters -= 1
-
-    def _register(self, poll: select.poll, masks: dict[int, tuple[int, Stream]]) -> None:
-        if not self.streams.by_rank:  # closed
-            masks.clear()
-        for stream in self.streams.by_rank.values():
-            mask = (select.POLLOUT if stream.is_sending else 0) | (
-                select.POLLIN if stream.is_sending or stream.is_receiving else 0
-            )
-            descriptor = stream.socket.fileno()
-            if stream.error or descriptor < 0:
-                mask = 0
-            before, _ = masks.get(descriptor, (0, stream))
-            if mask != before:
-                masks[descriptor] = mask, stream
-                if mask:
-                    poll.register(descriptor, mask)
-                else:
-                    poll.unregister(descriptor)
-
-    def keep_moving(self) -> None:
+    def keep_moving(self, transfer: PairTransfer) -> None:
         """Has a thread move what has been started, for as long as that isn't done."""
-        with self.lock:
+        with self._lock:
+            self._kept = [each for each in self._kept if not each.is_completed()] + [transfer]
             begun, self._is_moved = self._is_moved, True
         if not begun:
             run_in_thread(self._move_on)
@@ -133,59 +98,65 @@ class Pairs:
 
     def _move_what_is_left(self) -> None:
         time.sleep(_UNWAITED_S)  # most callers wait soon
-        poll, masks = select.poll(), dict[int, tuple[int, Stream]]()
+        streams = self.streams
         while True:
-            with self.lock:
-                self._register(poll, masks)
-                self._is_moved = any(mask for mask, _ in masks.values())
+            if streams.drive(SLICE_S):
+                time.sleep(_UNWAITED_S)  # others move it
+            with self._lock:
+                self._is_moved = streams.has_left
                 if not self._is_moved:
+                    self._kept.clear()
                     return
-                others_move = self._waiters > 0
-            if others_move:
-                time.sleep(_UNWAITED_S)
-                continue
-            ready = poll.poll(1000 * SLICE_S)
-            with self.lock:
-                _handle(ready, masks)
 
     def end_sending(self) -> None:
-        with self.lock:
-            self.streams.end_sending()
+        self.streams.end_sending()
 
     def close(self) -> None:
-        with self.lock:
-            self.streams.close()
+        self.streams.close()
 
 
-def _handle(ready: Sequence[tuple[int, int]], masks: Mapping[int, tuple[int, Stream]]) -> None:
-    for descriptor, events in ready:
-        if descriptor in masks:  # else it was closed
-            masks[descriptor][1].handle(events)
+class _Inside:
+    """`with` it in a call."""
+
+    __slots__ = ("_operation", "_pairs")
+
+    def __init__(self, pairs: Pairs, operation: str) -> None:
+        self._pairs = pairs
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        self._pairs.enter(self._operation)
+
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
+        self._pairs.exit(failure)
 
 
 class PairTransfer:
     """A work, as c10d's."""
 
-    operation = ""
-    _other = ""
-
-    def __init__(self, pairs: Pairs, x: Tensor, peer: int, tag: int) -> None:
+    def __init__(self, pairs: Pairs, x: Tensor, peer: int, tag: int, operation: str) -> None:
         begin_sending()
         self._pairs = pairs
         self._peer = peer
-        self._kind = _FIRST_KIND + 2 * tag
-        self._text = f"{str(x.dtype).removeprefix('torch.')} {x.numel()}".encode()
-        self._stream = pairs.streams.by_rank[peer]
-        self._transfers: list[Transfer] = []
         self._tensor = x
+        self.operation = operation
+        self._text = _text_of(x.dtype, x.numel())
+        self._found = b""
+        self._has_failed = False
+        start = pairs.streams.send_pair if operation == "send" else pairs.streams.receive_pair
+        try:
+            self._number = start((peer, x.data_ptr(), x.nbytes), _FIRST_KIND + 2 * tag, self._text)
+        except StreamError as error:  # the connection was closed; the wait says so
+            self._number, self._has_failed = 0, True
+            self._error = error
 
     def is_completed(self) -> bool:
-        return all(each.done for each in self._transfers)
+        return not self._has_failed and self._pairs.streams.is_done(self._number)
 
     def begin(self) -> PairTransfer:
         """Has it moved on while nobody waits."""
         if not self.is_completed():
-            self._pairs.keep_moving()
+            self._pairs.keep_moving(self)
         return self
 
     def run_in_this_thread(self) -> None:
@@ -197,49 +168,45 @@ class PairTransfer:
             return SLICE_S
 
         with contextlib.suppress(StreamError):
-            self._pairs.move(self._is_over, limit, 0.0)
-
-    def _is_over(self) -> bool:
-        if self._stream.error and not self.is_completed():
-            raise StreamError(self._stream.error, self._peer)
-        return self.is_completed()
+            self._pairs.streams.wait((self._number,), limit, True)
 
     def wait(self) -> None:
-        with self._pairs.entered(self.operation):
-            self._wait()
+        with _Inside(self._pairs, self.operation):
+            self.wait_inside()
 
-    def _wait(self) -> None:
-        context, started = self._pairs.context, time.monotonic()
-        deadline, noticed = started + context.timeout_s, list[float]()
+    def wait_inside(self) -> None:
+        context, started, noticed = self._pairs.context, time.monotonic(), 0.0
+        deadline = started + context.timeout_s
 
         def limit() -> float:
+            nonlocal noticed
             now = time.monotonic()
             if context.deaths():
-                noticed.append(now)  # what the dead rank sent before may still be on its way
-                if now - noticed[0] > NOTICE_S:
+                noticed = noticed or now  # what the dead rank sent before may still be on its way
+                if now - noticed > NOTICE_S:
                     raise died(context, self.operation, started)
-            if now > deadline:
-                raise StreamError("timed out", self._peer)
             return deadline - now
 
         try:
-            self._pairs.move(self._is_over, limit, self._pairs.streams.spin_s)
+            if self._has_failed:
+                raise self._error
+            self._pairs.streams.wait((self._number,), limit, True)
         except StreamError as error:
             if context.deaths():
                 raise died(context, self.operation, started) from error
             self._pairs.end_sending()  # as the group can't be used further: others needn't wait for their deadline
             raise TransferError(str(error), self._peer) from error
-        found = next((each.found for each in self._transfers if each.found not in (None, self._text)), None)
-        if found is not None:
-            raise self._mismatch(found)
+        self._found = self._found or self._pairs.streams.found(self._number)
+        if self._found:
+            raise self._mismatch(self._found)
 
     def _mismatch(self, found: bytes) -> CollectiveMismatchError:
         context = self._pairs.context
-        peer = context.ranks[self._peer]
+        peer, other = context.ranks[self._peer], "recv" if self.operation == "send" else "send"
         return context.failure(
             CollectiveMismatchError,
             f"{self.operation} of {context} met another call: this rank is in {_in_words(self.operation, self._text)}, "
-            f"and global rank {peer} in {_in_words(self._other, found)}. Nothing was written. The group can't be used "
+            f"and global rank {peer} in {_in_words(other, found)}. Nothing was written. The group can't be used "
             "further; give the receiving rank the shape and dtype that are sent, and receive in the order of the sends",
             self.operation,
             suspect_ranks=[peer],
@@ -247,35 +214,9 @@ class PairTransfer:
         )
 
 
-class _Send(PairTransfer):
-    operation, _other = "send", "recv"
-
-    def __init__(self, pairs: Pairs, x: Tensor, dst: int, tag: int) -> None:
-        super().__init__(pairs, x, dst, tag)
-        stream, nothing = self._stream, memoryview(bytearray())
-        if not stream.has_room(x.nbytes):
-            self._transfers.append(stream.receive(self._kind + 1, nothing, None, self._send_announced))
-            self._transfers.append(stream.announce(self._kind, x.nbytes, self._text))
-            return
-        if x.nbytes > ANSWERED_BYTES:
-            self._transfers.append(stream.receive(self._kind + 1, nothing, None))
-        self._transfers.append(stream.send_body(self._kind, memory_of(x), self._text))
-
-    def _send_announced(self, *_: object) -> None:
-        if self._transfers[0].found == self._text:  # else it isn't what the receiver expects
-            self._transfers.append(self._stream.send_announced(self._kind, memory_of(self._tensor)))
-
-
-class _Recv(PairTransfer):
-    operation, _other = "recv", "send"
-
-    def __init__(self, pairs: Pairs, out: Tensor, src: int, tag: int) -> None:
-        super().__init__(pairs, out, src, tag)
-        self._transfers.append(self._stream.receive(self._kind, memory_of(out), self._text, self._answer))
-
-    def _answer(self, size_bytes: int, is_announced: bool) -> None:
-        if is_announced or size_bytes > ANSWERED_BYTES:
-            self._stream.send_body(self._kind + 1, memoryview(bytearray()), self._text)
+@functools.lru_cache(maxsize=1024)
+def _text_of(dtype: torch.dtype, count: int) -> bytes:
+    return f"{str(dtype).removeprefix('torch.')} {count}".encode()
 
 
 def _in_words(operation: str, text: bytes) -> str:

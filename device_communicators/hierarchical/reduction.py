@@ -49,6 +49,9 @@ class Reduction:
         self._is_added_by_torch = self._divisor is None and self.narrow in (torch.float16, torch.bfloat16)
         self._alone = [count == 1 for count in ranks_of_hosts]
         self._rounded = rounded and self.widens and x.dtype == torch.bfloat16
+        self._travelling = {
+            each: tuple(self.travelling(host, each) for host in range(len(ranks_of_hosts))) for each in (False, True)
+        }
 
     def flat(self, x: Tensor) -> Tensor:
         """Returns a view of contiguous `x`, in the dtype `narrow`."""
@@ -65,6 +68,10 @@ class Reduction:
     def travelling(self, host: int, in_one_round: bool = False) -> torch.dtype:
         """Returns the dtype in which the part of `host` travels."""
         return self.narrow if self._alone[host] or (self._rounded and not in_one_round) else self.wide
+
+    def travelling_of_all(self, in_one_round: bool) -> tuple[torch.dtype, ...]:
+        """Returns `travelling` of each host."""
+        return self._travelling[in_one_round]
 
     def combine(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
         """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them.

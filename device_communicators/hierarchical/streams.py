@@ -28,7 +28,9 @@ of who listens and the rank of who connects.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import json
 import os
 import secrets
@@ -36,37 +38,28 @@ import select
 import socket
 import struct
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from device_communicators import settings
+from device_communicators.cpu import native
 from device_communicators.errors import CommunicationError, plain
 from device_communicators.host import gloo_address
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
-from device_communicators.routing.reductions import as_bytes
 from device_communicators.routing.waiting import all_gather_bytes
 
 FRAME = 0
 """The kind of the message that a call begins with."""
 
 _HEAD = struct.Struct("<4s8sIIQ4x")
-"""Magic, digest, kind, bytes of the text, bytes of the body."""
-_TAKEN = struct.Struct("<Q")
-"""In place of the digest, in what is no frame: how much its sender has received so far of what was sent at once."""
-_AT_ONCE, _ANNOUNCED, _ASKED_FOR = bytes(4), b"PSHA", b"PSHB"
-"""Magics of what is no frame: the body follows; it comes when it is asked for; this is that body."""
-_MESSAGE_BYTES = 256
-"""The memory that a kept message takes beside its body."""
-_BUFFER_BYTES = 64 << 10
-_MOST_TEXT_BYTES = 1 << 20
-"""Enough for the splits of an all_to_all: 16 bytes for each rank of a host and each of a group of up to 256."""
-_DIRECT_BYTES = 16 << 10
-"""From so many missing bytes on a body is read to its place, past the buffer."""
+"""Magic, digest, kind, bytes of the text, bytes of the body: `kHead` of csrc/streams.cpp."""
+_MARKS = struct.Struct("<4s8sQ")
+"""What is told of a frame: magic, digest, bytes of the body; its text follows."""
 SLICE_S = 0.05
+"""So long a wait lasts at most before its caller looks whether it makes sense to go on."""
+_LOOK, _DIFFER, _FAILED = -1, -2, -4
+"""Outcomes in csrc/streams.h, less the rank for the last one."""
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
 _TOLD_BYTES = 512
@@ -84,308 +77,9 @@ class Frame(NamedTuple):
     text: bytes
 
 
-def memory_of(x: Tensor) -> Any:
-    """Returns the bytes of contiguous `x`, which they keep alive."""
-    return as_bytes(x).numpy().data
-
-
-def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int) -> bytes:
+def head_of(magic: bytes, digest: bytes, text: bytes, body_bytes: int = 0) -> bytes:
     """Returns what comes before the body of a call's first message."""
     return _HEAD.pack(magic, digest, FRAME, len(text), body_bytes) + text
-
-
-class Transfer:
-    """A message on its way to or from a rank, with the memory that it is read from or written to."""
-
-    __slots__ = ("begun", "done", "found", "parts", "stream", "text")
-
-    def __init__(self, stream: Stream, *parts: Any) -> None:
-        self.stream = stream
-        self.parts = list(parts)
-        self.done = False
-        self.text: bytes | None = b""
-        """Of a receive: the text that the message must have; None if any will do."""
-        self.found: bytes | None = None
-        """The message's text, if that isn't empty."""
-        self.begun: Callable[[int, bool], object] | None = None
-        """Called when the message's head is there: with its size, and whether its body must be asked for."""
-
-
-class Stream:
-    """The connection to `rank`."""
-
-    def __init__(self, connection: socket.socket, rank: int, early_bytes: int = 0) -> None:
-        """`early_bytes`: how much this rank may send before the other one receives it; see `has_room`."""
-        connection.setblocking(False)
-        self.rank = rank
-        self.socket = connection
-        self.frame: Frame | None = None
-        """Of the next call: its head and text have come, and nobody has asked for its body."""
-        self.error = ""
-        self._sends: deque[Transfer] = deque()
-        self._receives: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        self._asked: defaultdict[int, deque[Transfer]] = defaultdict(deque)
-        """By kind: receives of announced messages, whose bodies are to come."""
-        self._early: defaultdict[int, deque[tuple[bytes, bytearray | int]]] = defaultdict(deque)
-        """By kind: text and body of what came before somebody asked for it, or the size of one that was announced."""
-        self._early_bytes = early_bytes
-        self._sent_bytes = self._received_bytes = self._taken_bytes = 0
-        """What was sent at once, how much of that the other side has received, and this side of what came at once."""
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
-        self._begin = self._end = 0
-        self._body: Any = None
-        """The place of what is missing of a body."""
-        self._reading: Transfer | None = None
-        """The receive that it is of; None where it comes before that."""
-        self._unasked: tuple[int, bytes, bytearray] = FRAME, b"", bytearray()
-        """Kind, text and memory of a body that comes before its receive."""
-
-    @property
-    def is_sending(self) -> bool:
-        return bool(self._sends)
-
-    def send(self, head: bytes, body: Any = None) -> Transfer:
-        """Sends a message as far as there is room; `body` must not change before its end. Errors are the wait's."""
-        transfer = Transfer(self, head) if body is None else Transfer(self, head, body)
-        self._sends.append(transfer)
-        self.write()
-        return transfer
-
-    @property
-    def is_receiving(self) -> bool:
-        """Returns True if something is to be received that has not come, or not wholly."""
-        return self._reading is not None or any(self._receives.values()) or any(self._asked.values())
-
-    def has_room(self, size_bytes: int) -> bool:
-        """Returns True if a body of this size may be sent at once, be it received or not."""
-        needed = size_bytes + _MESSAGE_BYTES
-        if self._sent_bytes - self._received_bytes + needed > self._early_bytes:
-            self.read()  # the other side may have received some since
-        return self._sent_bytes - self._received_bytes + needed <= self._early_bytes
-
-    def handle(self, events: int) -> None:
-        """Writes or reads, as poll has found that it can."""
-        if events & select.POLLOUT:
-            self.write()
-        if events & ~select.POLLOUT:
-            self.read()
-
-    def send_body(self, kind: int, body: Any, text: bytes = b"") -> Transfer:
-        self._sent_bytes += len(body) + _MESSAGE_BYTES
-        return self.send(self._head(_AT_ONCE, kind, text, len(body)), body)
-
-    def announce(self, kind: int, size_bytes: int, text: bytes = b"") -> Transfer:
-        """Sends a message without its body, for which the receiver asks, by a message that `text` is no part of."""
-        return self.send(self._head(_ANNOUNCED, kind, text, size_bytes))
-
-    def send_announced(self, kind: int, body: Any) -> Transfer:
-        """Sends the body of the announced message of a kind that is the next one to be asked for."""
-        return self.send(self._head(_ASKED_FOR, kind, b"", len(body)), body)
-
-    def _head(self, magic: bytes, kind: int, text: bytes, size_bytes: int) -> bytes:
-        return _HEAD.pack(magic, _TAKEN.pack(self._taken_bytes), kind, len(text), size_bytes) + text
-
-    def write(self) -> None:
-        """Sends what the kernel has room for."""
-        while self._sends and not self.error:
-            transfer = self._sends[0]
-            parts = transfer.parts
-            try:
-                sent = self.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.error = _in_words(error)
-                return
-            while parts and sent >= len(parts[0]):  # of an empty body, too
-                sent -= len(parts.pop(0))
-            if parts:
-                parts[0] = memoryview(parts[0])[sent:]
-                continue
-            transfer.done = True
-            self._sends.popleft()
-
-    def receive(
-        self, kind: int, out: Any, text: bytes | None = b"", begun: Callable[[int, bool], object] | None = None
-    ) -> Transfer:
-        """Receives the next message of a kind into `out`, which is as long.
-
-        One with another text than `text` is not written there; see the transfer's `found`.
-        """
-        transfer = Transfer(self, out)
-        transfer.text, transfer.begun = text, begun
-        self._receives[kind].append(transfer)
-        self._match_early(kind)
-        return transfer
-
-    def _match_early(self, kind: int) -> None:
-        early, receives = self._early[kind], self._receives[kind]
-        while early and receives:
-            (text, body), transfer = early.popleft(), receives.popleft()
-            if isinstance(body, int):
-                self._ask(transfer, kind, text, body)
-                continue
-            out = self._place_of(transfer, text, len(body))
-            if out is None:
-                return
-            out[:] = body
-            transfer.done = True
-
-    def receive_body(self, out: Any) -> Transfer:
-        """Receives the body of `frame`, which is as long as `out`."""
-        self.frame, self._reading = None, Transfer(self, out)
-        transfer = self._reading
-        self._expect(out)
-        return transfer
-
-    def skip_body(self) -> None:
-        """Takes a frame that has no body."""
-        self.frame = None
-
-    def _expect(self, out: Any) -> None:
-        """Has what comes next go to `out`, some of which may be in the buffer."""
-        size = min(len(out), self._end - self._begin)
-        out[:size] = self._view[self._begin : self._begin + size]
-        self._begin += size
-        self._body = out[size:]
-        if size == len(out):
-            self._end_message()
-
-    def _end_message(self) -> None:
-        self._body = None
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.done = True
-            return
-        kind, text, body = self._unasked
-        self._early[kind].append((text, body))
-        self._match_early(kind)
-
-    def read(self) -> None:
-        """Reads what has come, until somebody must ask for a body."""
-        try:
-            if self._body is not None and len(self._body) >= _DIRECT_BYTES:
-                count = self.socket.recv_into(self._body)
-                self._body = self._body[count:]
-                if not self._body:
-                    self._end_message()
-            else:
-                if self._begin == self._end:
-                    self._begin = self._end = 0
-                elif self._begin:
-                    left = self._end - self._begin
-                    self._view[:left] = bytes(self._view[self._begin : self._end])
-                    self._begin, self._end = 0, left
-                if self._end == len(self._buffer):
-                    return  # full of what comes behind a frame that nobody has taken yet
-                count = self.socket.recv_into(self._view[self._end :])
-                self._end += count
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self.error = _in_words(error)
-            return
-        if count == 0:
-            self.error = "Connection closed by peer"
-        self.parse()
-
-    def parse(self) -> None:
-        """Goes through what is in the buffer."""
-        while self.frame is None and not self.error:
-            if self._body is not None:
-                if self._begin == self._end:
-                    return
-                self._expect(self._body)
-                continue
-            if self._end - self._begin < _HEAD.size:
-                return
-            magic, digest, kind, text_bytes, body_bytes = _HEAD.unpack_from(self._buffer, self._begin)
-            text_at = self._begin + _HEAD.size
-            if text_bytes > _MOST_TEXT_BYTES:
-                self.error = f"a text of {text_bytes} bytes was to come, more than there may be"
-                return
-            if self._end - text_at < text_bytes:
-                self._make_room(_HEAD.size + text_bytes)
-                return
-            self._begin = text_at + text_bytes
-            if kind == FRAME:
-                self.frame = Frame(magic, digest, body_bytes, bytes(self._view[text_at : self._begin]))
-                return
-            (self._received_bytes,) = _TAKEN.unpack(digest)
-            text = bytes(self._view[text_at : self._begin])
-            if magic == _ANNOUNCED:
-                self._early[kind].append((text, body_bytes))
-                self._match_early(kind)
-            elif magic == _ASKED_FOR:
-                self._begin_asked(kind, body_bytes)
-            else:
-                self._begin_body(kind, text, body_bytes)
-
-    def _make_room(self, size: int) -> None:
-        """Has a head and its text, of so many bytes, fit the buffer."""
-        if size > len(self._buffer):
-            buffer, left = bytearray(size), self._end - self._begin
-            buffer[:left] = self._view[self._begin : self._end]
-            self._buffer, self._view, self._begin, self._end = buffer, memoryview(buffer), 0, left
-
-    def _ask(self, transfer: Transfer, kind: int, text: bytes, size_bytes: int) -> None:
-        """Has an announced body come to its place; that of another message than is expected stays where it is."""
-        transfer.found = text or None
-        if transfer.text is not None and text != transfer.text:
-            transfer.done = True
-        elif len(transfer.parts[0]) != size_bytes:
-            self.error = _other_size(len(transfer.parts[0]), size_bytes)
-            return
-        else:
-            self._asked[kind].append(transfer)
-        if transfer.begun is not None:
-            transfer.begun(size_bytes, True)
-
-    def _begin_asked(self, kind: int, size_bytes: int) -> None:
-        asked = self._asked[kind]
-        if not asked or len(asked[0].parts[0]) != size_bytes:
-            self.error = f"{size_bytes} bytes came that nobody had asked for"
-            return
-        self._reading = asked.popleft()
-        self._expect(self._reading.parts[0])
-
-    def _begin_body(self, kind: int, text: bytes, size_bytes: int) -> None:
-        receives = self._receives[kind]
-        if not receives:
-            try:
-                self._unasked = kind, text, bytearray(size_bytes)
-            except (MemoryError, OverflowError):
-                self.error = f"there is no memory for {size_bytes} bytes that came before they were asked for"
-                return
-            self._expect(memoryview(self._unasked[2]))
-            return
-        transfer = receives.popleft()
-        out = self._place_of(transfer, text, size_bytes)
-        if out is not None:
-            self._reading = transfer
-            self._expect(out)
-
-    def _place_of(self, transfer: Transfer, text: bytes, size_bytes: int) -> Any:
-        """Returns where a receive's message goes; None if it is none that may come."""
-        out = transfer.parts[0]
-        transfer.found = text or None
-        self._taken_bytes += size_bytes + _MESSAGE_BYTES
-        if transfer.text is not None and text != transfer.text:
-            out = memoryview(bytearray(size_bytes))  # past it, as the text tells the receiver
-        elif len(out) != size_bytes:
-            self.error = _other_size(len(out), size_bytes)
-            return None
-        if transfer.begun is not None:
-            transfer.begun(size_bytes, False)
-        return out
-
-    def end_sending(self) -> None:
-        """Lets the other side know that nothing more comes, after what was sent; ends this side's waits, too."""
-        self.error = self.error or "a call of this rank in this group failed"
-        self._sends.clear()
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_WR)
 
 
 class StreamError(RuntimeError):
@@ -396,70 +90,199 @@ class StreamError(RuntimeError):
         self.rank = rank
 
 
+class FramesDiffer(Exception):
+    """Another rank's frame isn't that of this call: see `Streams.frame`."""
+
+
+class _Functions:
+    """The functions of csrc/streams_api.cpp. Each `x` of one is three arguments: rank, address, bytes."""
+
+    def __init__(self, library: native.NativeLibrary) -> None:
+        def method(name: str) -> Callable[..., Any]:
+            return library.method(f"ps_streams_{name}")
+
+        self.library = library
+        self.exchange = method("exchanging")
+        self.send_frames = method("framing")
+        self.meet = method("meeting")
+        self.send = method("sending")
+        self.receive = method("receiving")
+        self.send_pair = method("pair_sending")
+        self.receive_pair = method("pair_receiving")
+        self.wait = method("waiting")
+        self.drive = method("driving")
+        self.flush = method("flushing")
+        self.has_left = method("has_left")
+        self.rank_of = method("rank_of")
+        self.found = method("found")
+        self.frame = method("frame")
+        self.error = method("error")
+
+
+@functools.cache
+def _functions() -> _Functions:
+    return _Functions(native.load())
+
+
 class Streams:
-    """The connections of one rank, by rank."""
+    """The connections of one rank, by rank: csrc/streams.h moves what goes over them.
 
-    def __init__(self, by_rank: dict[int, Stream], spin_s: float) -> None:
-        self.by_rank = by_rank
-        self.spin_s = spin_s
-        self._poll = select.poll()
-        self._masks: dict[int, int] = {}
-        self._by_descriptor = {stream.socket.fileno(): stream for stream in by_rank.values()}
+    A transfer is a number. Its tensor must stay until it is done, or the connection has an error. What waits is called
+    with a function `limit`, which is asked now and then how many seconds more there are, and may raise.
+    """
+
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], spin_s: float, early_bytes: Mapping[int, int] | None = None
+    ) -> None:
+        """`early_bytes`: how much this rank may send to each other one before that receives it."""
+        self.sockets = dict(sockets)
+        self.functions = _functions()
+        self._library = self.functions.library
+        self.address = self._library.ps_streams_new(int(spin_s * 1e9))
         self._owner = os.getpid()
+        for rank in sorted(self.sockets):
+            connection = self.sockets[rank]
+            connection.setblocking(False)
+            room = 0 if early_bytes is None else early_bytes[rank]
+            self._library.ps_streams_add(self.address, rank, connection.fileno(), room)
 
-    def wait(self, awaited: Callable[[], Collection[Stream]], limit: Callable[[], float]) -> None:
-        """Moves what can be moved until nothing is `awaited`; reads from those, and from those that it sends to.
+    def __del__(self) -> None:
+        self.close()
+        self._library.ps_streams_delete(self.address)
 
-        A rank of which nothing is awaited any more may end its connection. `limit` is asked now and then how many
-        seconds more there are; it may raise. Raises StreamError.
+    def send(self, part: tuple[int, int, int], kind: int) -> int:
+        """Sends bytes to a rank, as far as there is room; errors are the wait's."""
+        return self._number(self.functions.send(self.address, kind, *part))
+
+    def receive(self, part: tuple[int, int, int], kind: int) -> int:
+        """Receives the next message of a kind from a rank, which must be as long."""
+        return self._number(self.functions.receive(self.address, kind, *part))
+
+    def send_frames(self, head: bytes, parts: Sequence[int]) -> range:
+        """Sends each part, three numbers of `parts`, behind the head of a call."""
+        first = self._number(self.functions.send_frames(self.address, head, *parts))
+        return range(first, first + len(parts) // 3)
+
+    def exchange(self, head: bytes, sent: Sequence[int], received: Sequence[int], limit: Callable[[], float]) -> None:
+        """Sends frames with parts in them, and receives those of `received`, all of which must begin with this head.
+
+        Raises FramesDiffer where they don't, having taken none; else StreamError.
         """
-        now = time.monotonic()
-        spin_until, look_at, slice_s = now + self.spin_s, now + SLICE_S, SLICE_S
-        while reads := awaited():
-            for stream in (*reads, *self.by_rank.values()):
-                if stream.error and (stream in reads or stream.is_sending):
-                    raise StreamError(stream.error, stream.rank)
-            for descriptor, stream in self._by_descriptor.items():
-                mask = select.POLLOUT if stream.is_sending else 0
-                if (stream in reads or mask) and stream.frame is None:
-                    mask |= select.POLLIN
-                if self._masks.get(descriptor, 0) != mask:
-                    self._masks[descriptor] = mask
-                    if mask:
-                        self._poll.register(descriptor, mask)
-                    else:
-                        self._poll.unregister(descriptor)
-            ready = self._poll.poll(0 if now < spin_until else 1000 * slice_s)
-            for descriptor, events in ready:
-                if descriptor in self._by_descriptor:  # else it was closed
-                    self._by_descriptor[descriptor].handle(events)
-            now = time.monotonic()
-            if now >= look_at:
-                slice_s = min(SLICE_S, limit())
-                if slice_s <= 0 and (late := awaited()):
-                    raise StreamError("timed out", min(each.rank for each in late))
-                look_at = now + slice_s
+        count = len(sent) // 3
+        outcome = self.functions.exchange(self.address, _SLICE_US, head, count, *sent, *received)
+        if outcome != 0:
+            again = functools.partial(self.functions.exchange, self.address)
+            self._go_on(outcome, lambda us: again(us, head, count, *sent, *received), limit, received[::3])
 
-    def end_sending(self) -> None:
-        for stream in self.by_rank.values():
-            stream.end_sending()
+    def meet(self, head: bytes, take: bool, received: Sequence[int], limit: Callable[[], float]) -> range:
+        """Waits for frames, which must begin with `head`; starts to receive what is in them if `take`. Raises as
+        `exchange`."""
+        outcome = self.functions.meet(self.address, _SLICE_US, head, take, *received)
+        if outcome < 0:
+            again = functools.partial(self.functions.meet, self.address)
+            outcome = self._go_on(outcome, lambda us: again(us, head, take, *received), limit, received[::3])
+        return range(outcome, outcome + sum(1 for size in received[2::3] if size)) if take else range(0)
+
+    def wait(self, numbers: Sequence[int], limit: Callable[[], float], all_move: bool = False) -> None:
+        """Waits until transfers are done. Moves those of other ranks, too, if `all_move`. Raises StreamError."""
+        outcome = self.functions.wait(self.address, _SLICE_US, all_move, *numbers)
+        if outcome != 0:
+            again = functools.partial(self.functions.wait, self.address)
+            self._go_on(outcome, lambda us: again(us, all_move, *numbers), limit, (), numbers)
+
+    def _go_on(
+        self,
+        outcome: int,
+        again: Callable[[int], int],
+        limit: Callable[[], float],
+        ranks: Sequence[int],
+        numbers: Sequence[int] = (),
+    ) -> int:
+        """Calls `again` with slices of time until it has come to an end; `ranks` or those of `numbers` are awaited."""
+        while outcome == _LOOK:
+            left = limit()
+            if left <= 0:
+                outcome = again(0)  # what came just now counts
+                if outcome == _LOOK:
+                    raise StreamError("timed out", self._late(ranks, numbers))
+            else:
+                outcome = again(max(1, int(1e6 * min(SLICE_S, left))))
+        if outcome == _DIFFER:
+            raise FramesDiffer
+        if outcome <= _FAILED:
+            rank = _FAILED - outcome
+            raise StreamError(self.error(rank), rank)
+        return outcome
+
+    def _late(self, ranks: Sequence[int], numbers: Sequence[int]) -> int:
+        """Returns the lowest rank of which something is awaited still."""
+        late = [self.functions.rank_of(self.address, number) for number in numbers]
+        late += [rank for rank in ranks if self.frame(rank) is None]
+        return min((rank for rank in late if rank >= 0), default=min(ranks, default=-1))
+
+    def _number(self, outcome: int) -> int:
+        if outcome <= _FAILED:
+            rank = _FAILED - outcome
+            raise StreamError(self.error(rank), rank)
+        return outcome
+
+    def send_pair(self, part: tuple[int, int, int], kind: int, text: bytes) -> int:
+        """Sends a message of `text`, or announces it where there is no room for it before its receive."""
+        return self._number(self.functions.send_pair(self.address, kind, text, *part))
+
+    def receive_pair(self, part: tuple[int, int, int], kind: int, text: bytes) -> int:
+        """Receives the next message of a kind, and writes nothing where its text is another one: see `found`."""
+        return self._number(self.functions.receive_pair(self.address, kind, text, *part))
+
+    def found(self, number: int) -> bytes:
+        """Returns the other rank's text where that isn't the one of this transfer, which is done; once."""
+        return self.functions.found(self.address, number)  # type: ignore[no-any-return]
+
+    def drive(self, slice_s: float) -> bool:
+        """Moves what nobody waits for, for so long at most. Returns True at once where somebody waits."""
+        return self.functions.drive(self.address, int(1e6 * slice_s)) > 0  # type: ignore[no-any-return]
+
+    @property
+    def has_left(self) -> bool:
+        """Returns True if anything is to be sent or received still."""
+        return bool(self.functions.has_left(self.address))
+
+    def is_done(self, number: int) -> bool:
+        return self.functions.rank_of(self.address, number) < 0
+
+    def frame(self, rank: int) -> Frame | None:
+        """Returns the frame of a rank that nobody has taken yet."""
+        found = self.functions.frame(self.address, rank)
+        return Frame(*_MARKS.unpack_from(found), found[_MARKS.size :]) if found else None
+
+    def error(self, rank: int) -> str:
+        """Returns what is wrong with the connection to a rank; empty for nothing."""
+        return self.functions.error(self.address, rank).decode(errors="replace")
+
+    def flush(self) -> None:
+        """Sends what the kernel has room for."""
+        self.functions.flush(self.address)
+
+    def end_sending(self, rank: int = -1) -> None:
+        """Lets the other sides, or one, know that nothing more comes after what was sent; ends this side's waits."""
+        self._library.ps_streams_end_sending(self.address, rank)
+
+    def facts(self, rank: int) -> tuple[int, int, int, int]:
+        """Returns the bytes kept for receives to come; sent at once; received of these; and taken by this side."""
+        words = (ctypes.c_uint64 * 4)()
+        self._library.ps_streams_facts(self.address, rank, words)
+        return tuple(words)  # type: ignore[return-value]
 
     def close(self) -> None:
-        for stream in self.by_rank.values():
-            stream.error = stream.error or "the group was closed"
-            if os.getpid() == self._owner:  # a fork of this process may hold the socket, too
-                with contextlib.suppress(OSError):
-                    stream.socket.shutdown(socket.SHUT_WR)
-            stream.socket.close()
-        self.by_rank, self._by_descriptor = {}, {}
+        """Ends the connections, and all waits. Twice is fine."""
+        if os.getpid() == self._owner:  # a fork of this process may hold the sockets, too
+            self._library.ps_streams_close(self.address)
+        for connection in self.sockets.values():
+            connection.close()
+        self.sockets = {}
 
 
-def _in_words(error: OSError) -> str:
-    return f"{error.strerror or error} (closed by peer)" if isinstance(error, ConnectionError) else str(error)
-
-
-def _other_size(expected: int, found: int) -> str:
-    return f"{expected} bytes were to come, and {found} came"
+_SLICE_US = int(1e6 * SLICE_S)
 
 
 def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address: str | None = None) -> Streams:
@@ -512,7 +335,7 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
             raise attributed(context, "connect", started, failure) from error
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Streams({other: Stream(made[other], other, places[other][3]) for other in sorted(made)}, spin_s)
+    return Streams(made, spin_s, {other: places[other][3] for other in made})
 
 
 def _exchange_places(context: GroupContext, told: bytes, started: float) -> list[Any]:

@@ -17,12 +17,11 @@ from device_communicators.hierarchical.leaders import (
     _AGREES,
     Leaders,
     Scratch,
-    _in_words,
     _read,
     slices_of,
 )
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, Stream, Streams
+from device_communicators.hierarchical.streams import Frame, Streams
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -60,7 +59,7 @@ def _frames(calls: Sequence[Sequence[UserCall]]) -> dict[int, Frame]:
         leaders = _leaders(len(calls), host)
         for call in made:
             leaders.begin(call)
-        frames[host] = Frame(_AGREES, leaders._digest, 0, _in_words(made[-1]))
+        frames[host] = Frame(_AGREES, leaders._digest.to_bytes(8, "little"), 0, leaders._words)
     return frames
 
 
@@ -168,7 +167,7 @@ def test_a_copy_lets_go_on_what_is_sent() -> None:
     x = torch.arange(3 << 20, dtype=torch.int32).view(1024, -1)
     with near, far:
         context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0)
-        leaders = Leaders(context, (0, 1), 0, Streams({1: Stream(near, 1)}, 0.0))
+        leaders = Leaders(context, (0, 1), 0, Streams({1: near}, 0.0))
         transfer = leaders.send(x, 1)
         with contextlib.suppress(BlockingIOError):
             while far.recv(x.nbytes):
@@ -177,7 +176,7 @@ def test_a_copy_lets_go_on_what_is_sent() -> None:
         leaders.copy_meanwhile(out, x)
         assert torch.equal(out, x)
         assert far.recv(x.nbytes)
-        assert not transfer.done
+        assert not leaders._streams.is_done(transfer)
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -187,7 +186,7 @@ def test_splits_of_many_ranks_on_a_host_are_compared(wrong: bool) -> None:
 
     def compare(host: int, end: socket.socket) -> None:
         context = GroupContext("test", tuple(range(256)), ranks[host][0], torch.device("cpu"), 10.0)
-        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): Stream(end, 128 * (1 - host))}, 0), ranks)
+        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): end}, 0.0), ranks)
         leaders.begin(call)
         leaders.splits = (*splits[:-1], 2) if wrong and host else tuple(splits)
         leaders.wait_for([*leaders.begin_exchange({}), *leaders.end_exchange({})])

@@ -13,7 +13,7 @@ import torch
 
 from device_communicators.errors import CollectiveMismatchError
 from device_communicators.hierarchical.pairs import ANSWERED_BYTES, Pairs
-from device_communicators.hierarchical.streams import Stream, Streams
+from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import TransferError
 
@@ -22,11 +22,16 @@ SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
 
 
 @pytest.fixture(params=[64 << 20, 3 * SMALL, 0], ids="{} early bytes".format)
-def pairs(request: pytest.FixtureRequest) -> Iterator[tuple[Pairs, Pairs]]:
+def early_bytes(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def pairs(early_bytes: int) -> Iterator[tuple[Pairs, Pairs]]:
     made = []
     for rank, end in enumerate(socket.socketpair()):
         context = GroupContext("test", (0, 1), rank, torch.device("cpu"), 5.0)
-        made.append(Pairs(context, Streams({1 - rank: Stream(end, 1 - rank, request.param)}, 0.0)))
+        made.append(Pairs(context, Streams({1 - rank: end}, 0.0, {1 - rank: early_bytes})))
     yield made[0], made[1]
     for each in made:
         each.close()
@@ -111,15 +116,14 @@ def test_threads_wait_at_once(pairs: tuple[Pairs, Pairs]) -> None:
 
 
 def _kept_bytes(pairs: Pairs) -> int:
-    (stream,) = pairs.streams.by_rank.values()
-    return sum(len(body) for early in stream._early.values() for _, body in early if not isinstance(body, int))
+    (rank,) = pairs.streams.sockets
+    return pairs.streams.facts(rank)[0]
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE // 4])
-def test_only_so_much_is_kept_before_it_is_received(pairs: tuple[Pairs, Pairs], count: int) -> None:
+def test_only_so_much_is_kept_before_it_is_received(pairs: tuple[Pairs, Pairs], count: int, early_bytes: int) -> None:
     """A hundred tensors before the one that the receiver waits for; what is kept comes to no more than the bound."""
     xs = [torch.full((count,), float(number)) for number in range(100)]
-    (stream,) = pairs[0].streams.by_rank.values()
     kept: list[int] = []
 
     def send() -> None:
@@ -137,28 +141,27 @@ def test_only_so_much_is_kept_before_it_is_received(pairs: tuple[Pairs, Pairs], 
         return bool(last.all()) and all(torch.equal(out, x) for out, x in zip(outs, xs, strict=True))
 
     assert _both(send, receive) == [None, True]
-    assert kept[0] <= stream._early_bytes and _kept_bytes(pairs[1]) == 0
-    if stream._early_bytes > 4 * count:
+    assert kept[0] <= early_bytes and _kept_bytes(pairs[1]) == 0
+    if early_bytes > 4 * count:
         assert kept[0], "else the bound is lower than it says"
 
 
-def test_room_comes_back_with_what_was_received(pairs: tuple[Pairs, Pairs]) -> None:
+def test_room_comes_back_with_what_was_received(pairs: tuple[Pairs, Pairs], early_bytes: int) -> None:
     """Else all that follows the first 64 MiB would wait for its receive."""
-    (stream,) = pairs[0].streams.by_rank.values()
-    count = max(1, stream._early_bytes // 16)
+    count = max(1, early_bytes // 16)
     for number in range(12):
         sent = pairs[0].isend(torch.full((count,), float(number)), 1, 0).begin()
         out = torch.empty(count)
         pairs[1].irecv(out, 0, 0).begin().wait()
         sent.wait()
         assert out.eq(number).all()
-    assert stream._sent_bytes >= 1.5 * stream._early_bytes, "of three times as much"
+    assert pairs[0].streams.facts(1)[1] >= 1.5 * early_bytes, "of three times as much"
 
 
 @pytest.mark.parametrize("sent", [SMALL, LARGE])
 @pytest.mark.parametrize("expected", [SMALL // 2, 2 * LARGE])
 def test_another_size_is_named_on_the_receiver_and_of_a_large_one_on_both(
-    pairs: tuple[Pairs, Pairs], sent: int, expected: int
+    pairs: tuple[Pairs, Pairs], sent: int, expected: int, early_bytes: int
 ) -> None:
     out = torch.zeros(expected)
     there, here = _both(
@@ -168,7 +171,7 @@ def test_another_size_is_named_on_the_receiver_and_of_a_large_one_on_both(
     assert isinstance(here, CollectiveMismatchError) and here.suspect_ranks == (0,), here
     assert f"this rank is in recv of {expected} × float32, and global rank 0 in send of {sent} × float32" in str(here)
     assert not out.any()
-    if sent == LARGE or 4 * sent > pairs[0].streams.by_rank[1]._early_bytes:
+    if sent == LARGE or 4 * sent > early_bytes:
         assert f"this rank is in send of {sent} × float32, and global rank 1 in recv of {expected}" in str(there)
     else:
         assert there is None

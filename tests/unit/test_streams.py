@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import random
+import signal
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from device_communicators.cpu import native
 from device_communicators.hierarchical import streams
 from device_communicators.hierarchical.streams import _HEAD as HEAD
-from device_communicators.hierarchical.streams import Frame, Stream, StreamError, Streams, Transfer, head_of
+from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of
+
+try:
+    native.load()
+except native.NativeUnavailableError as error:
+    pytest.skip(f"no compiled library: {error}", allow_module_level=True)
 
 LIMIT_S = 20.0
+AT_ONCE, ANNOUNCED, ASKED_FOR = b"PSH\1", b"PSHA", b"PSHB"
+KEPT_BYTES = 256
+"""Beside a kept message's body."""
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Streams, Streams]]:
-    pair = [Streams({rank: Stream(end, rank)}, 0.0) for rank, end in zip((1, 0), socket.socketpair(), strict=True)]
-    pair[0].by_rank[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sockets = socket.socketpair()
+    sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    pair = [Streams({rank: end}, 0.0) for rank, end in zip((1, 0), sockets, strict=True)]
     yield pair[0], pair[1]
     for end in pair:
         end.close()
@@ -34,14 +48,28 @@ def _limit(limit_s: float = LIMIT_S) -> Callable[[], float]:
     return lambda: until - time.monotonic()
 
 
-def _wait(ends: Streams, transfers: Sequence[Transfer]) -> None:
-    ends.wait(lambda: {each.stream for each in transfers if not each.done}, _limit())
+def _wait(end: Streams, transfers: Sequence[int], limit_s: float = LIMIT_S) -> None:
+    end.wait(transfers, _limit(limit_s))
 
 
-def _frame(end: Streams, stream: Stream) -> Frame:
-    end.wait(lambda: [stream] if stream.frame is None else [], _limit())
-    assert stream.frame is not None
-    return stream.frame
+def _part(rank: int, memory: Any) -> tuple[int, int, int]:
+    """Of a bytearray, which must stay."""
+    view = memory if isinstance(memory, bytes) else (ctypes.c_char * len(memory)).from_buffer(memory)
+    at = ctypes.cast(view, ctypes.c_void_p).value if isinstance(view, bytes) else ctypes.addressof(view)
+    return rank, at or 0, len(memory)
+
+
+def _frame(end: Streams, rank: int) -> Frame:
+    """Waits for the frame of a rank, whatever it is."""
+    with contextlib.suppress(FramesDiffer):
+        end.meet(head_of(b"none", bytes(8), b""), False, (rank, 0, 0), _limit())
+    frame = end.frame(rank)
+    assert frame is not None
+    return frame
+
+
+def _take(end: Streams, rank: int, frame: Frame, out: bytearray) -> list[int]:
+    return list(end.meet(head_of(*frame[:2], b""), True, _part(rank, out), _limit()))
 
 
 SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
@@ -49,107 +77,165 @@ SIZES = (1, 31, 1000, 16_383, 16_384, 65_536, 70_000, 1_000_000)
 
 def _call(end: Streams, seed: int, own: int) -> None:
     """Sends a frame and messages of two kinds; receives as many, the kinds in another order than they come in."""
-    draw = random.Random(seed)
-    (stream,) = end.by_rank.values()
+    draw, other = random.Random(seed), 1 - own
     sizes = [draw.choice(SIZES) for _ in range(5)]
     first, *others = [bytes([(own + at) % 256]) * size for at, size in enumerate(sizes)]
     theirs = [bytes([(1 - own + at) % 256]) * size for at, size in enumerate(sizes)]
-    sends = [stream.send(head_of(b"PSH4", bytes(8), b"call %d" % seed, len(first)), first)]
-    sends += [stream.send_body(1 + at % 2, body) for at, body in enumerate(others)]
-    frame = _frame(end, stream)
+    sends = list(end.send_frames(head_of(b"PSFA", bytes(8), b"call %d" % seed), _part(other, first)))
+    sends += [end.send(_part(other, body), 1 + at % 2) for at, body in enumerate(others)]
+    frame = _frame(end, other)
     assert (frame.text, frame.body_bytes) == (b"call %d" % seed, sizes[0])
     outs = [bytearray(size) for size in sizes]
-    receives = [stream.receive_body(memoryview(outs[0]))]
-    stream.parse()
+    receives = _take(end, other, frame, outs[0])
     order = (1, 3, 2, 4) if draw.random() < 0.5 else (2, 4, 1, 3)
-    receives += [stream.receive(1 + (at - 1) % 2, memoryview(outs[at])) for at in order]
+    receives += [end.receive(_part(other, outs[at]), 1 + (at - 1) % 2) for at in order]
     _wait(end, [*sends, *receives])
     assert outs == theirs, seed
 
 
-def test_messages_come_whole_and_by_kind(ends: tuple[Streams, Streams]) -> None:
+def _in_threads(*runs: Callable[[], object]) -> list[BaseException]:
     failures: list[BaseException] = []
 
-    def run(own: int) -> None:
+    def run(each: Callable[[], object]) -> None:
         try:
-            for seed in range(60):
-                _call(ends[own], seed, own)
+            each()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(own,)) for own in (0, 1)]
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    assert not failures, failures
+        assert not thread.is_alive()
+    return failures
+
+
+def test_messages_come_whole_and_by_kind(ends: tuple[Streams, Streams]) -> None:
+    def run(own: int) -> None:
+        for seed in range(60):
+            _call(ends[own], seed, own)
+
+    assert not _in_threads(lambda: run(0), lambda: run(1))
 
 
 def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send_body(2, b"early")
-    there.send_body(1, b"first")
+    there, here = ends
+    there.send(_part(1, b"early"), 2)
+    there.send(_part(1, b"first"), 1)
     first, early = bytearray(5), bytearray(5)
-    _wait(ends[1], [here.receive(1, memoryview(first))])
-    assert here.receive(2, memoryview(early)).done
-    assert (first, early) == (b"first", b"early")
+    _wait(here, [here.receive(_part(0, first), 1)])
+    assert here.facts(0)[0] == 5
+    assert here.is_done(here.receive(_part(0, early), 2))
+    assert (first, early) == (b"first", b"early") and here.facts(0)[0] == 0
 
 
 def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send(head_of(b"PSH4", b"12345678", b"words", 4), b"body")
-    there.send(head_of(b"PSD4", b"12345678", b"", 0))
-    assert _frame(ends[1], here) == (b"PSH4", b"12345678", 4, b"words")
+    there, here = ends
+    there.send_frames(head_of(b"PSFA", b"12345678", b"words"), _part(1, b"body"))
+    there.send_frames(head_of(b"PSFD", b"12345678", b""), (1, 0, 0))
+    assert (frame := _frame(here, 0)) == (b"PSFA", b"12345678", 4, b"words")
     out = bytearray(4)
-    assert here.receive_body(memoryview(out)).done and out == b"body"
-    assert here.frame is None
-    here.parse()
-    assert here.frame == (b"PSD4", b"12345678", 0, b"")
+    _wait(here, _take(here, 0, frame, out))
+    assert out == b"body"
+    assert here.frame(0) == (b"PSFD", b"12345678", 0, b"")
+
+
+def test_an_exchange_compares_heads_and_sizes(ends: tuple[Streams, Streams]) -> None:
+    there, here = ends
+    head, out, mine = head_of(b"PSFA", b"12345678", b"words"), bytearray(4), bytearray(b"mine")
+    there.send_frames(head, _part(1, b"body"))
+    here.exchange(head, _part(0, mine), _part(0, out), _limit())
+    assert out == b"body"
+    _wait(there, _take(there, 1, _frame(there, 1), out))
+    assert out == b"mine"
+    there.send_frames(head, _part(1, b"body"))
+    for other, size in ((head_of(b"PSFA", b"87654321", b""), 4), (head, 3)):
+        with pytest.raises(FramesDiffer):
+            here.exchange(other, (0, 0, 0), _part(0, bytearray(size)), _limit())
+    assert here.frame(0) == (b"PSFA", b"12345678", 4, b"words")
+    assert out == b"mine", "what differs is left alone"
 
 
 def test_what_was_sent_before_the_end_is_read(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send(head_of(b"PSD4", bytes(8), b"no", 0))
-    ends[0].end_sending()
-    assert _frame(ends[1], here).text == b"no"
-    here.skip_body()
+    there, here = ends
+    there.send_frames(head_of(b"PSFD", bytes(8), b"no"), (1, 0, 0))
+    there.end_sending()
+    frame = _frame(here, 0)
+    assert frame.text == b"no"
+    _take(here, 0, frame, bytearray())
     with pytest.raises(StreamError, match="closed by peer") as caught:
-        _frame(ends[1], here)
+        _frame(here, 0)
     assert caught.value.rank == 0
 
 
 def test_a_closed_connection_ends_a_send(ends: tuple[Streams, Streams]) -> None:
-    (there,) = ends[0].by_rank.values()
     ends[1].close()
+    body = bytes(1 << 20)
     with pytest.raises(StreamError, match="closed by peer"):
-        _wait(ends[0], [there.send_body(1, bytes(1 << 20))])
+        _wait(ends[0], [ends[0].send(_part(1, body), 1)])
+
+
+def test_a_peer_that_ends_within_a_body_is_named(ends: tuple[Streams, Streams]) -> None:
+    there, here = ends
+    out = bytearray(1 << 20)
+    receive = here.receive(_part(0, out), 1)
+    there.sockets[1].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 1000)
+    with pytest.raises(StreamError, match="timed out"):
+        _wait(here, [receive], 0.1)
+    there.close()
+    with pytest.raises(StreamError, match="closed by peer") as caught:
+        _wait(here, [receive])
+    assert caught.value.rank == 0 and not here.is_done(receive)
 
 
 def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send_body(1, b"four")
+    ends[0].send(_part(1, b"four"), 1)
     out = bytearray(5)
     with pytest.raises(StreamError, match="5 bytes were to come, and 4 came"):
-        _wait(ends[1], [here.receive(1, memoryview(out))])
+        _wait(ends[1], [ends[1].receive(_part(0, out), 1)])
     assert out == bytes(5)
 
 
 def test_a_wait_has_a_deadline(ends: tuple[Streams, Streams]) -> None:
-    (here,) = ends[1].by_rank.values()
     with pytest.raises(StreamError, match="timed out"):
-        ends[1].wait(lambda: [here], _limit(0.01))
+        _wait(ends[1], [ends[1].receive(_part(0, bytearray(1)), 1)], 0.01)
+
+
+HEADS = {
+    "another magic": (HEAD.pack(b"PSHX", bytes(8), 7, 0, 0), "no message of this version"),
+    "no magic": (HEAD.pack(b"", bytes(8), 7, 0, 4), "no message of this version"),
+    "a frame's magic for another kind": (HEAD.pack(b"PSFA", bytes(8), 7, 0, 0), "no message of this version"),
+    "a frame of an older version": (HEAD.pack(b"PSH4", bytes(8), 0, 0, 0), "no message of this version"),
+    "a long text": (HEAD.pack(b"PSFA", bytes(8), 0, 1 << 21, 0), "a text of 2097152 bytes"),
+    "the longest text": (HEAD.pack(AT_ONCE, bytes(8), 7, (1 << 32) - 1, 0), "a text of 4294967295 bytes"),
+    "a large body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, 1 << 62), "there is no memory for 4611686018427387904 bytes"),
+    "the largest body": (HEAD.pack(AT_ONCE, bytes(8), 7, 0, (1 << 64) - 1), "there is no memory for"),
+    "a large body of a receive": (HEAD.pack(AT_ONCE, bytes(8), 1, 0, 1 << 62), "4 bytes were to come, and 46116860"),
+    "what nobody asked for": (HEAD.pack(ASKED_FOR, bytes(8), 1, 0, 4), "4 bytes came that nobody had asked for"),
+    "another size announced": (HEAD.pack(ANNOUNCED, bytes(8), 1, 0, 1 << 62), "4 bytes were to come, and 46116860"),
+}
+
+
+@pytest.mark.parametrize("hostile", HEADS)
+def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hostile: str) -> None:
+    head, words = HEADS[hostile]
+    ends[0].sockets[1].sendall(head)
+    out = bytearray(4)
+    with pytest.raises(StreamError, match=words):
+        _wait(ends[1], [ends[1].receive(_part(0, out), 1)])
+    assert out == bytes(4)
 
 
 @pytest.fixture
-def three() -> Iterator[tuple[Streams, dict[int, Stream]]]:
+def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
     """The connections of rank 0 to ranks 1 and 2, and their ends of these."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    here = Streams({rank: Stream(pair[0], rank) for rank, pair in pairs.items()}, 0.0)
-    theirs = {rank: Stream(pair[1], 0) for rank, pair in pairs.items()}
+    here = Streams({rank: pair[0] for rank, pair in pairs.items()}, 0.0)
+    theirs = {rank: Streams({0: pair[1]}, 0.0) for rank, pair in pairs.items()}
     yield here, theirs
-    here.close()
-    for stream in theirs.values():
-        stream.socket.close()
+    for end in (here, *theirs.values()):
+        end.close()
 
 
 def test_strangers_hold_nobody_up() -> None:
@@ -182,50 +268,138 @@ def test_strangers_hold_nobody_up() -> None:
     assert time.monotonic() - began < 10 * streams._STRANGER_S, "each of twenty would take as long"
 
 
-def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Stream]]) -> None:
+def test_who_has_sent_all_may_go(three: tuple[Streams, dict[int, Streams]]) -> None:
     here, theirs = three
     outs = {rank: bytearray(4) for rank in (1, 2)}
-    receives = [here.by_rank[rank].receive(1, memoryview(out)) for rank, out in outs.items()]
-    theirs[1].send_body(1, b"soon")
-    theirs[1].socket.close()
-    later = threading.Timer(0.2, lambda: theirs[2].send_body(1, b"late"))
+    receives = [here.receive(_part(rank, out), 1) for rank, out in outs.items()]
+    theirs[1].send(_part(0, b"soon"), 1)
+    theirs[1].close()
+    later = threading.Timer(0.2, lambda: theirs[2].send(_part(0, b"late"), 1))
     later.start()
     _wait(here, receives)
     assert outs == {1: b"soon", 2: b"late"}
     later.join()
 
 
-def test_who_is_late_is_named_and_not_who_has_come(three: tuple[Streams, dict[int, Stream]]) -> None:
+def test_who_is_late_is_named_and_not_who_has_come(three: tuple[Streams, dict[int, Streams]]) -> None:
     here, theirs = three
-    theirs[1].send_body(1, b"soon")
-    receives = [here.by_rank[rank].receive(1, memoryview(bytearray(4))) for rank in (1, 2)]
+    theirs[1].send(_part(0, b"soon"), 1)
+    outs = {rank: bytearray(4) for rank in (1, 2)}
+    receives = [here.receive(_part(rank, out), 1) for rank, out in outs.items()]
     with pytest.raises(StreamError, match="timed out") as caught:
-        here.wait(lambda: {each.stream for each in receives if not each.done}, _limit(0.3))
+        _wait(here, receives, 0.3)
+    assert caught.value.rank == 2
+    theirs[1].send_frames(head_of(b"PSFA", bytes(8), b""), (0, 0, 0))
+    with pytest.raises(StreamError, match="timed out") as caught:
+        here.meet(head_of(b"PSFA", bytes(8), b""), True, (1, 0, 0, 2, 0, 0), _limit(0.1))
     assert caught.value.rank == 2
 
 
-def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dict[int, Stream]]) -> None:
+def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dict[int, Streams]]) -> None:
     here, _ = three
-    one, two = (here.by_rank[rank] for rank in (1, 2))
-    failing = threading.Timer(0.1, one.end_sending)
+    out = bytearray(4)
+    failing = threading.Timer(0.1, here.end_sending, args=(1,))
     failing.start()
     with pytest.raises(StreamError, match="a call of this rank in this group failed"):
-        _wait(here, [one.receive(1, memoryview(bytearray(4)))])
+        _wait(here, [here.receive(_part(1, out), 1)])
     closing = threading.Timer(0.1, here.close)
     closing.start()
     with pytest.raises(StreamError, match="the group was closed"):
-        _wait(here, [two.receive(1, memoryview(bytearray(4)))])
+        _wait(here, [here.receive(_part(2, out), 1)])
     failing.join()
     closing.join()
 
 
-def test_a_text_or_body_that_has_no_room_breaks_the_stream(ends: tuple[Streams, Streams]) -> None:
-    (there,), (here,) = (end.by_rank.values() for end in ends)
-    there.send(HEAD.pack(b"PSH4", bytes(8), 0, 1 << 21, 0))
-    with pytest.raises(StreamError, match="a text of 2097152 bytes"):
-        _frame(ends[1], here)
-    (back,) = ends[0].by_rank.values()
-    here.error = ""
-    here.send(HEAD.pack(b"", bytes(8), 7, 0, 1 << 62))
-    with pytest.raises(StreamError, match="there is no memory for"):
-        _frame(ends[0], back)
+@pytest.mark.parametrize("spin_s", [0.0, 0.01])
+def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
+    near, far = socket.socketpair()
+    here, out = Streams({1: near}, spin_s), bytearray(4)
+    receive = here.receive(_part(1, out), 1)
+    killer = threading.Timer(0.1, os.kill, args=(os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        _wait(here, [receive])
+    assert time.monotonic() - began < 1.0
+    killer.join()
+    far.sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, 4) + b"body")
+    _wait(here, [receive])
+    assert out == b"body"
+    here.close()
+    far.close()
+
+
+def test_a_forked_child_ends_nothing(ends: tuple[Streams, Streams]) -> None:
+    there, here = ends
+    child = os.fork()
+    if not child:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                there.send(_part(1, b"no"), 1)
+            except StreamError as error:
+                code = 0 if "forked" in str(error) else 2
+            there.close()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    there.send(_part(1, b"still"), 1)
+    out = bytearray(5)
+    _wait(here, [here.receive(_part(0, out), 1)])
+    assert out == b"still"
+
+
+class _Model:
+    """What a receiver makes of messages: in order, by kind; and the bytes that bring them."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.sent: dict[int, list[tuple[bytes, bytes]]] = {}
+        self.stream = bytearray()
+
+    def add(self, kind: int) -> None:
+        text = self.draw.choice((b"float32 3", b"x" * self.draw.choice((1, 200, 70_000))))
+        body = self.draw.randbytes(self.draw.choice((0, 1, 31, 500, 65_536 - HEAD.size, 65_536, 90_000)))
+        self.sent.setdefault(kind, []).append((text, body))
+        self.stream += HEAD.pack(AT_ONCE, bytes(8), kind, len(text), len(body)) + text + body
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
+    """Messages with receives before and after they come, of the texts that are expected and of others."""
+    draw = random.Random(seed)
+    model, (near, far) = _Model(draw), socket.socketpair()
+    here = Streams({1: near}, 0.0)
+    for _ in range(25):
+        model.add(16 + 2 * draw.randrange(3))
+    expected: list[tuple[int, bytearray, bytes, bytes]] = []
+    to_receive = [(kind, *each) for kind, messages in model.sent.items() for each in messages]
+
+    def receive_some(count: int) -> None:
+        for kind, text, body in to_receive[:count]:
+            asked = text if draw.random() < 0.8 else b"another"
+            out = bytearray(len(body) if asked == text else 5)
+            expected.append((here.receive_pair(_part(1, out), kind, asked), out, body, text if asked != text else b""))
+        del to_receive[:count]
+
+    with near, far:
+        far.setblocking(False)
+        sent = answers = 0
+        while sent < len(model.stream) or to_receive:
+            if draw.random() < 0.3:
+                receive_some(draw.randrange(4))
+            with contextlib.suppress(BlockingIOError):
+                cut = draw.choice((1, 31, 32, 33, 1000, 65_536, 200_000))
+                sent += far.send(model.stream[sent : sent + cut])
+            here.drive(0.0)
+            with contextlib.suppress(BlockingIOError):  # answers to large messages, as the protocol has them
+                answers += len(far.recv(1 << 20))
+            if sent == len(model.stream):
+                receive_some(len(to_receive))
+        _wait(here, [number for number, *_ in expected])
+        for number, out, body, found in expected:
+            assert here.found(number) == found
+            assert out == (bytes(5) if found else body)
+        kept, _, _, taken = here.facts(1)
+        bodies = [body for messages in model.sent.values() for _, body in messages]
+        assert (kept, taken) == (0, sum(map(len, bodies)) + KEPT_BYTES * len(bodies))
+        here.close()

@@ -54,8 +54,9 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
 
 void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
                     void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t),
-                    void (*raise)(void*, void*, void*)) {
-  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise};
+                    void (*raise)(void*, void*, void*), const char* (*as_bytes)(void*),
+                    std::ptrdiff_t (*bytes_size)(void*)) {
+  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise, as_bytes, bytes_size};
 }
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.

@@ -15,6 +15,8 @@ struct Calling {
   void (*restore_thread)(void*) = nullptr;                     // PyEval_RestoreThread
   void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;  // PyBytes_FromStringAndSize
   void (*raise)(void*, void*, void*) = nullptr;                // PyErr_Restore, of type, value and traceback
+  const char* (*as_bytes)(void*) = nullptr;                    // PyBytes_AsString
+  std::ptrdiff_t (*bytes_size)(void*) = nullptr;               // PyBytes_Size
 };
 
 extern Calling calling;  // written before any of the functions is called

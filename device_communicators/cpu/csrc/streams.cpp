@@ -1,0 +1,706 @@
+#include "streams.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "forks.h"
+#include "interrupt.h"
+#include "wait.h"
+
+namespace parallel_state {
+namespace {
+
+constexpr std::size_t kHead = 32;  // magic, digest, kind, bytes of the text, bytes of the body, four unused
+constexpr std::size_t kMarks = 12;
+constexpr std::uint32_t kFrame = 0;
+constexpr char kAtOnce[] = "PSH\1", kAnnounced[] = "PSHA", kAskedFor[] = "PSHB";
+constexpr std::uint64_t kMessageBytes = 256;  // the memory that a kept message takes beside its body
+constexpr std::size_t kBufferBytes = 64 << 10;
+// Enough for the splits of an all_to_all: 16 bytes for each rank of a host and each of a group of up to 256.
+constexpr std::uint32_t kMostTextBytes = 1 << 20;
+constexpr std::uint64_t kAnsweredBytes = 64 << 10;  // ANSWERED_BYTES of pairs.py
+constexpr int kPiecesAtOnce = 16;
+constexpr std::int64_t kTwoWaitNs = 1'000'000;
+
+std::string in_words(int error) {
+  const bool broken = error == ECONNRESET || error == EPIPE || error == ECONNABORTED || error == ECONNREFUSED;
+  return std::string(strerror(error)) + (broken ? " (closed by peer)" : "");
+}
+
+bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+template <typename Number>
+Number number_at(const char* at) {
+  Number number;
+  std::memcpy(&number, at, sizeof number);
+  return number;
+}
+
+std::string other_size(std::uint64_t expected, std::uint64_t found) {
+  return std::to_string(expected) + " bytes were to come, and " + std::to_string(found) + " came";
+}
+
+}  // namespace
+
+Stream::Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
+    : rank(rank), descriptor(descriptor), all_(all), early_limit_(early_bytes), buffer_(kBufferBytes) {}
+
+bool Stream::has_room(std::uint64_t bytes) {
+  const std::uint64_t needed = bytes + kMessageBytes;
+  if (sent_bytes_ - received_bytes_ + needed > early_limit_) read();  // the other side may have received some since
+  return sent_bytes_ - received_bytes_ + needed <= early_limit_;
+}
+
+std::string Stream::head_of(const char* magic, std::uint32_t kind, const std::string& text, std::uint64_t bytes) const {
+  std::string head(kHead, '\0');
+  const auto text_bytes = static_cast<std::uint32_t>(text.size());
+  std::memcpy(&head[0], magic, 4);
+  std::memcpy(&head[4], &taken_bytes_, 8);
+  std::memcpy(&head[12], &kind, 4);
+  std::memcpy(&head[16], &text_bytes, 4);
+  std::memcpy(&head[20], &bytes, 8);
+  return head += text;
+}
+
+void Stream::send(std::string head, const char* body, std::uint64_t bytes, Transfer* transfer) {
+  sends_.push_back({std::move(head), body, bytes, 0, transfer});
+  write();
+}
+
+void Stream::send_at_once(std::uint32_t kind, const std::string& text, const char* body, std::uint64_t bytes,
+                          Transfer* transfer) {
+  sent_bytes_ += bytes + kMessageBytes;
+  send(head_of(kAtOnce, kind, text, bytes), body, bytes, transfer);
+}
+
+bool Stream::write() {
+  bool moved = false;
+  while (!sends_.empty() && error_.empty()) {
+    iovec pieces[kPiecesAtOnce];
+    int count = 0;
+    for (const Outgoing& each : sends_) {
+      if (count + 2 > kPiecesAtOnce) break;
+      const std::uint64_t in_head = std::min<std::uint64_t>(each.sent, each.head.size());
+      const std::uint64_t in_body = each.sent - in_head;
+      if (in_head < each.head.size()) {
+        pieces[count++] = {const_cast<char*>(each.head.data()) + in_head, each.head.size() - in_head};
+      }
+      if (in_body < each.bytes) pieces[count++] = {const_cast<char*>(each.body) + in_body, each.bytes - in_body};
+    }
+    msghdr message{};
+    message.msg_iov = pieces;
+    message.msg_iovlen = static_cast<std::size_t>(count);
+    const ssize_t sent = sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (!would_block(errno)) fail(in_words(errno));
+      return moved;
+    }
+    moved = true;
+    auto left = static_cast<std::uint64_t>(sent);
+    while (!sends_.empty()) {
+      Outgoing& first = sends_.front();
+      const std::uint64_t missing = first.head.size() + first.bytes - first.sent;
+      first.sent += std::min(left, missing);
+      if (left < missing) break;
+      left -= missing;
+      Transfer* const transfer = first.transfer;
+      sends_.pop_front();
+      if (transfer != nullptr) all_.part_done(transfer);
+    }
+  }
+  return moved;
+}
+
+void Stream::receive(std::uint32_t kind, Transfer* transfer, bool is_answer) {
+  receives_[kind].push_back({transfer, is_answer});
+  ++receiving_;
+  match_early(kind);
+}
+
+void Stream::match_early(std::uint32_t kind) {
+  auto& early = early_[kind];
+  auto& receives = receives_[kind];
+  while (!early.empty() && !receives.empty()) {
+    const Early message = std::move(early.front());
+    const Incoming incoming = receives.front();
+    early.pop_front();
+    receives.pop_front();
+    --receiving_;
+    if (message.announced) {
+      ask(incoming.transfer, kind, message.text, message.bytes);
+      continue;
+    }
+    char* to = nullptr;
+    if (!match(incoming, kind, message.text, message.bytes, &to)) return;
+    if (to != nullptr && message.bytes > 0) std::memcpy(to, message.body.get(), message.bytes);
+    all_.part_done(incoming.transfer);
+  }
+}
+
+void Stream::take_frame(Transfer* transfer) {
+  has_frame_ = false;
+  if (transfer != nullptr) {
+    reading_ = transfer;
+    expect(transfer->at, transfer->bytes);
+  }
+}
+
+void Stream::expect(char* at, std::uint64_t bytes) {
+  in_body_ = true;
+  place_ = at;
+  missing_ = bytes;
+  consume();
+}
+
+// Has what is in the buffer of a body go to its place.
+void Stream::consume() {
+  const std::uint64_t size = std::min<std::uint64_t>(missing_, end_ - begin_);
+  if (place_ != nullptr && size > 0) {
+    std::memcpy(place_, &buffer_[begin_], size);
+    place_ += size;
+  }
+  begin_ += size;
+  missing_ -= size;
+  if (missing_ == 0) end_message();
+}
+
+void Stream::end_message() {
+  in_body_ = false;
+  Transfer* const transfer = reading_;
+  reading_ = nullptr;
+  if (counted_) --receiving_;
+  counted_ = false;
+  if (is_early_) {
+    is_early_ = false;
+    early_[early_kind_].push_back(std::move(early_body_));
+    match_early(early_kind_);
+  } else if (transfer != nullptr) {
+    all_.part_done(transfer);
+  }
+}
+
+bool Stream::read() {
+  if (!error_.empty()) return false;
+  iovec pieces[2];
+  int count = 0;
+  std::uint64_t at_place = 0;
+  if (in_body_ && place_ != nullptr) {  // then the buffer is empty
+    at_place = missing_;
+    pieces[count++] = {place_, missing_};
+  }
+  if (begin_ == end_) {
+    begin_ = end_ = 0;
+  } else if (begin_ > 0) {
+    std::memmove(&buffer_[0], &buffer_[begin_], end_ - begin_);
+    end_ -= begin_;
+    begin_ = 0;
+  }
+  if (end_ < buffer_.size()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
+  if (count == 0) return false;  // full of what comes behind a frame that nobody has taken yet
+  const ssize_t come = readv(descriptor, pieces, count);
+  if (come <= 0) {
+    if (come == 0) fail("Connection closed by peer");
+    if (come < 0 && !would_block(errno)) fail(in_words(errno));
+    return false;
+  }
+  const std::uint64_t direct = std::min<std::uint64_t>(at_place, static_cast<std::uint64_t>(come));
+  end_ += static_cast<std::uint64_t>(come) - direct;
+  if (direct > 0) {
+    place_ += direct;
+    missing_ -= direct;
+    if (missing_ == 0) end_message();
+  }
+  parse();
+  return true;
+}
+
+void Stream::parse() {
+  while (!has_frame_ && error_.empty()) {
+    if (in_body_) {
+      if (begin_ == end_) return;
+      consume();
+      continue;
+    }
+    if (end_ - begin_ < kHead) return;
+    const char* const head = &buffer_[begin_];
+    const auto kind = number_at<std::uint32_t>(head + 12), text_bytes = number_at<std::uint32_t>(head + 16);
+    const auto bytes = number_at<std::uint64_t>(head + 20);
+    const bool at_once = std::memcmp(head, kAtOnce, 4) == 0, announced = std::memcmp(head, kAnnounced, 4) == 0;
+    const bool asked_for = std::memcmp(head, kAskedFor, 4) == 0;
+    const bool is_frame = std::memcmp(head, "PSF", 3) == 0;
+    if (kind == kFrame ? !is_frame : !(at_once || announced || asked_for)) {
+      return fail("what came is no message of this version's");
+    }
+    if (text_bytes > kMostTextBytes) {
+      return fail("a text of " + std::to_string(text_bytes) + " bytes was to come, more than there may be");
+    }
+    if (end_ - begin_ - kHead < text_bytes) {
+      if (kHead + text_bytes > buffer_.size()) {  // a head and its text must fit
+        std::vector<char> larger(kHead + text_bytes);
+        std::memcpy(&larger[0], &buffer_[begin_], end_ - begin_);
+        buffer_.swap(larger);
+        end_ -= begin_;
+        begin_ = 0;
+      }
+      return;
+    }
+    std::string text(head + kHead, text_bytes);
+    begin_ += kHead + text_bytes;
+    if (kind == kFrame) {
+      has_frame_ = true;
+      frame_.assign(head, kMarks);
+      frame_bytes_ = bytes;
+      frame_text_ = std::move(text);
+      return;
+    }
+    received_bytes_ = number_at<std::uint64_t>(head + 4);
+    if (announced) {
+      early_[kind].push_back({std::move(text), nullptr, bytes, true});
+      match_early(kind);
+    } else if (asked_for) {
+      begin_asked(kind, bytes);
+    } else {
+      begin_body(kind, std::move(text), bytes);
+    }
+  }
+}
+
+// Has an announced body come to its place; that of another message than is expected stays where it is.
+void Stream::ask(Transfer* transfer, std::uint32_t kind, const std::string& text, std::uint64_t bytes) {
+  const std::string own = transfer->text;
+  const bool answers = transfer->answers;
+  if (text != own) {
+    transfer->found = text;
+  } else if (transfer->bytes != bytes) {
+    return fail(other_size(transfer->bytes, bytes));
+  } else {
+    asked_[kind].push_back(transfer);
+    ++receiving_;
+  }
+  if (answers) answer(transfer, kind, bytes, true);
+  if (text != own) all_.part_done(transfer);
+}
+
+void Stream::begin_asked(std::uint32_t kind, std::uint64_t bytes) {
+  auto& asked = asked_[kind];
+  if (asked.empty() || asked.front()->bytes != bytes) {
+    return fail(std::to_string(bytes) + " bytes came that nobody had asked for");
+  }
+  reading_ = asked.front();
+  counted_ = true;
+  asked.pop_front();
+  expect(reading_->at, bytes);
+}
+
+void Stream::begin_body(std::uint32_t kind, std::string text, std::uint64_t bytes) {
+  auto& receives = receives_[kind];
+  if (receives.empty()) {
+    early_body_ = {std::move(text), nullptr, bytes, false};
+    if (bytes <= PTRDIFF_MAX) early_body_.body.reset(new (std::nothrow) char[bytes]);
+    if (early_body_.body == nullptr) {
+      return fail("there is no memory for " + std::to_string(bytes) + " bytes that came before they were asked for");
+    }
+    is_early_ = true;
+    early_kind_ = kind;
+    expect(early_body_.body.get(), bytes);
+    return;
+  }
+  const Incoming incoming = receives.front();
+  receives.pop_front();
+  char* to = nullptr;
+  if (!match(incoming, kind, text, bytes, &to)) {
+    --receiving_;
+    return;
+  }
+  reading_ = incoming.transfer;
+  counted_ = true;
+  expect(to, bytes);
+}
+
+// Whether a message may come to its receive; where: nowhere if its text is another, by which the receiver knows.
+bool Stream::match(const Incoming& incoming, std::uint32_t kind, const std::string& text, std::uint64_t bytes,
+                   char** at) {
+  Transfer* const transfer = incoming.transfer;
+  *at = nullptr;
+  if (incoming.is_answer) {
+    if (bytes != 0) return fail(other_size(0, bytes)), false;
+    taken_bytes_ += kMessageBytes;
+    note_answer(transfer, kind, text);
+    return true;
+  }
+  if (text != transfer->text) {
+    transfer->found = text;
+  } else if (bytes != transfer->bytes) {
+    return fail(other_size(transfer->bytes, bytes)), false;
+  } else {
+    *at = transfer->at;
+  }
+  taken_bytes_ += bytes + kMessageBytes;
+  if (transfer->answers) answer(transfer, kind, bytes, false);
+  return true;
+}
+
+// The receiver of a large message, or of one without room, says what its call is.
+void Stream::note_answer(Transfer* transfer, std::uint32_t kind, const std::string& text) {
+  if (text != transfer->text) {
+    transfer->found = text;
+  } else if (transfer->announced) {
+    ++transfer->left;
+    send(head_of(kAskedFor, kind - 1, {}, transfer->bytes), transfer->at, transfer->bytes, transfer);
+  }
+}
+
+void Stream::answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes, bool announced) {
+  if (announced || bytes > kAnsweredBytes) send_at_once(kind + 1, transfer->text, nullptr, 0, nullptr);
+}
+
+void Stream::end_sending() {
+  fail("a call of this rank in this group failed");
+  sends_.clear();
+  shutdown(descriptor, SHUT_WR);
+}
+
+// Streams.
+
+class Streams::Waiting {
+ public:
+  explicit Waiting(int& waiters) : waiters_(waiters) { ++waiters_; }
+  ~Waiting() { --waiters_; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+
+ private:
+  int& waiters_;  // under the lock
+};
+
+Streams::Streams(std::int64_t spin_ns) : spin_ns_(spin_ns), generation_(fork_generation()) {}
+
+void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
+  streams_.push_back(std::make_unique<Stream>(*this, rank, descriptor, early_bytes));
+  if (by_rank_.size() <= static_cast<std::size_t>(rank)) by_rank_.resize(static_cast<std::size_t>(rank) + 1);
+  by_rank_[static_cast<std::size_t>(rank)] = streams_.back().get();
+}
+
+// Whether this is the copy of a process that was forked, whose other threads may have held the lock.
+bool Streams::is_foreign() const { return generation_ != fork_generation(); }
+
+Stream* Streams::at(int rank) {
+  return rank >= 0 && static_cast<std::size_t>(rank) < by_rank_.size() ? by_rank_[static_cast<std::size_t>(rank)]
+                                                                       : nullptr;
+}
+
+Transfer* Streams::make(Stream* stream, char* at, std::uint64_t bytes, std::string text) {
+  Pending& made = pending_[++numbers_];
+  made.stream = stream;
+  made.transfer.number = numbers_;
+  made.transfer.at = at;
+  made.transfer.bytes = bytes;
+  made.transfer.text = std::move(text);
+  made.transfer.left = 1;
+  return &made.transfer;
+}
+
+void Streams::part_done(Transfer* transfer) {
+  if (--transfer->left > 0) return;
+  if (!transfer->found.empty()) found_.emplace(transfer->number, std::move(transfer->found));
+  pending_.erase(transfer->number);
+}
+
+bool Streams::await(std::uint64_t number) {
+  const auto found = pending_.find(number);
+  if (found == pending_.end()) return false;
+  found->second.stream->awaited_ = true;
+  return true;
+}
+
+// `await_all` marks the streams that are awaited; it returns kLook to go on, or what came of it.
+template <typename Awaited>
+std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all) {
+  std::int64_t now = now_ns();
+  const std::int64_t until = now + slice_ns, spin_until = now + spin_ns_;
+  const Waiting waiting{waiters_};
+  bool late = false;
+  for (;;) {
+    for (const auto& stream : streams_) stream->awaited_ = false;
+    const std::int64_t outcome = await_all();
+    if (outcome != kLook) return outcome;
+    for (const auto& stream : streams_) {
+      const bool matters = stream->awaited_ || (!all && stream->is_sending());
+      if (matters && !stream->error_.empty()) return kFailed - stream->rank;
+    }
+    if (late) return kLook;
+    bool moved = false;
+    for (const auto& stream : streams_) {
+      if (!stream->error_.empty()) continue;
+      const bool sends = stream->is_sending();
+      const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
+      if (sends) moved |= stream->write();
+      if (reads) moved |= stream->read();
+    }
+    now = now_ns();
+    late = now >= until;
+    if (moved || late) continue;
+    if (now < spin_until) {
+      lock.unlock();
+      lock.lock();
+      continue;
+    }
+    if (sleep(lock, until - now, all) == kInterrupted) return kInterrupted;
+  }
+}
+
+std::int64_t Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all) {
+  std::vector<pollfd> polled;
+  for (const auto& stream : streams_) {
+    if (!stream->error_.empty()) continue;
+    const bool sends = stream->is_sending();
+    const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
+    if (sends || reads) {
+      polled.push_back({stream->descriptor, static_cast<short>((sends ? POLLOUT : 0) | (reads ? POLLIN : 0)), 0});
+    }
+  }
+  if (waiters_ > 1) limit_ns = std::min(limit_ns, kTwoWaitNs);  // another one may move what this one waits for
+  lock.unlock();
+  const bool ends = interrupted();
+  if (!ends) poll(polled.data(), polled.size(), static_cast<int>(std::max<std::int64_t>(1, limit_ns / 1'000'000)));
+  lock.lock();
+  return ends ? kInterrupted : kLook;
+}
+
+std::int64_t Streams::post_frames(const std::string& head, const std::vector<Part>& parts,
+                                  std::vector<std::uint64_t>* numbers) {
+  const std::uint64_t first = numbers_ + 1;
+  for (const Part& part : parts) {
+    Stream* const stream = at(part.rank);
+    if (stream == nullptr) return kFailed - part.rank;
+    Transfer* const transfer = make(stream, part.at, part.bytes);
+    if (numbers != nullptr) numbers->push_back(transfer->number);
+    std::string own = head;
+    std::memcpy(&own[20], &part.bytes, 8);
+    stream->send(std::move(own), part.at, part.bytes, transfer);
+  }
+  return static_cast<std::int64_t>(first);
+}
+
+// kLook until all are there.
+std::int64_t Streams::take_frames(const std::string& head, bool take, const std::vector<Part>& parts,
+                                  std::vector<std::uint64_t>* numbers) {
+  bool missing = false;
+  for (const Part& part : parts) {
+    Stream* const stream = at(part.rank);
+    if (stream == nullptr) return kFailed - part.rank;
+    if (stream->has_frame()) continue;
+    missing = stream->awaited_ = true;
+  }
+  if (missing) return kLook;
+  for (const Part& part : parts) {
+    const Stream& stream = *at(part.rank);
+    if (stream.frame_.compare(0, kMarks, head, 0, kMarks) != 0 || stream.frame_bytes_ != part.bytes) return kDiffer;
+  }
+  if (!take) return 0;
+  const std::uint64_t first = numbers_ + 1;
+  for (const Part& part : parts) {
+    Stream& stream = *at(part.rank);
+    Transfer* const transfer = part.bytes == 0 ? nullptr : make(&stream, part.at, part.bytes);
+    if (numbers != nullptr && transfer != nullptr) numbers->push_back(transfer->number);
+    stream.take_frame(transfer);
+    stream.parse();
+  }
+  return static_cast<std::int64_t>(first);
+}
+
+std::int64_t Streams::send_frames(const std::string& head, const std::vector<Part>& parts) {
+  if (is_foreign() || head.size() < kHead) return kFailed;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return post_frames(head, parts, nullptr);
+}
+
+std::int64_t Streams::meet(std::int64_t slice_ns, const std::string& head, bool take, const std::vector<Part>& parts) {
+  if (is_foreign() || head.size() < kMarks) return kFailed;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return move(lock, slice_ns, false, [&] { return take_frames(head, take, parts, nullptr); });
+}
+
+std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, const std::vector<Part>& sent,
+                               const std::vector<Part>& received) {
+  if (is_foreign() || head.size() < kHead) return kFailed;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (phase_ == Phase::kNone) {
+    exchanged_.clear();
+    const std::int64_t first = post_frames(head, sent, &exchanged_);
+    if (first < 0) return first;
+    phase_ = Phase::kFrames;
+  }
+  const std::int64_t outcome = move(lock, slice_ns, false, [&]() -> std::int64_t {
+    if (phase_ == Phase::kFrames) {
+      const std::int64_t taken = take_frames(head, true, received, &exchanged_);
+      if (taken < 0) return taken;
+      phase_ = Phase::kBodies;
+    }
+    bool missing = false;
+    for (const std::uint64_t number : exchanged_) missing |= await(number);
+    return missing ? kLook : 0;
+  });
+  if (outcome != kLook) phase_ = Phase::kNone;
+  return outcome;
+}
+
+std::int64_t Streams::send(const Part& part, std::uint32_t kind) {
+  if (is_foreign()) return kFailed;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Stream* const stream = at(part.rank);
+  if (stream == nullptr) return kFailed - part.rank;
+  Transfer* const transfer = make(stream, part.at, part.bytes);
+  const std::uint64_t number = transfer->number;
+  stream->send_at_once(kind, {}, part.at, part.bytes, transfer);
+  return static_cast<std::int64_t>(number);
+}
+
+std::int64_t Streams::receive(const Part& part, std::uint32_t kind) { return receive_pair(part, kind, {}); }
+
+std::int64_t Streams::send_pair(const Part& part, std::uint32_t kind, std::string text) {
+  if (is_foreign()) return kFailed;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Stream* const stream = at(part.rank);
+  if (stream == nullptr) return kFailed - part.rank;
+  const bool has_room = stream->has_room(part.bytes);
+  Transfer* const transfer = make(stream, part.at, part.bytes, std::move(text));
+  const std::uint64_t number = transfer->number;
+  if (!has_room || part.bytes > kAnsweredBytes) {
+    transfer->announced = !has_room;
+    transfer->left = 2;
+    stream->receive(kind + 1, transfer, true);
+  }
+  if (has_room) {
+    stream->send_at_once(kind, transfer->text, part.at, part.bytes, transfer);
+  } else {
+    stream->send(stream->head_of(kAnnounced, kind, transfer->text, part.bytes), nullptr, 0, transfer);
+  }
+  return static_cast<std::int64_t>(number);
+}
+
+std::int64_t Streams::receive_pair(const Part& part, std::uint32_t kind, std::string text) {
+  if (is_foreign()) return kFailed;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Stream* const stream = at(part.rank);
+  if (stream == nullptr) return kFailed - part.rank;
+  Transfer* const transfer = make(stream, part.at, part.bytes, std::move(text));
+  const std::uint64_t number = transfer->number;
+  transfer->answers = !transfer->text.empty();
+  stream->receive(kind, transfer);
+  return static_cast<std::int64_t>(number);
+}
+
+std::int64_t Streams::wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers) {
+  if (is_foreign()) return kFailed;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return move(lock, slice_ns, all, [&]() -> std::int64_t {
+    bool missing = false;
+    for (const std::uint64_t number : numbers) missing |= await(number);
+    return missing ? kLook : 0;
+  });
+}
+
+std::int64_t Streams::drive(std::int64_t slice_ns) {
+  if (is_foreign()) return 0;
+  std::unique_lock<std::mutex> lock(mutex_);
+  return move(lock, slice_ns, true, [&]() -> std::int64_t {
+    if (waiters_ > 1) return 1;
+    for (const auto& stream : streams_) {
+      if (stream->error_.empty() && (stream->is_sending() || stream->is_receiving())) return kLook;
+    }
+    return 0;
+  });
+}
+
+bool Streams::has_left() {
+  if (is_foreign()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(streams_.begin(), streams_.end(), [](const auto& stream) {
+    return stream->error_.empty() && (stream->is_sending() || stream->is_receiving());
+  });
+}
+
+void Streams::flush() {
+  if (is_foreign()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& stream : streams_) stream->write();
+}
+
+bool Streams::is_done(std::uint64_t number) { return rank_of(number) < 0; }
+
+int Streams::rank_of(std::uint64_t number) {
+  if (is_foreign()) return -1;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = pending_.find(number);
+  return found == pending_.end() ? -1 : found->second.stream->rank;
+}
+
+std::string Streams::found(std::uint64_t number) {
+  if (is_foreign()) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto entry = found_.find(number);
+  if (entry == found_.end()) return {};
+  std::string text = std::move(entry->second);
+  found_.erase(entry);
+  return text;
+}
+
+// Magic, digest, bytes of the body, and the text.
+bool Streams::frame(int rank, std::string* out) {
+  if (is_foreign()) return false;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Stream* const stream = at(rank);
+  if (stream == nullptr || !stream->has_frame()) return false;
+  out->assign(stream->frame_);
+  out->append(reinterpret_cast<const char*>(&stream->frame_bytes_), 8);
+  out->append(stream->frame_text_);
+  return true;
+}
+
+std::string Streams::error(int rank) {
+  if (is_foreign()) return "this process was forked from the one that made the connection";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Stream* const stream = at(rank);
+  return stream == nullptr ? "the group was closed" : stream->error_;
+}
+
+void Streams::end_sending(int rank) {
+  if (is_foreign()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  phase_ = Phase::kNone;
+  for (const auto& stream : streams_) {
+    if (rank < 0 || stream->rank == rank) stream->end_sending();
+  }
+}
+
+void Streams::close() {
+  if (is_foreign()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& stream : streams_) {
+    stream->fail("the group was closed");
+    shutdown(stream->descriptor, SHUT_WR);
+    stream->descriptor = -1;  // its number may soon be another file's
+  }
+}
+
+// For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.
+void Streams::facts(int rank, std::uint64_t* out) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Stream& stream = *at(rank);
+  out[0] = 0;
+  for (const auto& [kind, messages] : stream.early_) {
+    for (const auto& message : messages) out[0] += message.announced ? 0 : message.bytes;
+  }
+  out[1] = stream.sent_bytes_;
+  out[2] = stream.received_bytes_;
+  out[3] = stream.taken_bytes_;
+}
+
+}  // namespace parallel_state

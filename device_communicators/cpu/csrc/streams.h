@@ -1,0 +1,199 @@
+// Messages over TCP connections between ranks on different hosts. What a message is, what is announced and what comes
+// early is told in device_communicators/hierarchical/streams.py.
+//
+// Descriptors are the caller's, who closes them after `close`. The memory of a body is the caller's, too, and must stay
+// until its transfer is done, or its connection has an error: from then on nobody touches it. Any thread may call
+// anything, and several may wait at once; none holds the lock while it sleeps, or while it asks for Python's.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace parallel_state {
+
+struct Transfer {
+  std::uint64_t number = 0;
+  std::string text;   // of the call, which both ends must have; of a leader's empty
+  std::string found;  // the other one's, where that differs
+  char* at = nullptr;
+  std::uint64_t bytes = 0;
+  bool answers = false;    // a receive that tells its sender its call, unless the message is small
+  bool announced = false;  // a send without its body
+  int left = 0;            // what has yet to be written or read of it
+};
+
+class Streams;
+
+class Stream {
+ public:
+  Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes);
+
+  bool is_sending() const { return !sends_.empty(); }
+  bool is_receiving() const { return receiving_ > 0; }
+  bool has_frame() const { return has_frame_; }
+  void fail(std::string error) {
+    if (error_.empty()) error_ = std::move(error);
+  }
+  bool has_room(std::uint64_t bytes);
+
+  // What the kernel has room for, or has; false where that is nothing.
+  bool write();
+  bool read();
+  void parse();
+
+  void send(std::string head, const char* body, std::uint64_t bytes, Transfer* transfer);
+  std::string head_of(const char* magic, std::uint32_t kind, const std::string& text, std::uint64_t bytes) const;
+  void send_at_once(std::uint32_t kind, const std::string& text, const char* body, std::uint64_t bytes, Transfer*);
+  void receive(std::uint32_t kind, Transfer* transfer, bool is_answer = false);
+  void take_frame(Transfer* transfer);  // null for one without a body
+  void end_sending();
+
+  const int rank;
+  int descriptor;  // -1 once it is closed
+
+ private:
+  friend class Streams;
+  struct Outgoing {
+    std::string head;
+    const char* body;
+    std::uint64_t bytes, sent;
+    Transfer* transfer;
+  };
+  struct Incoming {
+    Transfer* transfer;
+    bool is_answer;
+  };
+  struct Early {
+    std::string text;
+    std::unique_ptr<char[]> body;  // null for what was announced
+    std::uint64_t bytes;
+    bool announced;
+  };
+
+  void match_early(std::uint32_t kind);
+  void begin_body(std::uint32_t kind, std::string text, std::uint64_t bytes);
+  void begin_asked(std::uint32_t kind, std::uint64_t bytes);
+  void ask(Transfer* transfer, std::uint32_t kind, const std::string& text, std::uint64_t bytes);
+  bool match(const Incoming& incoming, std::uint32_t kind, const std::string& text, std::uint64_t bytes, char** at);
+  void note_answer(Transfer* transfer, std::uint32_t kind, const std::string& text);
+  void answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes, bool announced);
+  void expect(char* at, std::uint64_t bytes);
+  void consume();
+  void end_message();
+
+  Streams& all_;
+  std::string error_;
+  std::deque<Outgoing> sends_;
+  std::map<std::uint32_t, std::deque<Incoming>> receives_;
+  std::map<std::uint32_t, std::deque<Transfer*>> asked_;
+  std::map<std::uint32_t, std::deque<Early>> early_;
+  int receiving_ = 0;  // what is in `receives_` and `asked_`, and what is being read of these
+  const std::uint64_t early_limit_;
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once, and what of that the other side has received
+  std::uint64_t taken_bytes_ = 0;                      // received by this side of what came at once
+  std::vector<char> buffer_;
+  std::size_t begin_ = 0, end_ = 0;
+  bool in_body_ = false;
+  char* place_ = nullptr;  // of what is missing of a body; null: it goes nowhere
+  std::uint64_t missing_ = 0;
+  Transfer* reading_ = nullptr;  // the receive that it is of
+  bool counted_ = false;         // whether that is one of `receiving_`
+  bool is_early_ = false;
+  std::uint32_t early_kind_ = 0;
+  Early early_body_;
+  bool has_frame_ = false;
+  std::string frame_;  // magic and digest
+  std::string frame_text_;
+  std::uint64_t frame_bytes_ = 0;
+  bool awaited_ = false;  // by whoever has the lock
+};
+
+struct Part {
+  int rank;
+  char* at;
+  std::uint64_t bytes;
+};
+
+class Streams {
+ public:
+  // What came of a call, where it isn't a number from 0 on.
+  static constexpr std::int64_t kLook = -1;         // a slice of time has passed
+  static constexpr std::int64_t kDiffer = -2;       // a frame isn't that of this call: see `frame`
+  static constexpr std::int64_t kInterrupted = -3;  // by a signal's handler
+  static constexpr std::int64_t kFailed = -4;       // less the rank whose connection has an error
+
+  explicit Streams(std::int64_t spin_ns);
+  void add(int rank, int descriptor, std::uint64_t early_bytes);
+
+  // Sends each part behind a head of this call: returns the first of the transfers' numbers, which are consecutive.
+  std::int64_t send_frames(const std::string& head, const std::vector<Part>& parts);
+  // Waits for the frames of the parts' ranks, and compares them with `head`; if `take`, receives their bodies.
+  std::int64_t meet(std::int64_t slice_ns, const std::string& head, bool take, const std::vector<Part>& parts);
+  // Both, and waits for all of it. Called again after a slice it goes on.
+  std::int64_t exchange(std::int64_t slice_ns, const std::string& head, const std::vector<Part>& sent,
+                        const std::vector<Part>& received);
+  std::int64_t send(const Part& part, std::uint32_t kind);
+  std::int64_t receive(const Part& part, std::uint32_t kind);
+  std::int64_t send_pair(const Part& part, std::uint32_t kind, std::string text);
+  std::int64_t receive_pair(const Part& part, std::uint32_t kind, std::string text);
+  // Moves what can be moved until the transfers are done: of the connections that they are of, and that send; if `all`,
+  // of all.
+  std::int64_t wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers);
+  // The same for what nobody waits for; at once where somebody waits.
+  std::int64_t drive(std::int64_t slice_ns);
+  void flush();
+
+  bool is_done(std::uint64_t number);
+  int rank_of(std::uint64_t number);
+  bool has_left();  // whether anything is to be moved
+  std::string found(std::uint64_t number);
+  bool frame(int rank, std::string* out);
+  void take_frame(int rank);
+  std::string error(int rank);
+  void fail(const std::string& error);
+  void end_sending(int rank);  // -1: of all
+  void close();
+  void facts(int rank, std::uint64_t* out);
+
+ private:
+  friend class Stream;
+  class Waiting;
+  struct Pending {
+    Transfer transfer;
+    Stream* stream;
+  };
+  Stream* at(int rank);
+  Transfer* make(Stream* stream, char* at, std::uint64_t bytes, std::string text = {});
+  void part_done(Transfer* transfer);
+  bool await(std::uint64_t number);  // false where it is done
+  std::int64_t post_frames(const std::string& head, const std::vector<Part>& parts,
+                           std::vector<std::uint64_t>* numbers);
+  std::int64_t take_frames(const std::string& head, bool take, const std::vector<Part>& parts,
+                           std::vector<std::uint64_t>* numbers);
+  bool is_foreign() const;
+  template <typename Awaited>
+  std::int64_t move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
+  std::int64_t sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
+
+  std::mutex mutex_;
+  const std::int64_t spin_ns_;
+  const int generation_;
+  std::vector<std::unique_ptr<Stream>> streams_;  // ascending by rank
+  std::vector<Stream*> by_rank_;
+  std::unordered_map<std::uint64_t, Pending> pending_;
+  std::unordered_map<std::uint64_t, std::string> found_;
+  std::uint64_t numbers_ = 0;
+  int waiters_ = 0;
+  enum class Phase { kNone, kFrames, kBodies } phase_ = Phase::kNone;  // of the exchange
+  std::vector<std::uint64_t> exchanged_;
+};
+
+}  // namespace parallel_state
