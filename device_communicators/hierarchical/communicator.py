@@ -152,6 +152,9 @@ class HierarchicalCommunicator(PartialCommunicator):
             flat, target = reduction.flat(x), reduction.flat(out)
             length = _chunk(flat.numel())
             if flat.numel() <= length and reduction.in_one_round(flat.numel()):
+                if hosts.local is None:
+                    hosts.leaders.combine_at_once(flat, target, reduction)
+                    return
                 part = hosts.reduce(flat, target, reduction)
                 hosts.between(lambda: hosts.leaders.combine_at_once(part, target, reduction))
                 hosts.broadcast(target)

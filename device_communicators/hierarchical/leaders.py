@@ -204,7 +204,7 @@ class Leaders:
 
     def _parts(self, tensors: Mapping[int, Tensor]) -> list[int]:
         """Returns by host what its rank, address and size in bytes are, nothing being a part, too."""
-        parts = []
+        parts: list[int] = []
         for host in self.others:
             x = tensors.get(host)
             parts += (self.leaders[host], 0, 0) if x is None else (self.leaders[host], x.data_ptr(), x.nbytes)
@@ -333,13 +333,16 @@ class Leaders:
         self, part: Tensor, out: Tensor, reduction: Reduction, slices: Mapping[int, slice] | None = None
     ) -> None:
         """Combines as `combine` does, in the frames of the call alone; without `slices` all of `part` on all hosts."""
-        dtypes, own = reduction.travelling_of_all(slices is None), self.host
-        shares = dict.fromkeys(range(len(dtypes)), part)
-        if slices is not None:
-            shares = {host: part[each] for host, each in slices.items()}
-        parts = {host: self.scratch.take((0, host), out.numel(), dtypes[host]) for host in self.others}
-        self.exchange_at_once({host: shares[host].to(dtypes[own]) for host in self.others}, parts)
-        mine = parts[own] = shares[own]
+        dtypes, own, count = reduction.travelling_of_all(slices is None), self.host, out.numel()
+        parts = {host: self.scratch.take((0, host), count, dtypes[host]) for host in self.others}
+        if slices is None:
+            mine = part
+            sent = dict.fromkeys(self.others, part if part.dtype == dtypes[own] else part.to(dtypes[own]))
+        else:
+            mine = part[slices[own]]
+            sent = {host: part[slices[host]].to(dtypes[own]) for host in self.others}
+        self.exchange_at_once(sent, parts)
+        parts[own] = mine
         reduction.combine([parts[host] for host in range(len(dtypes))], out, mine if part is not out else None)
 
     def all_reduce(self, part: Callable[[], Tensor], out: Tensor, reduction: Reduction) -> Iterator[None]:

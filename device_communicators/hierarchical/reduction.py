@@ -55,7 +55,8 @@ class Reduction:
 
     def flat(self, x: Tensor) -> Tensor:
         """Returns a view of contiguous `x`, in the dtype `narrow`."""
-        return (x if self.widens else reducible_in_memory(x, self._reduce_op)[0]).view(-1)
+        x = x if self.widens else reducible_in_memory(x, self._reduce_op)[0]
+        return x if x.dim() == 1 else x.view(-1)
 
     def in_one_round(self, count: int) -> bool:
         """Returns True if each host sends all of `count` elements to all others, as nothing is rounded then."""
@@ -80,7 +81,7 @@ class Reduction:
         """
         *first, last = parts
         combine = _COMBINE[self.op]
-        if len(parts) == 2 and self._is_added_by_torch and {part.dtype for part in parts} == {out.dtype}:
+        if self._is_added_by_torch and len(parts) == 2 and parts[0].dtype == parts[1].dtype == out.dtype:
             combine(*parts, out=out)  # in float32, rounded once
             return
         total = first[0].to(self.wide)

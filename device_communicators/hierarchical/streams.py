@@ -236,11 +236,11 @@ class Streams:
 
     def found(self, number: int) -> bytes:
         """Returns the other rank's text where that isn't the one of this transfer, which is done; once."""
-        return self.functions.found(self.address, number)  # type: ignore[no-any-return]
+        return self.functions.found(self.address, number)
 
     def drive(self, slice_s: float) -> bool:
         """Moves what nobody waits for, for so long at most. Returns True at once where somebody waits."""
-        return self.functions.drive(self.address, int(1e6 * slice_s)) > 0  # type: ignore[no-any-return]
+        return self.functions.drive(self.address, int(1e6 * slice_s)) > 0
 
     @property
     def has_left(self) -> bool:
@@ -253,7 +253,10 @@ class Streams:
     def frame(self, rank: int) -> Frame | None:
         """Returns the frame of a rank that nobody has taken yet."""
         found = self.functions.frame(self.address, rank)
-        return Frame(*_MARKS.unpack_from(found), found[_MARKS.size :]) if found else None
+        if not found:
+            return None
+        magic, digest, body_bytes = _MARKS.unpack_from(found)
+        return Frame(magic, digest, body_bytes, found[_MARKS.size :])
 
     def error(self, rank: int) -> str:
         """Returns what is wrong with the connection to a rank; empty for nothing."""
@@ -271,7 +274,7 @@ class Streams:
         """Returns the bytes kept for receives to come; sent at once; received of these; and taken by this side."""
         words = (ctypes.c_uint64 * 4)()
         self._library.ps_streams_facts(self.address, rank, words)
-        return tuple(words)  # type: ignore[return-value]
+        return tuple(words)
 
     def close(self) -> None:
         """Ends the connections, and all waits. Twice is fine."""

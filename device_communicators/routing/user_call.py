@@ -162,9 +162,15 @@ class UserCall(NamedTuple):
         )
 
     def __str__(self) -> str:
-        sizes = f"sizes {list(self.sizes)}" if self.sizes else ""
-        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return _in_words(self.method, self.reduce_op or "", self.dim, self.root, sizes, dtype, self.shape)
+        return _text(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(call: UserCall) -> str:
+    """Returns a call in words, which a route makes of each."""
+    sizes = f"sizes {list(call.sizes)}" if call.sizes else ""
+    dtype = "" if call.dtype is None else str(call.dtype).removeprefix("torch.")
+    return _in_words(call.method, call.reduce_op or "", call.dim, call.root, sizes, dtype, call.shape)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -290,7 +290,7 @@ def _without_descriptors(victim: int) -> tuple[bool, list[float]]:
             received = group.recv((3,), torch.float32, group.prev_rank_in_group)
             sent.wait()
             gathered = group.all_to_all(torch.full((group.world_size,), float(group.rank)))
-            return communicator._hosts.is_meshed, [received.sum().item(), gathered.sum().item()]
+            return communicator.hosts.is_meshed, [received.sum().item(), gathered.sum().item()]
     finally:
         limits.descriptor_shortage, communicator_hosts.MESHED_UNASKED = shortage, 32
 

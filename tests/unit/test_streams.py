@@ -54,8 +54,10 @@ def _wait(end: Streams, transfers: Sequence[int], limit_s: float = LIMIT_S) -> N
 
 def _part(rank: int, memory: Any) -> tuple[int, int, int]:
     """Of a bytearray, which must stay."""
-    view = memory if isinstance(memory, bytes) else (ctypes.c_char * len(memory)).from_buffer(memory)
-    at = ctypes.cast(view, ctypes.c_void_p).value if isinstance(view, bytes) else ctypes.addressof(view)
+    if isinstance(memory, bytes):
+        at = ctypes.cast(ctypes.c_char_p(memory), ctypes.c_void_p).value
+    else:
+        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
     return rank, at or 0, len(memory)
 
 
@@ -134,7 +136,8 @@ def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams,
     there, here = ends
     there.send_frames(head_of(b"PSFA", b"12345678", b"words"), _part(1, b"body"))
     there.send_frames(head_of(b"PSFD", b"12345678", b""), (1, 0, 0))
-    assert (frame := _frame(here, 0)) == (b"PSFA", b"12345678", 4, b"words")
+    frame = _frame(here, 0)
+    assert frame == (b"PSFA", b"12345678", 4, b"words")
     out = bytearray(4)
     _wait(here, _take(here, 0, frame, out))
     assert out == b"body"
