@@ -18,6 +18,9 @@ the same connection could then never get at it. An announcement is read past, so
 gets it, and no bound can lead to a deadlock. A limit for each message, above which all is announced, would cost every
 large one the word of the receiver, and not bound how many small ones there are.
 
+Compiled code moves all of it (csrc/streams.h): a hierarchical group has the library on every rank. Here is what Python
+asks of it, and how the connections are made.
+
 Within a collective no such bound is needed: who leads a host sends what a call has to those in the same call, and who
 doesn't is at most one call ahead.
 
