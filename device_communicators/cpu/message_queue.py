@@ -37,8 +37,8 @@ _READ, _PLAIN = 1, 2  # of what was taken
 # Of a `QueueReport`.
 (
     _SUSPECT, _, _HEAD_BYTES, _FINGERPRINT, _LEFT_BYTES, _REPORTER, _REASON, _TAKEN, _RESERVED, _FOUND, _BROKEN,
-    _ELAPSED_US, _HOLDER,
-) = range(13)  # fmt: skip
+    _ELAPSED_US, _HOLDER, _LENT,
+) = range(14)  # fmt: skip
 _SLICE_S = 0.2
 _CLOSE_GRACE_S = 1.0
 _HEAD_BUFFER_BYTES = 64 << 10
@@ -443,6 +443,18 @@ class Receiver(_End):
     def plain_head(self) -> memoryview | None:
         """Returns the head of the message that `take` has found if it is that of an object without tensors."""
         return self._view[: self._report[_HEAD_BYTES]] if self._report[_TAKEN] == _PLAIN else None
+
+    def want_loans(self, wanted: bool) -> None:
+        """Tells the writer whether it may lend tensors, which `is_lent` tells of; they can be read as well.
+
+        One that is read ends that: another call receives, and copies.
+        """
+        self._library.ps_queue_want_loans(self.end, wanted)
+
+    @property
+    def is_lent(self) -> bool:
+        """Returns True where the tensors of the message that `take` has found are lent by its sender."""
+        return self._report[_LENT] != 0
 
     @property
     def has_found(self) -> bool:

@@ -133,6 +133,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
         c_int,
         (c_void_p, c_void_p, c_uint64, c_char_p, c_uint64, c_char_p, c_int, c_double),
     ),
+    "ps_queue_want_loans": (None, (c_void_p, c_int)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
     "ps_plain_tree": (c_int, (c_void_p, c_void_p, c_int)),
     "ps_pack": (c_int, (c_void_p, c_void_p, c_int, c_uint64)),
@@ -166,7 +167,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 """Objects that functions refer to as long as the process lives."""
 
-QueueReport = c_int64 * 13
+QueueReport = c_int64 * 14
 """What the library tells of a queue's calls: the struct of that name in queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))

@@ -24,13 +24,19 @@ class Buffers(NamedTuple):
     tensors: Mapping[str, Tensor]
 
 
-def checked_buffers(context: GroupContext, method: str, out: object) -> Buffers | None:
+def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
     """Returns `out` of a method, or None where that is None.
 
-    Raises InvalidArgumentError unless it is a mapping of str to dense tensors that may be written to.
+    Raises InvalidArgumentError unless it is a mapping of str to dense tensors that may be written to, and no `views`
+    are wanted.
     """
     if out is None:
         return None
+    if views:
+        raise InvalidArgumentError(
+            f"{method} on {context} must have out= or views=True, but has both: views lie where the sender has put "
+            "them, and not in buffers of the caller; leave one out"
+        )
     if not isinstance(out, Mapping):
         raise InvalidArgumentError(
             f"out of {method} on {context} must be a dict of tensors, but is a {type(out).__name__}"

@@ -114,6 +114,7 @@ class MessageCalls(GroupFacts):
         *,
         spec: TensorDictSpec | None = None,
         out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
     ) -> dict[Any, Any]:
         """Returns rank `src`'s dict of tensors and other values on every rank; on `src` the very same dict.
 
@@ -131,16 +132,18 @@ class MessageCalls(GroupFacts):
                 f"out of broadcast_tensor_dict on {self.context} is filled on the ranks that receive, but this is rank "
                 f"{src}, which sends; pass None there: the call returns the dict that is sent"
             )
-        buffers = checked_buffers(self.context, "broadcast_tensor_dict", out)
+        buffers = checked_buffers(self.context, "broadcast_tensor_dict", out, views)
         if spec is not None:
-            return by_spec.broadcast(self, tensor_dict, src, spec, buffers)
+            return by_spec.broadcast(self, tensor_dict, src, spec, buffers, views)
         if self._is_single_rank():
             return _checked_dict(tensor_dict)
-        return self._broadcast_dict(tensor_dict, src, buffers)
+        return self._broadcast_dict(tensor_dict, src, buffers, views)
 
     @host_call(_SPEC, "broadcast_tensor_dict")
-    def _broadcast_dict(self, tensor_dict: dict[Any, Any] | None, src: int, out: Buffers | None) -> dict[Any, Any]:
-        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", dict, out)
+    def _broadcast_dict(
+        self, tensor_dict: dict[Any, Any] | None, src: int, out: Buffers | None, views: bool
+    ) -> dict[Any, Any]:
+        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", dict, out, views)
 
     def send_tensor_dict(
         self,
@@ -192,6 +195,7 @@ class MessageCalls(GroupFacts):
         *,
         spec: TensorDictSpec | None = None,
         out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
     ) -> dict[Any, Any] | None:
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
@@ -203,16 +207,18 @@ class MessageCalls(GroupFacts):
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
-        buffers = checked_buffers(self.context, "recv_tensor_dict", out)
+        buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
         if spec is not None:
             src = checks.source(self.context, "recv_tensor_dict", src)
-            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, buffers)
-        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group, buffers)
+            return by_spec.recv(self, src, all_gather_group, all_gather_tensors, spec, buffers, views)
+        return self._recv_dict(self._source("recv_tensor_dict", src), all_gather_group, buffers, views)
 
     @host_call(_SPEC, "recv_tensor_dict")
     @transfer("recv_tensor_dict")
-    def _recv_dict(self, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None) -> dict[Any, Any]:
-        return self._messenger.recv(src, all_gather_group, out)
+    def _recv_dict(
+        self, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None, views: bool
+    ) -> dict[Any, Any]:
+        return self._messenger.recv(src, all_gather_group, out, views)
 
     @host_call(_WAITING_DICT)
     @transfer("isend_tensor_dict")
@@ -245,6 +251,7 @@ class MessageCalls(GroupFacts):
         all_gather_tensors: Mapping[str, bool] | None = None,
         *,
         out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
     ) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
 
@@ -255,8 +262,8 @@ class MessageCalls(GroupFacts):
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return NoReceive()
-        buffers = checked_buffers(self.context, "irecv_tensor_dict", out)
-        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group, buffers)
+        buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
+        return self._messenger.irecv(self._source("irecv_tensor_dict", src), all_gather_group, buffers, views)
 
     def _destination(self, operation: str, dst: int | None) -> int:
         dst = checks.destination(self.context, operation, dst)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -69,12 +70,17 @@ class ReceiveHandle:
     """A message to come. `wait()` returns the object; `is_completed()` tells whether all of it is here."""
 
     def __init__(
-        self, messenger: Messenger, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None
+        self,
+        messenger: Messenger,
+        src: int,
+        all_gather_group: AllGatherGroup | None,
+        out: Buffers | None,
+        views: bool = False,
     ) -> None:
         self._messenger = messenger
         self._src = src
         self.incoming = messenger.transport.incoming(src)
-        self._message = ObjectReader(messenger, self.incoming, src, all_gather_group, out)
+        self._message = ObjectReader(messenger, self.incoming, src, all_gather_group, out, views)
         self._lock = threading.RLock()
         self._waiter: threading.Thread | None = None
         self._arrived = False
@@ -173,8 +179,10 @@ class ObjectReader:
         src: int,
         all_gather_group: AllGatherGroup | None = None,
         out: Buffers | None = None,
+        views: bool = False,
     ) -> None:
         self._messenger = messenger
+        self._views = views
         self._incoming = incoming
         self._src = src
         self._all_gather_group = all_gather_group
@@ -188,7 +196,9 @@ class ObjectReader:
 
     def receive(self) -> list[Handle]:
         """Waits for the message; returns the transfers of device tensors, which may be under way still."""
-        likely = self._incoming.likely
+        likely = None if self._views else self._incoming.likely
+        if self._views:
+            self._incoming.want_views()
         if likely is not None and not self._expects(likely):
             likely = None
         with self._incoming as head:
@@ -252,6 +262,10 @@ class ObjectReader:
         """Allocates the tensors of a head, or slices of those that are cut, once as much is known to follow it."""
         parts = [slices if is_cut else 1 for is_cut in cut] or [1] * len(tensors)
         each = list(zip(tensors, parts, strict=True))
+        if self._views:
+            slices_of = [x if part == 1 else x._replace(shape=(prod(x.shape) // part,)) for x, part in each]
+            if (borrowed := self._incoming.borrow(slices_of)) is not None:
+                return borrowed
         self._incoming.check_size(sum(x.nbytes // part for x, part in each if x.device_type == "cpu"))
         return [self._messenger.allocate(x, self._src, part) for x, part in each]
 

@@ -186,23 +186,34 @@ class Messenger:
         return handle
 
     def irecv(
-        self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None
+        self,
+        src: int,
+        all_gather_group: AllGatherGroup | None = None,
+        out: Buffers | None = None,
+        views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive the next message of `src`; a dict's tensors become those of `out`."""
+        """Starts to receive the next message of `src`; a dict's tensors become those of `out`, or may be `views`."""
         with self._pending_lock:
-            handle = ReceiveHandle(self, src, all_gather_group, out)
+            handle = ReceiveHandle(self, src, all_gather_group, out, views)
             self._pending.setdefault(src, []).append(handle)
             handle.incoming.reserve(1)
         return handle
 
-    def recv(self, src: int, all_gather_group: AllGatherGroup | None = None, out: Buffers | None = None) -> Any:
-        """Returns the next message of `src` that nobody has asked for; a dict's tensors become those of `out`."""
+    def recv(
+        self,
+        src: int,
+        all_gather_group: AllGatherGroup | None = None,
+        out: Buffers | None = None,
+        views: bool = False,
+    ) -> Any:
+        """Returns the next message of `src` that nobody has asked for; see `irecv`."""
         if self._pending.get(src):
-            return self.irecv(src, all_gather_group, out).wait()
-        received = self._receive_past_python(src, None, all_gather_group, out)
-        if received is not NOTHING:
-            return received
-        return self._take(self.transport.incoming(src), src, all_gather_group, out)
+            return self.irecv(src, all_gather_group, out, views).wait()
+        if not views:
+            received = self._receive_past_python(src, None, all_gather_group, out)
+            if received is not NOTHING:
+                return received
+        return self._take(self.transport.incoming(src), src, all_gather_group, out, views)
 
     def _receive_past_python(
         self, src: int, method: str | None, all_gather_group: AllGatherGroup | None, out: Buffers | None
@@ -267,10 +278,11 @@ class Messenger:
         src: int,
         all_gather_group: AllGatherGroup | None = None,
         out: Buffers | None = None,
+        views: bool = False,
     ) -> Any:
         """Receives a message of which nobody else knows: it needs no handle."""
         try:
-            message = ObjectReader(self, incoming, src, all_gather_group, out)
+            message = ObjectReader(self, incoming, src, all_gather_group, out, views)
             for part in message.receive():
                 part.wait()
             return message.build()
@@ -342,19 +354,21 @@ class Messenger:
         method: str = "broadcast_object",
         must_be: type | None = None,
         out: Buffers | None = None,
+        views: bool = False,
     ) -> Any:
         """Returns `src`'s object on every rank; on `src` the very same one. `method`: what the caller called.
 
-        `out`: what a dict's tensors become on the others.
+        `out`: what a dict's tensors become on the others; they may be `views`.
         """
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         if self.route.context.rank != src:
-            received = self._receive_past_python(src, method, None, out)
-            if received is not NOTHING:
-                return received
+            if not views:
+                received = self._receive_past_python(src, method, None, out)
+                if received is not NOTHING:
+                    return received
             with self.route.alone(call):
-                return self._take(self.transport.incoming(src, call=call), src, out=out)
+                return self._take(self.transport.incoming(src, call=call), src, out=out, views=views)
         outcome, packed = LEFT, None
         is_fit = must_be is None or type(obj) is must_be
         if self.past_python is not None and is_fit:
@@ -430,14 +444,52 @@ class Messenger:
         flat = _all_contiguous(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
-            if self._pending.get(src):
-                with self._pending_lock:
-                    earlier = self._pending[src][-1:]
-                for handle in earlier:
-                    handle.take_in()
+            self._take_in_earlier(src)
             self._fill(self.transport.incoming(src, _RECEIVED_LIST), list(on_cpu), form, src)
         self.route.run_list("recv", on_device, src, part_of=_RECEIVED_LIST)
         _copy_back(tensors, flat)
+
+    @transfer("recv_tensor_dict with a spec")
+    def recv_views(self, tensors: Sequence[codec.TensorMetadata], form: str, src: int) -> list[Tensor]:
+        """Returns the CPU tensors of rank `src`, as views where it lends them. Raises as recv_list."""
+        self._take_in_earlier(src)
+        return self._receive_views(self.transport.incoming(src, _RECEIVED_LIST), tensors, form, src)
+
+    def broadcast_views(self, tensors: Sequence[codec.TensorMetadata], form: str, src: int) -> list[Tensor]:
+        """Returns the CPU tensors that rank `src` sends to all, as recv_views."""
+        call = message_call(BROADCAST_BY_SPEC, src)
+        with self.route.alone(call):
+            return self._receive_views(self.transport.incoming(src, _BROADCAST_LIST, call), tensors, form, src)
+
+    def _receive_views(
+        self, incoming: IncomingMessage, tensors: Sequence[codec.TensorMetadata], form: str, src: int
+    ) -> list[Tensor]:
+        try:
+            expected = wire.head_of_sizes(form, tuple([each.nbytes for each in tensors]))
+            incoming.want_views()
+            with incoming as head:
+                self._check_list(incoming, head, expected, src)
+                received = incoming.borrow(tensors)
+                if received is None:
+                    received = [self.empty(each.shape, each.dtype) for each in tensors]
+                incoming.read_into(received)
+            return received
+        except Exception as error:
+            raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
+
+    def _check_list(self, incoming: IncomingMessage, head: Head | None, expected: bytes, src: int) -> None:
+        """Raises unless a head, None for the expected one, is that of the expected list."""
+        if head is not None and (head.header is not None or head.body != expected):
+            header, body = self.split_head(incoming, head, src)
+            wire.check_list(expected, header, body, self.route.context, src)
+
+    def _take_in_earlier(self, src: int) -> None:
+        """Receives what was started to be received from `src` before."""
+        if self._pending.get(src):
+            with self._pending_lock:
+                earlier = self._pending[src][-1:]
+            for handle in earlier:
+                handle.take_in()
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
         """Fills the tensors with rank `src`'s. Raises as recv_list."""
@@ -493,10 +545,8 @@ class Messenger:
             incoming.expect(expected, received)
             parts: list[Handle] = []
             with incoming as head:
+                self._check_list(incoming, head, expected, src)
                 if head is not None:
-                    if head.header is not None or head.body != expected:
-                        header, body = self.split_head(incoming, head, src)
-                        wire.check_list(expected, header, body, self.route.context, src)
                     parts = incoming.read_into(received)
             for part in parts:
                 part.wait()

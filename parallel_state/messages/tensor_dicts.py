@@ -9,7 +9,7 @@ Dicts that travel with metadata are in `messenger`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ from device_communicators.errors import InvalidArgumentError
 from device_communicators.routing.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
+from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.wire import (
     CPU,
     DONE,
@@ -84,6 +85,11 @@ class TensorDictSpec:
         carried = tuple([each for each in self.entries if isinstance(each, TensorEntry) and prod(each.shape) > 0])
         object.__setattr__(self, "carried", carried)
         object.__setattr__(self, "digest", digest_of("; ".join([entry.described() for entry in self.entries])))
+
+    @property
+    def metadata(self) -> list[TensorMetadata]:
+        """Returns what travels as a receiver must allocate it."""
+        return [TensorMetadata(entry.dtype, entry.shape, entry.device_type) for entry in self.carried]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any]) -> TensorDictSpec:
@@ -213,7 +219,12 @@ def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _
 
 
 def broadcast(
-    group: GroupFacts, tensors: dict[str, Any] | None, src: int, spec: TensorDictSpec, out: Buffers | None
+    group: GroupFacts,
+    tensors: dict[str, Any] | None,
+    src: int,
+    spec: TensorDictSpec,
+    out: Buffers | None,
+    views: bool,
 ) -> dict[str, Any]:
     past = _past_python(group, spec)
     if group.rank_in_group == src:
@@ -227,6 +238,8 @@ def broadcast(
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
         return given
+    if views and past is not None:
+        return _with_views(past[1], spec, group._messenger.broadcast_views(spec.metadata, spec.digest, src))
     result = _to_fill(group, spec, out, past)
     if spec.carried:
         pieces = [result[entry.key] for entry in spec.carried]
@@ -281,8 +294,11 @@ def recv(
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
     out: Buffers | None,
+    views: bool,
 ) -> dict[str, Any]:
     past = _past_python(group, spec) if all_gather_group is None else None
+    if views and past is not None:
+        return _with_views(past[1], spec, group._messenger.recv_views(spec.metadata, spec.digest, src))
     result = _to_fill(group, spec, out, past)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
@@ -302,6 +318,16 @@ def recv(
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
+
+
+def _with_views(known: _KnownForm, spec: TensorDictSpec, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Returns the dict of a spec, of the tensors that travelled and of new ones without elements."""
+    made = known.values.copy()
+    if len(tensors) < len(known.tensors):
+        made.update((key, torch.empty(shape, dtype=dtype, device=CPU)) for key, shape, dtype, _ in known.tensors)
+    for entry, tensor in zip(spec.carried, tensors, strict=True):
+        made[entry.key] = tensor
+    return made
 
 
 def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:

@@ -23,9 +23,11 @@ from device_communicators.routing.recorder import Operation
 from device_communicators.routing.route import Route
 from device_communicators.routing.stalls import WAITS, end_wait, waiting_for
 from device_communicators.routing.started import Handle
-from device_communicators.routing.user_call import UserCall, transfer_method
+from device_communicators.routing.user_call import DTYPE_NUMBERS, UserCall, transfer_method
+from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.known_heads import Template
 from parallel_state.messages.wire import (
     FRAME_BYTES,
@@ -79,6 +81,13 @@ class IncomingMessage:
 
     def check_size(self, size_bytes: int) -> None:
         """Raises MessageDecodeError where it is known that more or less of CPU tensors follows the head."""
+
+    def want_views(self) -> None:
+        """Tells the sender that it may lend the tensors of messages, from some size on: see `borrow`."""
+
+    def borrow(self, tensors: Sequence[TensorMetadata]) -> list[Tensor] | None:
+        """Returns views of the message's tensors where the sender has lent all; then `read_into` them reads nothing."""
+        return None
 
     def read_into(self, tensors: Sequence[Tensor]) -> list[Handle]:
         """Receives the tensors. What is still under way when it returns are those of the group's device."""
@@ -296,6 +305,9 @@ class QueueTransport:
         self.channels = channels
         self.templates: dict[tuple[int, str], tuple[Template, bool]] = {}
         """By source and receiving method: that of the last dict, and whether the one before was the same."""
+        collectives = route.context.collectives
+        self.can_borrow = collectives is not None and collectives.library.has_ops
+        """True where tensors that a sender lends can be had as views."""
         self._objects = codec_values.use_library()  # which is there where the queues are
         self.past_python: PastPython | None = self._objects.past_python
 
@@ -450,6 +462,7 @@ class _QueuedMessage(IncomingMessage):
         self._transport = transport
         self._method = transfer_method() if call is None else call.method
         self.likely = transport.likely(src, self._method)
+        self._wants_views = self._has_borrowed = False
         self._expected: Expected | None = None
         self._expected_bytes = 0
         self._receiver = channels.receiver(src, MESSAGES, broadcast=call is not None)
@@ -536,10 +549,28 @@ class _QueuedMessage(IncomingMessage):
         on_cpu, on_device = split_by_device(tensors)
         size_bytes = sum([tensor.nbytes for tensor in on_cpu])
         self.check_size(size_bytes)
-        if size_bytes:
+        if size_bytes and not self._has_borrowed:
             self._receiver.read(*pieces_of(on_cpu), self._operation)
         self._end(size_bytes)
         return [self._start(tensor) for tensor in on_device] if on_device else []
+
+    def want_views(self) -> None:
+        self._wants_views = self._transport.can_borrow
+        if self._wants_views:
+            self._receiver.want_loans(True)
+
+    def borrow(self, tensors: Sequence[TensorMetadata]) -> list[Tensor] | None:
+        if not self._wants_views or not self._receiver.is_lent:
+            return None
+        layout: list[int] = []
+        for dtype, shape, device_type in tensors:
+            if device_type != "cpu" or dtype not in DTYPE_NUMBERS:
+                return None
+            layout += (DTYPE_NUMBERS[dtype], len(shape), *shape)
+        key, of_all = self._route.context.key, self._call is not None
+        found = torch.ops.parallel_state.borrow(ordering_token(wire.CPU), self._src, of_all, layout, key)
+        self._has_borrowed = bool(found)
+        return found or None
 
     def _end(self, tensor_bytes: int) -> None:
         """Counts the message, which has come."""

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 
+#include "forks.h"
 #include "messages.h"
 #include "ops.h"
 #include "pack.h"
@@ -241,6 +242,66 @@ struct Empty {
   }
 };
 
+// The tensors of the message from `src` whose head Python has just read, where their sender has put them, of this
+// layout: number of the dtype, number of dims, sizes. Nothing where they weren't lent, or not so.
+struct Borrow {
+  static constexpr const char* kName = "borrow";
+  using Signature = std::vector<Tensor>(const Tensor&, std::int64_t, bool, at::IntArrayRef, string_view);
+
+  struct Form {
+    at::ScalarType dtype;
+    at::IntArrayRef sizes;
+    std::size_t bytes() const { return c10::multiply_integers(sizes) * c10::elementSize(dtype); }
+  };
+
+  // Gives the loan back at its end, but not in a forked child, whose copy of a tensor has nothing to give.
+  struct Borrowed {
+    Borrowed(std::shared_ptr<Handle> keep, const Loan& loan) : keep(std::move(keep)), loan(loan) {}
+    ~Borrowed() {
+      if (generation == fork_generation()) loan.give_back();
+    }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+
+    const std::shared_ptr<Handle> keep;
+    const Loan loan;
+    const int generation = fork_generation();
+  };
+
+  static std::vector<Tensor> run(const Tensor& token, std::int64_t src, bool of_all, at::IntArrayRef layout,
+                                 string_view group) {
+    const std::shared_ptr<Served> served = find_served(group);
+    if (served == nullptr || src < 0 || src >= served->handle().size()) return {};
+    const std::shared_ptr<OpenReader> open = served->handle().queues().reader(static_cast<int>(src), of_all);
+    if (open == nullptr) return {};
+    std::vector<Form> forms;
+    for (std::size_t at = 0; at < layout.size(); at += 2 + forms.back().sizes.size()) {
+      forms.push_back({static_cast<at::ScalarType>(layout[at]), layout.slice(at + 2, layout[at + 1])});
+    }
+    std::vector<Loan> loans;
+    {
+      const InTurn<QueueReader> turn{*open, open->timeout_s};
+      if (!turn || open->closed || open->report->broken != 0) return {};
+      if (open->end.borrow(&loans, open->timeout_s) != QueueStatus::kDone) return {};  // as Python finds out
+    }
+    std::vector<std::shared_ptr<Borrowed>> borrowed;
+    for (const Loan& loan : loans) borrowed.push_back(std::make_shared<Borrowed>(served->share(), loan));
+    std::vector<Tensor> made;
+    auto next = borrowed.begin();
+    for (const Form& form : forms) {
+      if (form.bytes() == 0) {
+        made.push_back(ordinary(form.sizes, form.dtype));
+        continue;
+      }
+      if (next == borrowed.end() || (*next)->loan.bytes != form.bytes()) return {};
+      void* const data = (*next)->loan.data;
+      const auto release = [held = std::move(*next++)](void*) {};
+      made.push_back(at::for_blob(data, form.sizes).deleter(release).options(at::TensorOptions(form.dtype)).make_tensor());
+    }
+    return made;
+  }
+};
+
 struct Barrier {
   static constexpr const char* kName = "barrier";
   using Signature = void(Tensor&, string_view);
@@ -428,6 +489,7 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<Broadcast>(library);
   on_cpu<BroadcastInPlace>(library);
   on_cpu<Empty>(library);
+  on_cpu<Borrow>(library);
   on_cpu<Barrier>(library);
   on_cpu<SendList>(library);
   on_cpu<ReceiveListInPlace>(library);

@@ -174,7 +174,10 @@ void ps_group_fail(std::uint64_t group, int status, int suspect) {
 // Who is in the middle of a call stays there until it ends; the memory goes with the last, and with the last tensor.
 void ps_group_close(std::uint64_t group) {
   const std::shared_ptr<Handle> handle = find(group);
-  if (handle != nullptr && handle->arena() != nullptr) handle->arena()->end();
+  if (handle != nullptr && handle->arena() != nullptr) {
+    handle->lender()->collect();
+    handle->arena()->end();
+  }
   forget(group);
 }
 

@@ -66,6 +66,7 @@ void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descrip
   }
   group_.set_arenas(windows_);
   arena_ = std::make_unique<Arena>(*windows_[rank_], descriptor, file_offset);
+  lender_ = std::make_unique<Lender>(*arena_, *windows_[rank_]);
 }
 
 void Handle::note(Status status, double elapsed_s) {

@@ -18,6 +18,7 @@
 
 #include "arena.h"
 #include "group.h"
+#include "loans.h"
 #include "open_queue.h"
 
 namespace parallel_state {
@@ -141,6 +142,8 @@ class Handle {
 
   // Null where there is none.
   Arena* arena() const { return arena_.get(); }
+  Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
+  Lender* lender() const { return lender_.get(); }  // of tensors in this rank's arena
 
   ProcessLiveness& liveness() { return liveness_; }
 
@@ -185,6 +188,7 @@ class Handle {
   Failure failure_;
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
   std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Lender> lender_;
   Queues queues_;
 };
 

@@ -203,9 +203,9 @@ Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces,
   if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
   const InTurn<QueueWriter> turn{*open};
   if (!turn || !is_free(*open)) return Outcome::kLeft;
-  if (!open->end.has_room(bytes_of(pieces))) return Outcome::kNoRoom;
+  if (!open->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) return Outcome::kNoRoom;
   const Transfer transfer{served, to.counted(), to.rank, to.method};
-  open->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, 0, 0);  // waits for nobody, and can't fail
+  open->end.write(0);
   served.end(transfer.record(), to.counted(), counted_bytes(pieces, heads));
   return Outcome::kDone;
 }
@@ -216,16 +216,16 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
   if (open == nullptr) return Outcome::kLeft;
   const InTurn<QueueWriter> turn{*open};
   if (!turn || !is_free(*open)) return Outcome::kLeft;
-  if (!open->end.has_room(bytes_of(pieces))) return Outcome::kNoRoom;
   const Entered entered{handle};
   if (!entered) return Outcome::kLeft;
+  if (!open->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) return Outcome::kNoRoom;
   Record& record = served.begin_broadcast(counted(told), told);
   if (!announce(handle, told, handle.rank(), open->spin_ns)) {
+    open->end.drop();
     served.drop_broadcast(record);
     return Outcome::kLeft;
   }
-  // All of it has room: readers only make more.
-  open->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, ++*open->broadcasts, 0);
+  open->end.write(++*open->broadcasts);  // readers only make more room meanwhile
   served.end(record, counted(told), counted_bytes(pieces, heads));
   return Outcome::kDone;
 }

@@ -17,8 +17,8 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
                  WaitPolicy policy)
     : shape_(shape),
       me_(me),
-      left_(static_cast<Left*>(control)),
-      counters_(reinterpret_cast<Counter*>(static_cast<char*>(control) + sizeof(Left))),
+      ends_(static_cast<Ends*>(control)),
+      counters_(reinterpret_cast<Counter*>(static_cast<char*>(control) + sizeof(Ends))),
       data_(static_cast<char*>(data)),
       ranks_(ranks, ranks + shape.readers + 1),
       processes_(processes),
@@ -29,14 +29,14 @@ RingEnd::RingEnd(void* control, void* data, RingShape shape, const int* ranks, i
 void RingEnd::leave() {
   leaving_.store(true, std::memory_order_relaxed);  // carries no data; a waiter looks at it every few milliseconds
   // Release: who sees the bit sees all chunks that were published before it.
-  left_->bits.fetch_or(std::uint64_t{1} << me_, std::memory_order_release);
+  ends_->left.fetch_or(std::uint64_t{1} << me_, std::memory_order_release);
 }
 
 // Who ended first: an end may have left because another rank died.
 Loss RingEnd::loss(int index) const {
   if (leaving_.load(std::memory_order_relaxed)) return {ranks_[index], -1, 0};
   const Loss found = processes_.loss(ranks_[index]);
-  const bool there = (left_->bits.load(std::memory_order_acquire) >> index & 1) == 0;
+  const bool there = (ends_->left.load(std::memory_order_acquire) >> index & 1) == 0;
   return found.rank >= 0 || found.reporter >= 0 || there ? found : Loss{ranks_[index], -1, 0};
 }
 
@@ -57,17 +57,64 @@ QueueStatus RingEnd::await(int index, std::uint64_t target) {
 
 QueueStatus QueueWriter::send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s) {
   if (unfinished_) return QueueStatus::kMalformed;
+  take_in(pieces, count, heads);
+  lend(heads);
+  begin_message(fingerprint);
+  return resume(timeout_s);
+}
+
+bool QueueWriter::fit(const Piece* pieces, int count, int heads) {
+  constexpr std::uint64_t kMostAtOnce = 8 << 20;  // of loans: who writes at once keeps others waiting for the GIL
+  if (unfinished_) return false;
+  take_in(pieces, count, heads);
+  const std::uint64_t tensor_bytes = header_.total_bytes - header_.head_bytes;
+  if (tensor_bytes >= Lender::kLeastBytes && wants_loans()) {
+    if (tensor_bytes > kMostAtOnce) return false;
+    const std::uint64_t records_bytes = static_cast<std::uint64_t>(count - heads) * sizeof(LoanRecord);
+    if (has_room(header_.head_bytes + records_bytes) && lend(heads)) return true;
+  }
+  return has_room(header_.total_bytes);
+}
+
+void QueueWriter::write(std::uint64_t fingerprint) {
+  begin_message(fingerprint);
+  resume(0);
+}
+
+void QueueWriter::drop() {
+  if (header_.lent != 0) lender_->take_back(loans_);
+}
+
+void QueueWriter::take_in(const Piece* pieces, int count, int heads) {
   pieces_.assign(pieces, pieces + count);
+  header_.head_bytes = header_.total_bytes = header_.lent = 0;
+  for (int head = 0; head < heads; ++head) header_.head_bytes += pieces[head].bytes;
+  for (const Piece& piece : pieces_) header_.total_bytes += piece.bytes;
+}
+
+bool QueueWriter::wants_loans() const {
+  const std::uint64_t readers = ((std::uint64_t{1} << shape_.readers) - 1) << 1;
+  return lender_ != nullptr && (ends_->wants_loans.load(std::memory_order_relaxed) & readers) == readers;
+}
+
+// Lends the tensors of the message that was taken in, so that their records follow its head; or leaves it as it is.
+bool QueueWriter::lend(int heads) {
+  const std::uint64_t readers = ((std::uint64_t{1} << shape_.readers) - 1) << 1;
+  const int tensors = static_cast<int>(pieces_.size()) - heads;
+  if (header_.total_bytes - header_.head_bytes < Lender::kLeastBytes || !wants_loans()) return false;
+  if (!lender_->lend(pieces_.data() + heads, tensors, readers, &loans_)) return false;
+  header_.lent = loans_.size();
+  pieces_.resize(static_cast<std::size_t>(heads));
+  pieces_.push_back({loans_.data(), loans_.size() * sizeof(LoanRecord)});
+  return true;
+}
+
+void QueueWriter::begin_message(std::uint64_t fingerprint) {
   piece_ = offset_ = 0;
   header_.magic = kMagic;
   header_.message += 1;
-  header_.head_bytes = 0;
-  for (int head = 0; head < heads; ++head) header_.head_bytes += pieces[head].bytes;
   header_.fingerprint = fingerprint;
-  header_.total_bytes = 0;
-  for (const Piece& piece : pieces_) header_.total_bytes += piece.bytes;
   unfinished_ = true;
-  return resume(timeout_s);
 }
 
 QueueStatus QueueWriter::resume(double timeout_s) {
@@ -98,7 +145,7 @@ QueueStatus QueueWriter::reuse(std::uint64_t chunk) {
 
 bool QueueWriter::has_room(std::uint64_t bytes) {
   const std::uint64_t chunks = bytes == 0 ? 1 : (bytes - 1) / room() + 1;
-  if (unfinished_ || chunks > shape_.chunks) return false;
+  if (chunks > shape_.chunks) return false;
   const std::uint64_t last = written_ + chunks;
   if (last <= shape_.chunks || reusable_ >= last - shape_.chunks) return true;
   std::uint64_t least = UINT64_MAX;
@@ -126,11 +173,19 @@ void QueueWriter::fill(char* slot) {
   unfinished_ = false;
 }
 
+void QueueReader::want_loans(bool wanted) {
+  if (wanted == wants_loans_) return;
+  wants_loans_ = wanted;
+  const std::uint64_t bit = std::uint64_t{1} << me_;
+  if (wanted) ends_->wants_loans.fetch_or(bit, std::memory_order_relaxed);
+  else ends_->wants_loans.fetch_and(~bit, std::memory_order_relaxed);
+}
+
 QueueStatus QueueReader::next(double timeout_s) {
   begin(timeout_s);
-  if (left_ != 0) return QueueStatus::kMalformed;
+  if (bytes_left() != 0) return QueueStatus::kMalformed;
   const QueueStatus status = enter();
-  if (status == QueueStatus::kDone && left_ == 0) release();  // a message without bytes
+  if (status == QueueStatus::kDone && in_ring() == 0) release();  // a message without bytes
   return status;
 }
 
@@ -141,19 +196,25 @@ QueueStatus QueueReader::enter() {
   if (status != QueueStatus::kDone) return status;
   ChunkHeader found;
   std::memcpy(&found, slot(chunk), sizeof found);  // model: read
-  const bool first = left_ == 0;
+  const bool first = bytes_left() == 0;
   if (found.magic != kMagic || found.chunk != chunk || found.message != messages_ + (first ? 1 : 0) ||
-      found.head_bytes > found.total_bytes || found.total_bytes > kMostBytes ||
-      (!first && found.total_bytes != header_.total_bytes)) {
+      found.head_bytes > found.total_bytes || found.total_bytes > kMostBytes || found.lent > kMostLoans ||
+      (!first && (found.total_bytes != header_.total_bytes || found.lent != header_.lent))) {
     return QueueStatus::kMalformed;
   }
   if (first) {
+    const std::uint64_t tensor_bytes = found.total_bytes - found.head_bytes;
+    if (found.lent != 0 && (tensor_bytes == 0 || arena_ == nullptr)) return QueueStatus::kMalformed;
     header_ = found;
-    left_ = found.total_bytes;
+    left_ = found.lent == 0 ? found.total_bytes : found.head_bytes;
+    records_left_ = found.lent * sizeof(LoanRecord);
+    lent_left_ = found.lent == 0 ? 0 : tensor_bytes;
+    loans_.clear();
+    loan_ = loan_offset_ = 0;
     ++messages_;
   }
   offset_ = 0;
-  end_ = std::min<std::uint64_t>(room(), left_);
+  end_ = std::min<std::uint64_t>(room(), in_ring());
   in_chunk_ = true;
   return QueueStatus::kDone;
 }
@@ -173,22 +234,78 @@ QueueStatus QueueReader::read(const Piece* pieces, int count, double timeout_s) 
   begin(timeout_s);
   std::uint64_t wanted = 0;
   for (int index = 0; index < count; ++index) wanted += pieces[index].bytes;
-  if (wanted > left_) return QueueStatus::kMalformed;
+  if (wanted > bytes_left()) return QueueStatus::kMalformed;
   for (int index = 0; index < count; ++index) {
-    char* to = static_cast<char*>(pieces[index].address);
-    for (std::uint64_t done = 0; done < pieces[index].bytes;) {
-      if (!in_chunk_) {
-        const QueueStatus status = enter();
-        if (status != QueueStatus::kDone) return status;
-      }
-      const std::uint64_t bytes = std::min(end_ - offset_, pieces[index].bytes - done);
-      if (to != nullptr) std::memcpy(to + done, here(), bytes);
-      done += bytes;
-      offset_ += bytes;
-      left_ -= bytes;
-      if (offset_ == end_) release();
-    }
+    char* const to = static_cast<char*>(pieces[index].address);
+    const std::uint64_t sent = std::min(left_, pieces[index].bytes), lent = pieces[index].bytes - sent;
+    QueueStatus status = copy_out(to, sent, &left_);
+    if (status == QueueStatus::kDone && lent != 0) status = copy_lent(to == nullptr ? to : to + sent, lent);
+    if (status != QueueStatus::kDone) return status;
   }
+  return QueueStatus::kDone;
+}
+
+// Copies the next bytes in the ring, which are of those that `left` counts.
+QueueStatus QueueReader::copy_out(char* to, std::uint64_t bytes, std::uint64_t* left) {
+  for (std::uint64_t done = 0; done < bytes;) {
+    if (!in_chunk_) {
+      const QueueStatus status = enter();
+      if (status != QueueStatus::kDone) return status;
+    }
+    const std::uint64_t part = std::min(end_ - offset_, bytes - done);
+    if (to != nullptr) std::memcpy(to + done, here(), part);
+    done += part;
+    offset_ += part;
+    *left -= part;
+    if (offset_ == end_) release();
+  }
+  return QueueStatus::kDone;
+}
+
+QueueStatus QueueReader::copy_lent(char* to, std::uint64_t bytes) {
+  want_loans(false);
+  const QueueStatus status = find_loans();
+  if (status != QueueStatus::kDone) return status;
+  for (std::uint64_t done = 0; done < bytes;) {
+    const Loan& loan = loans_[loan_];
+    const std::uint64_t part = std::min(loan.bytes - loan_offset_, bytes - done);
+    if (to != nullptr) std::memcpy(to + done, loan.data + loan_offset_, part);
+    done += part;
+    loan_offset_ += part;
+    lent_left_ -= part;
+    if (loan_offset_ < loan.bytes) continue;
+    loan.give_back();
+    ++loan_;
+    loan_offset_ = 0;
+  }
+  return QueueStatus::kDone;
+}
+
+// Reads the records of the loans, unless that was done: they follow the head, which has been read.
+QueueStatus QueueReader::find_loans() {
+  if (records_left_ == 0) return QueueStatus::kDone;
+  std::vector<LoanRecord> records(header_.lent);
+  const QueueStatus status = copy_out(reinterpret_cast<char*>(records.data()), records_left_, &records_left_);
+  if (status != QueueStatus::kDone) return status;
+  std::uint64_t bytes = 0;
+  for (const LoanRecord& record : records) {
+    char* const data = record.bytes == 0 ? nullptr : arena_->at(record.block, record.bytes);
+    char* const word = record.word % sizeof(std::uint64_t) != 0 ? nullptr : arena_->at(record.word, sizeof(std::uint64_t));
+    if (data == nullptr || word == nullptr) return QueueStatus::kMalformed;
+    loans_.push_back({data, record.bytes, reinterpret_cast<std::atomic<std::uint64_t>*>(word), std::uint64_t{1} << me_});
+    bytes += record.bytes;  // each is at most an arena's, and there are few
+  }
+  return bytes == lent_left_ ? QueueStatus::kDone : QueueStatus::kMalformed;
+}
+
+QueueStatus QueueReader::borrow(std::vector<Loan>* loans, double timeout_s) {
+  begin(timeout_s);
+  loans->clear();
+  if (!is_lent() || left_ != 0 || loan_ != 0 || loan_offset_ != 0) return QueueStatus::kDone;
+  const QueueStatus status = find_loans();
+  if (status != QueueStatus::kDone) return status;
+  loans->swap(loans_);
+  lent_left_ = 0;
   return QueueStatus::kDone;
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "liveness.h"
+#include "loans.h"
 #include "wait.h"
 
 namespace parallel_state {
@@ -40,7 +41,7 @@ struct RingShape {
   std::uint64_t chunks;
   int readers;  // 1 … 63
 
-  // Control: who has left, the writer's counter, and one for each reader.
+  // Control: who has left and who wants loans, the writer's counter, and one for each reader.
   std::size_t control_bytes() const { return (2 + static_cast<std::size_t>(readers)) * sizeof(Counter); }
   std::size_t data_bytes() const { return chunk_bytes * chunks; }
 };
@@ -53,13 +54,9 @@ struct alignas(64) ChunkHeader {
   std::uint64_t total_bytes;
   std::uint64_t head_bytes;
   std::uint64_t fingerprint;  // what the message is, as far as the queue's users must agree on it
+  std::uint64_t lent;         // tensors of which the records of their loans are in the ring, after the head; else 0
 };
 static_assert(sizeof(ChunkHeader) == 64, "one cache line");
-
-struct Piece {
-  void* address;
-  std::uint64_t bytes;
-};
 
 // What an end of a queue that was opened by the C interface fills in at each call: the words of native.QueueReport.
 struct QueueReport {
@@ -78,6 +75,7 @@ struct QueueReport {
   std::int64_t broken = 0;                // the status of a call that failed; each later one has it
   std::int64_t elapsed_us = 0;            // how long that call took
   std::atomic<std::int64_t> holder{0};    // the thread whose turn it is, by pthread_self; 0 for none
+  std::int64_t lent = 0;                  // tensors of the message that `ps_queue_take` found which it could borrow
 };
 
 // One side of a ring: its counters, and whether the others are still there.
@@ -100,6 +98,11 @@ class RingEnd : public Liveness {
   }
 
  protected:
+  struct alignas(128) Ends {  // a bit each, by index
+    std::atomic<std::uint64_t> left{0};
+    std::atomic<std::uint64_t> wants_loans{0};  // no more than a hint: it orders nothing
+  };
+
   Counter& counter(int index) { return counters_[index]; }
   char* slot(std::uint64_t chunk) const { return data_ + (chunk - 1) % shape_.chunks * shape_.chunk_bytes; }
   std::size_t room() const { return shape_.chunk_bytes - sizeof(ChunkHeader); }
@@ -112,15 +115,11 @@ class RingEnd : public Liveness {
 
   const RingShape shape_;
   const int me_;
+  Ends* const ends_;
 
  private:
-  struct alignas(128) Left {
-    std::atomic<std::uint64_t> bits{0};  // by index
-  };
-
   Loss loss(int index) const;
 
-  Left* left_;
   Counter* counters_;
   char* data_;
   std::vector<int> ranks_;
@@ -137,17 +136,30 @@ class QueueWriter : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
-  // Takes in the message of these pieces, the first `heads` of which are its head; writes what fits within the timeout.
-  // After kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
+  // Lends large tensors to readers that all want it, from now on.
+  void set_lender(Lender* lender) { lender_ = lender; }
+
+  // Takes in the message of these pieces, the first `heads` of which are its head and the others its tensors; writes
+  // what fits within the timeout. After kTimedOut `resume` writes on: the pieces must stay as they are until kDone.
   QueueStatus send(const Piece* pieces, int count, int heads, std::uint64_t fingerprint, double timeout_s);
   QueueStatus resume(double timeout_s);
-  // Whether a message of so many bytes would be written at once. Not while one is being written.
-  bool has_room(std::uint64_t bytes);
+  // Takes in such a message if it can be written at once; false, and nothing was done, where it can't. Then either
+  // `write`, which waits for nobody and can't fail, or `drop` it.
+  bool fit(const Piece* pieces, int count, int heads);
+  void write(std::uint64_t fingerprint);
+  void drop();
 
  private:
+  void take_in(const Piece* pieces, int count, int heads);
+  bool wants_loans() const;
+  bool lend(int heads);
+  bool has_room(std::uint64_t bytes);
+  void begin_message(std::uint64_t fingerprint);
   QueueStatus reuse(std::uint64_t chunk);
   void fill(char* slot);
 
+  Lender* lender_ = nullptr;
+  std::vector<LoanRecord> loans_;
   std::vector<Piece> pieces_;
   std::size_t piece_ = 0;  // where in the message the next chunk begins
   std::uint64_t offset_ = 0;
@@ -161,28 +173,50 @@ class QueueReader : public RingEnd {
  public:
   using RingEnd::RingEnd;
 
+  // Where the writer lends from; without it its loans are malformed.
+  void set_lender(Windows* arena) { arena_ = arena; }
+  // Whether the writer may lend tensors. One that is read instead ends that.
+  void want_loans(bool wanted);
+
   // Waits for the next message and tells its form; the one before must have been read to its end.
   QueueStatus next(double timeout_s);
   // Copies the message's next bytes, and waits for those that are still to come. A null address passes over them.
+  // What was lent is copied as what was sent, and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);
+
+  // The tensors of the message, whose head has been read, where they are; the caller gives them back. Empty where they
+  // weren't lent, or some have been read.
+  QueueStatus borrow(std::vector<Loan>* loans, double timeout_s);
+  bool is_lent() const { return lent_left_ != 0; }
 
   // Whether the message that `next` has found begins with this head, all of which lies in its first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
   // Whether that message lies in one chunk, and nothing of it was read yet.
-  bool is_whole() const { return in_chunk_ && offset_ == 0 && end_ == left_; }
+  bool is_whole() const { return in_chunk_ && offset_ == 0 && end_ == left_ && !is_lent(); }
 
   const ChunkHeader& header() const { return header_; }
   // The bytes of the chunk that is being read; they stay until `read` has gone past them.
   const char* here() const { return slot(read_ + 1) + sizeof(ChunkHeader) + offset_; }
-  std::uint64_t bytes_left() const { return left_; }
+  std::uint64_t bytes_left() const { return left_ + lent_left_; }
 
  private:
+  std::uint64_t in_ring() const { return left_ + records_left_; }
   QueueStatus enter();
   void release();
+  QueueStatus copy_out(char* to, std::uint64_t bytes, std::uint64_t* left);
+  QueueStatus copy_lent(char* to, std::uint64_t bytes);
+  QueueStatus find_loans();
 
-  ChunkHeader header_{};      // of the message that is being read
-  std::uint64_t left_ = 0;    // bytes of it that weren't read yet
+  Windows* arena_ = nullptr;
+  bool wants_loans_ = false;
+  std::vector<Loan> loans_;  // of the message, once their records were read; given back one by one
+  std::size_t loan_ = 0;     // the next, and where in it
+  std::uint64_t loan_offset_ = 0;
+  ChunkHeader header_{};            // of the message that is being read
+  std::uint64_t left_ = 0;          // bytes of it in the ring that weren't read yet,
+  std::uint64_t records_left_ = 0;  // of the records of its loans, which follow those,
+  std::uint64_t lent_left_ = 0;     // and of what is lent
   std::uint64_t offset_ = 0;  // in the chunk
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;

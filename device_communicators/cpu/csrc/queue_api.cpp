@@ -33,7 +33,6 @@ using parallel_state::ProcessLiveness;
 using parallel_state::Python;
 using parallel_state::QueueReader;
 using parallel_state::QueueReport;
-using parallel_state::Queues;
 using parallel_state::QueueStatus;
 using parallel_state::QueueWriter;
 using parallel_state::RingShape;
@@ -64,7 +63,7 @@ template <typename End, typename Add>
 void serve(OpenEnd<End>* open, std::uint64_t group, double timeout_s, std::uint64_t* broadcasts, Add add) {
   open->timeout_s = timeout_s;
   open->broadcasts = broadcasts;
-  if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(handle->queues());
+  if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
 }
 
 // Closes the end. False where a thread is in it: what it works in must stay.
@@ -93,11 +92,12 @@ constexpr double kSoonS = 1e9;
 
 // Writes the message of these pieces if all of it has room; else nothing.
 int post(OpenWriter* opened, const std::vector<Piece>& pieces, int heads, std::uint64_t fingerprint) {
-  std::uint64_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.bytes;
   const InTurn<QueueWriter> turn{*opened, kSoonS};
-  if (!opened->end.has_room(bytes)) return static_cast<int>(QueueStatus::kTimedOut);
-  return told(opened, opened->end.send(pieces.data(), static_cast<int>(pieces.size()), heads, fingerprint, 0));
+  if (!opened->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) {
+    return static_cast<int>(QueueStatus::kTimedOut);
+  }
+  opened->end.write(fingerprint);
+  return static_cast<int>(QueueStatus::kDone);
 }
 
 }  // namespace
@@ -143,12 +143,18 @@ int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>
 // this timeout; `broadcasts` is the number of messages to all so far.
 void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
-  serve(open, group, timeout_s, broadcasts, [=](Queues& queues) { queues.add(dst, open->itself); });
+  serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+    open->end.set_lender(handle.lender());
+    handle.queues().add(dst, open->itself);
+  });
 }
 void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
                            std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenReader*>(reader);
-  serve(open, group, timeout_s, broadcasts, [=](Queues& queues) { queues.add(src, of_all != 0, open->itself); });
+  serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+    open->end.set_lender(handle.arena_of(src));
+    handle.queues().add(src, of_all != 0, open->itself);
+  });
 }
 
 // The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
@@ -267,6 +273,7 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
       if (status == QueueStatus::kDone) status = end.read(pieces, count, timeout_s);
     }
   }
+  report.lent = report.taken == 0 && end.is_lent() ? static_cast<std::int64_t>(end.header().lent) : 0;
   if (report.taken == 0 && head_bytes <= capacity) {
     const Piece piece{head, head_bytes};
     status = end.read(&piece, 1, timeout_s);
@@ -274,6 +281,13 @@ int ps_queue_take(void* reader, char* head, std::uint64_t capacity, const char* 
   }
   report.left_bytes = static_cast<std::int64_t>(end.bytes_left());
   return told(opened, status);
+}
+
+// Whether tensors of the messages that follow may be lent.
+void ps_queue_want_loans(void* reader, int wanted) {
+  auto* opened = static_cast<OpenReader*>(reader);
+  const InTurn<QueueReader> turn{*opened};
+  if (turn) opened->end.want_loans(wanted != 0);
 }
 
 int ps_queue_read(void* reader, const Piece* pieces, int count, double timeout_s) {
