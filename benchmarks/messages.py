@@ -8,7 +8,7 @@ optional (`python -m parallel_state peers setup`). What is received is compared 
 
 `object` is a dict as a scheduler sends it; `many` is 1 MB of small values, `blob` 1 MB of bytes; `idle` means that the
 sender sleeps for 5 ms before each. `broadcast` sends a dict of ten tensors and some numbers, `pipeline` two tensors
-from one rank to another, in the sizes of a decode step and of a prefill.
+from one rank to another, in the sizes of a decode step and of a prefill. `views` are of what the sender lends.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from collections.abc import Sequence
 import command_line
 
 from parallel_state.tools.bench.collectives import GLOO, OWN, VLLM
-from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, TOKENS, WITH_SPEC, ZMQ
+from parallel_state.tools.bench.messages import COPY, KINDS, OBJECTS, SPEC_VIEWS, TOKENS, VIEWS, WITH_SPEC, ZMQ
 from parallel_state.tools.bench.peers import SIZES_OF_VLLM
 from parallel_state.tools.bench.report import write_json
 from parallel_state.tools.bench.rounds import Row, measure_all
 from parallel_state.tools.bench.teams import Team, started
 
 PEERS = (GLOO, VLLM, ZMQ, COPY)
-PAIRS = ((WITH_SPEC, OWN), *((ours, peer) for ours in (OWN, WITH_SPEC) for peer in PEERS))
+PAIRS = (
+    (WITH_SPEC, OWN),
+    (VIEWS, OWN),
+    (SPEC_VIEWS, WITH_SPEC),
+    *((ours, peer) for ours in (OWN, WITH_SPEC, VIEWS, SPEC_VIEWS) for peer in PEERS),
+)
 MODULE = "parallel_state.tools.bench.messages"
 MOST_CALLS, MOST_IDLE_CALLS = 60, 10
 

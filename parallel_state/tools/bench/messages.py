@@ -28,6 +28,7 @@ KINDS = ("object", "broadcast", "pipeline")
 OBJECTS = ("1 KB", "10 KB", "1 MB many", "1 MB blob")
 TOKENS = {"decode": 1, "prefill": 256}
 WITH_SPEC, COPY, ZMQ = "parallel_state, spec", "(copying the bytes)", "zmq + msgpack"
+VIEWS, SPEC_VIEWS = "parallel_state, views", "parallel_state, spec, views"
 HIDDEN = 4096
 GAP_S = 100e-6  # between "all readers are about to wait" and the sender's call
 DEADLINE_S = 60.0
@@ -133,13 +134,17 @@ class OwnTeam(MessageTeam):
         if kind == "object":
             return {OWN: Exchange(lambda: group.broadcast_object(value, 0), lambda: group.broadcast_object(None, 0))}
         spec = ps.TensorDictSpec.of(value)
-        calls: list[Callable[..., Any]] = [
-            partial(group.send_tensor_dict, value, 1),
-            partial(group.recv_tensor_dict, 0),
-        ]
+        send: Callable[..., Any] = partial(group.send_tensor_dict, value, 1)
+        receive: Callable[..., Any] = partial(group.recv_tensor_dict, 0)
         if kind == "broadcast":
-            calls = [partial(group.broadcast_tensor_dict, given, 0) for given in (value, None)]
-        return {OWN: Exchange(*calls), WITH_SPEC: Exchange(*(partial(call, spec=spec) for call in calls))}
+            send, receive = (partial(group.broadcast_tensor_dict, given, 0) for given in (value, None))
+        views, by_spec = partial(receive, views=True), partial(send, spec=spec)
+        return {
+            OWN: Exchange(send, receive),
+            WITH_SPEC: Exchange(by_spec, partial(receive, spec=spec)),
+            VIEWS: Exchange(send, views),
+            SPEC_VIEWS: Exchange(by_spec, partial(views, spec=spec)),
+        }
 
 
 class TorchTeam(MessageTeam):
