@@ -121,7 +121,8 @@ class MessageCalls(GroupFacts):
         CPU tensors arrive on the CPU, others on the group's device; tensors of one size travel at the same time.
         With `spec` (see TensorDictSpec) no metadata is sent but its digest, and the call compiles.
         With `out`, a dict of tensors, a receiver's are filled, as in recv_tensor_dict; `src`, which has its own, passes
-        none.
+        none. With `views` a receiver's may be views, as in recv_tensor_dict, if all receivers pass it; all of them have
+        the same memory then, so with more than one of them read the tensors only.
 
         Raises CollectiveMismatchError where `src` has another spec, or only one side has one; for CPU tensors only.
         InvalidArgumentError where `out` doesn't fit, as recv_tensor_dict, or `src` passes it.
@@ -200,10 +201,15 @@ class MessageCalls(GroupFacts):
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
+        With `views` large CPU tensors of a sender on this host may come as views of shared memory, where the sender has put
+        them, instead of being copied once more: this rank's own to read and write, which nobody else touches until
+        it lets go of the tensor; each is freed by itself, also after the group's end or the sender's. While a rank holds
+        more than 256 MiB of one sender, and wherever else there are none (small tensors, other hosts, compiled code), it
+        gets copies, as without. Release views soon: memory that is used again is warm.
         With `out`, a dict of tensors, those are filled, and are in the returned dict: one for each tensor that is sent,
         of its shape, dtype and device type, contiguous or not. After an error their content is undefined.
         Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one;
-        InvalidArgumentError where `out` doesn't fit: with `spec` before anything is received, else the dict is lost.
+        InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received, else the dict is lost.
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None
@@ -255,6 +261,7 @@ class MessageCalls(GroupFacts):
     ) -> ReceiveHandle:
         """Starts to receive; `wait()` gives the dict. With an all-gather group every rank of that must call `wait()`.
 
+        `views`: as in recv_tensor_dict.
         With `out`, a dict of tensors, those are filled, as in recv_tensor_dict, and are in the dict: leave them alone
         until `wait()`, which raises InvalidArgumentError where they don't fit; the dict is lost then.
         The sender says what is cut into slices; `all_gather_tensors` is taken for vLLM's callers only. In a group

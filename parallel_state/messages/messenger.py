@@ -209,7 +209,7 @@ class Messenger:
         """Returns the next message of `src` that nobody has asked for; see `irecv`."""
         if self._pending.get(src):
             return self.irecv(src, all_gather_group, out, views).wait()
-        if not views:
+        if not (views and self._may_be_lent(src, transfer_method())):
             received = self._receive_past_python(src, None, all_gather_group, out)
             if received is not NOTHING:
                 return received
@@ -247,6 +247,11 @@ class Messenger:
             return value if out is None else buffers.place(context, src, value, out, False)
         except Exception as error:
             raise self.failure_of(error)  # noqa: B904  (the same error, noted by the route)
+
+    def _may_be_lent(self, src: int, method: str) -> bool:
+        """Returns True unless the tensors of the message that probably comes are too small for that."""
+        likely = self.transport.likely(src, method)
+        return likely is None or sum([each.nbytes for each in likely.tensors]) >= wire.LENT_BYTES
 
     def _object_of(self, head: bytes, src: int) -> Any:
         """Returns the object whose message, without tensors, this is."""
@@ -363,7 +368,7 @@ class Messenger:
         checks.check_no_transform(self.route.context, method)
         call = message_call(method, src)
         if self.route.context.rank != src:
-            if not views:
+            if not (views and self._may_be_lent(src, method)):
                 received = self._receive_past_python(src, method, None, out)
                 if received is not NOTHING:
                     return received

@@ -26,6 +26,7 @@ from parallel_state.messages.wire import (
     CPU,
     DONE,
     LEFT,
+    LENT_BYTES,
     POOLED_BYTES,
     AllGatherGroup,
     can_be_cut,
@@ -165,6 +166,8 @@ class _KnownForm(NamedTuple):
     """The dict, with None in place of its tensors."""
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
     """Key, shape, dtype, and whether it is large enough for memory of the group."""
+    can_be_lent: bool
+    """True for as many bytes as a sender may lend."""
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
         """Returns True for the constants of this form; the tensors are looked at where they are sent."""
@@ -204,6 +207,7 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
             tuple(each for each in spec.entries if isinstance(each, ConstantEntry)),
             {each.key: each.value if isinstance(each, ConstantEntry) else None for each in spec.entries},
             tuple((x.key, x.shape, x.dtype, prod(x.shape) * x.dtype.itemsize >= POOLED_BYTES) for x in tensors),
+            sum(sizes) >= LENT_BYTES,
         )
     if len(_forms) >= _MOST_FORMS:
         _forms.clear()
@@ -238,7 +242,7 @@ def broadcast(
         if spec.carried and not group._is_single_rank():
             _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src)
         return given
-    if views and past is not None:
+    if views and past is not None and past[1].can_be_lent:
         return _with_views(past[1], spec, group._messenger.broadcast_views(spec.metadata, spec.digest, src))
     result = _to_fill(group, spec, out, past)
     if spec.carried:
@@ -297,7 +301,7 @@ def recv(
     views: bool,
 ) -> dict[str, Any]:
     past = _past_python(group, spec) if all_gather_group is None else None
-    if views and past is not None:
+    if views and past is not None and past[1].can_be_lent:
         return _with_views(past[1], spec, group._messenger.recv_views(spec.metadata, spec.digest, src))
     result = _to_fill(group, spec, out, past)
     sliced: list[TensorEntry] = []

@@ -55,6 +55,8 @@ CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
 """Received tensors from this size on are the group's, as results of collectives are: what malloc gives back to the
 system between two messages costs more in page faults than the message."""
+LENT_BYTES = 128 << 10
+"""Of the tensors of a message that may be lent, at least: `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
 """Outcomes of calls that go past Python: `Outcome` in csrc/messages.h."""
 NOTHING = object()

@@ -53,6 +53,7 @@ int ps_queue_post_list(void*, void*, const void*, const char*, std::uint64_t, st
 int ps_pack(void*, const void*, int, std::uint64_t);
 int ps_packed(Piece*, int, int*, void**);
 int ps_queue_resume(void*, double);
+void ps_queue_want_loans(void*, int);
 int ps_queue_take(void*, char*, std::uint64_t, const char*, std::uint64_t, const Piece*, int, double);
 int ps_queue_read(void*, const Piece*, int, double);
 int ps_plain_keys(const std::uint8_t*, std::uint64_t, std::uint64_t, std::uint64_t, int);
@@ -274,15 +275,19 @@ void norms(const World& world, std::uint64_t group, std::size_t rows, std::size_
             [&](Group& self, double limit) { return self.all_reduce_add_rms_norm(norm, limit); }) == Status::kDone);
 }
 
-void collectives(const World& world, const File& segment, const File& arenas) {
-  const std::uint64_t group = open_group(world, segment, kTimeoutS);
-  const std::shared_ptr<Handle> handle = find(group);
+void use_arenas(const World& world, std::uint64_t group, const File& arenas) {
   void* pages[kRanks];
   for (int rank = 0; rank < kRanks; ++rank) {
     pages[rank] = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, arenas.descriptor,
                        static_cast<off_t>(rank * kArenaBytes));
   }
-  handle->set_arenas(pages, kArenaBytes, arenas.descriptor, world.rank * kArenaBytes);
+  find(group)->set_arenas(pages, kArenaBytes, arenas.descriptor, world.rank * kArenaBytes);
+}
+
+void collectives(const World& world, const File& segment, const File& arenas) {
+  const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  const std::shared_ptr<Handle> handle = find(group);
+  use_arenas(world, group, arenas);
   const std::string key = "group@" + std::to_string(world.rank);
   ps_serve(key.c_str(), group);
   std::atomic<bool> done{false};
@@ -338,10 +343,11 @@ struct List {
 };
 
 // Rank 0 writes to all others; then each of them to rank 0.
-void messages(const World& world, const File& segment, const File& queues) {
+void messages(const World& world, const File& segment, const File& queues, const File& arenas) {
   const std::uint64_t group = open_group(world, segment, kTimeoutS);
+  use_arenas(world, group, arenas);
   void* const liveness = ps_liveness_of(group);
-  std::int64_t report[13] = {};
+  std::int64_t report[14] = {};
   char* const memory = static_cast<char*>(queues.mapping());
   const auto open = [&](int queue, const std::vector<int>& ranks, int me) {
     char* const control = memory + queue * (kChunkBytes * kChunks + 8192);
@@ -411,6 +417,44 @@ void messages(const World& world, const File& segment, const File& queues) {
     }
     CHECK(list.is(static_cast<char>(bytes % 90)) && broadcasts == (bytes - 1) / 499 + 1);
   }
+  // Lent to all: borrowed and given back by another thread, or read, or, while most are held, sent.
+  const auto meet = [&] {
+    CHECK(run(group, told(64, 0), [](Group& self, double limit) { return self.barrier(limit); }) == Status::kDone);
+  };
+  constexpr std::size_t kLentBytes = Lender::kLeastBytes + 4096, kMany = 2 * kArenaBytes / kLentBytes;
+  std::deque<Loan> held;
+  std::size_t borrowed = 0;
+  for (std::size_t round = 0; round < kMany; ++round) {
+    if (world.rank != 0) ps_queue_want_loans(broadcast, 1);
+    meet();
+    if (world.rank == 0) {
+      CHECK(send(broadcast, kLentBytes) == 0);
+      continue;
+    }
+    char head[8];
+    std::vector<char> body(kLentBytes);
+    const Piece piece{body.data(), body.size()};
+    std::vector<Loan> loans;
+    CHECK(ps_queue_take(broadcast, head, sizeof head, nullptr, 0, nullptr, 0, kTimeoutS) == 0);
+    if (report[13] != 0 && round % 5 != 0) {
+      CHECK(find(group)->queues().reader(0, true)->end.borrow(&loans, kTimeoutS) == QueueStatus::kDone);
+      CHECK(loans.size() == 1 && loans[0].bytes == kLentBytes && loans[0].data[0] == loans[0].data[kLentBytes - 1]);
+      CHECK(loans[0].data[0] == static_cast<char>(kLentBytes % 101));
+      held.push_back(loans[0]);
+      ++borrowed;
+    } else {
+      CHECK(ps_queue_read(broadcast, &piece, 1, kTimeoutS) == 0);
+      CHECK(body.front() == static_cast<char>(kLentBytes % 101) && body.back() == body.front());
+    }
+    if (round % 7 == 0) {
+      std::thread([&] {
+        for (const Loan& loan : held) loan.give_back();
+      }).join();
+      held.clear();
+    }
+  }
+  CHECK(world.rank == 0 || borrowed > kMany / 4);
+  for (const Loan& loan : held) loan.give_back();
   for (int rank = 1; rank < kRanks; ++rank) {
     if (world.rank != 0 && world.rank != rank) continue;
     void* const pair = open(rank, {rank, 0}, world.rank == 0 ? 1 : 0);
@@ -871,7 +915,7 @@ int main(int, char** arguments) {
       world.pids.push_back(shared[other].load());
     }
     collectives(world, collective, arenas);
-    messages(world, message, queues);
+    messages(world, message, queues, arenas);
     failures(world, {&a, &b, &c, as_threads ? &own[rank] : &closing});
     if (!as_threads) death(world, dying);
   };

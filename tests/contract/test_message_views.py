@@ -1,0 +1,203 @@
+"""`views=True`: received tensors that lie where their sender has put them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel_state as ps
+from device_communicators.errors import InvalidArgumentError
+from parallel_state.coordinator import GroupCoordinator
+from tests.contract.test_objects import DEADLINE_S, Pools, own_group, same
+
+ROWS = 64 << 10  # of 4 bytes each: 256 KiB
+
+
+def _lies_in_shared_memory(x: Tensor) -> bool:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            start, end = (int(each, 16) for each in line.split()[0].split("-"))
+            if start <= x.data_ptr() < end:
+                return "deleted" in line
+    return False
+
+
+def _backing_of(x: Tensor) -> str:
+    """Returns the file behind a tensor, by its inode: that of its owner's segment."""
+    with open("/proc/self/maps") as maps:
+        return next(
+            line.split()[4]
+            for line in maps
+            if int(line.split("-")[0], 16) <= x.data_ptr() < int(line.split()[0].split("-")[1], 16)
+        )
+
+
+def _is_lent(group: GroupCoordinator, x: Tensor) -> bool:
+    """Returns True for a tensor in another rank's memory: what this rank gets for itself lies in its own."""
+    return _lies_in_shared_memory(x) and _backing_of(x) != _backing_of(group.empty([ROWS], torch.float32))
+
+
+def _dict_of(step: int) -> dict[str, Any]:
+    hidden = torch.arange(ROWS, dtype=torch.int32) + step
+    return {"hidden": hidden, "small": torch.tensor([step]), "none": torch.empty(0, 3), "step": step}
+
+
+def _exchange(group: GroupCoordinator, step: int, way: str, spec: Any, views: bool = True) -> dict[str, Any] | None:
+    value, sends = _dict_of(step), group.rank_in_group == 0
+    if way == "broadcast":
+        if sends:
+            group.broadcast_tensor_dict(value, 0, spec=spec)
+            return None
+        return group.broadcast_tensor_dict(None, 0, spec=spec, views=views)
+    if sends:
+        for dst in range(1, group.world_size):
+            group.isend_tensor_dict(value, dst).wait() if way == "handle" else group.send_tensor_dict(
+                value, dst, spec=spec
+            )
+        return None
+    return (
+        group.irecv_tensor_dict(0, views=views).wait()
+        if way == "handle"
+        else group.recv_tensor_dict(0, spec=spec, views=views)
+    )
+
+
+def _every_way() -> None:
+    """Views and copies in turns; a view keeps its content while others come, and memory is used again."""
+    with own_group() as group:
+        spec_of_step = lambda step: ps.TensorDictSpec.of(_dict_of(step))  # noqa: E731
+        for way, has_spec in (
+            ("send", False),
+            ("send", True),
+            ("handle", False),
+            ("broadcast", False),
+            ("broadcast", True),
+        ):
+            held, addresses, lent = [], set(), []
+            for step in range(40):
+                views = step % 8 != 7
+                found = _exchange(group, step, way, spec_of_step(step) if has_spec else None, views)
+                group.barrier()
+                if found is None:
+                    continue
+                assert same(found, _dict_of(step)), (way, has_spec, step)
+                held = [*held[-2:], (step, found)]
+                assert all(same(each, _dict_of(earlier)) for earlier, each in held)
+                lent.append(_is_lent(group, found["hidden"]))
+                assert not lent[-1] or views
+                if lent[-1]:
+                    addresses.add(found["hidden"].data_ptr())
+                    if way != "broadcast" or group.world_size == 2:
+                        found["hidden"] += 0  # its own
+            if group.rank_in_group:
+                assert sum(lent) > 20, (way, has_spec, lent)
+                assert len(addresses) < 12, (way, has_spec)
+            del held
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_views_in_every_way(pools: Pools, ranks: int) -> None:
+    pools(ranks).run(_every_way, tp=1, timeout_s=DEADLINE_S)
+
+
+def _held_by_the_reader() -> None:
+    """One who holds more than a sender lends gets copies, and nobody waits; a thread lets go of all."""
+    rows = 48 << 20 >> 2
+    with own_group() as group:
+        held: list[Tensor] = []
+        for step in range(9):
+            if group.rank_in_group == 0:
+                group.send_tensor_dict({"x": torch.full((rows,), step, dtype=torch.int32)}, 1)
+            else:
+                found = group.recv_tensor_dict(0, views=True)
+                assert found is not None
+                held.append(found["x"])
+                del found
+            group.barrier()
+        if group.rank_in_group == 1:
+            assert [int(x[0]) for x in held] == [int(x[-1]) for x in held] == list(range(9))
+            assert 3 <= sum(_is_lent(group, x) for x in held) <= 5
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+            gc.collect()
+        group.barrier()
+        again = _exchange(group, 1, "send", None)
+        assert again is None or _is_lent(group, again["hidden"])
+
+
+def test_who_holds_many_gets_copies(pools: Pools) -> None:
+    pools(2).run(_held_by_the_reader, tp=1, timeout_s=DEADLINE_S)
+
+
+def _resident_shared_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssShmem"))
+
+
+def _many() -> None:
+    with own_group() as group:
+        sent = {"x": torch.ones(128 << 8, dtype=torch.int32)}
+        spec = ps.TensorDictSpec.of(sent)
+        sizes = []
+        for _ in range(2):
+            for _ in range(5_000):
+                if group.rank_in_group == 0:
+                    group.send_tensor_dict(sent, 1, spec=spec)
+                else:
+                    assert group.recv_tensor_dict(0, spec=spec, views=True) is not None
+            group.barrier()
+            sizes.append(_resident_shared_bytes())
+        assert sizes[1] <= sizes[0] + (8 << 20), sizes
+
+
+def test_many_messages_take_no_more_memory(pools: Pools) -> None:
+    pools(2).run(_many, tp=1, timeout_s=DEADLINE_S)
+
+
+def _outliving() -> None:
+    """Views outlive their group; a forked child's copy gives nothing back."""
+    with own_group() as group:
+        for step in range(3):
+            found = _exchange(group, step, "send", None)
+            group.barrier()
+        if found is not None:
+            assert _is_lent(group, found["hidden"])
+            child = os.fork()
+            if child == 0:
+                del found
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+        group.barrier()
+        later = [_exchange(group, step, "send", None) for step in range(10, 14)]
+        assert found is None or (same(found, _dict_of(2)) and all(later))
+        group.barrier()
+    if found is not None:
+        assert same(found, _dict_of(2)) and same(later[3], _dict_of(13))
+        found["hidden"].zero_()
+
+
+def test_views_outlive_their_group(pools: Pools) -> None:
+    pools(2).run(_outliving, tp=1, timeout_s=DEADLINE_S)
+
+
+def _out_and_views() -> None:
+    with own_group() as group:
+        if group.rank_in_group == 1:
+            with pytest.raises(InvalidArgumentError, match="must have out= or views=True"):
+                group.recv_tensor_dict(0, out={"x": torch.empty(3)}, views=True)
+        group.barrier()
+    with own_group("route") as group:  # views are a permission
+        found = _exchange(group, 1, "send", None)
+        assert found is None or same(found, _dict_of(1))
+
+
+def test_out_with_views_is_refused(pools: Pools) -> None:
+    pools(2).run(_out_and_views, tp=1, timeout_s=DEADLINE_S)
