@@ -201,15 +201,16 @@ class MessageCalls(GroupFacts):
         """Returns the dict that rank `src` (default: the previous) sends; None in a group of one rank, as vLLM's.
 
         Without `spec` the sender says what is cut into slices, and `all_gather_tensors` is not needed.
-        With `views` large CPU tensors of a sender on this host may come as views of shared memory, where the sender has put
-        them, instead of being copied once more: this rank's own to read and write, which nobody else touches until
-        it lets go of the tensor; each is freed by itself, also after the group's end or the sender's. While a rank holds
-        more than 256 MiB of one sender, and wherever else there are none (small tensors, other hosts, compiled code), it
-        gets copies, as without. Release views soon: memory that is used again is warm.
+        With `views` large CPU tensors of a sender on this host may come as views of shared memory, where the sender has
+        put them, without a second copy. They are this rank's own, to read and to write: nobody else touches a tensor's
+        memory while this rank has the tensor, also after the end of the group or of the sender. Wherever there are none
+        (small tensors, other hosts, compiled code), and while this rank holds more than 256 MiB of the sender's, it
+        gets copies: views that are held delay nobody. Let go of them soon, so that warm memory is used again.
         With `out`, a dict of tensors, those are filled, and are in the returned dict: one for each tensor that is sent,
         of its shape, dtype and device type, contiguous or not. After an error their content is undefined.
         Raises CollectiveMismatchError where the sender of CPU tensors has another spec, or only one side has one;
-        InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received, else the dict is lost.
+        InvalidArgumentError where `out` comes with `views`, or doesn't fit: with `spec` before anything is received,
+        else the dict is lost.
         """
         if self.world_size == 1 and _is_only_rank(src) and self._is_single_rank():
             return None

@@ -296,7 +296,8 @@ struct Borrow {
       if (next == borrowed.end() || (*next)->loan.bytes != form.bytes()) return {};
       void* const data = (*next)->loan.data;
       const auto release = [held = std::move(*next++)](void*) {};
-      made.push_back(at::for_blob(data, form.sizes).deleter(release).options(at::TensorOptions(form.dtype)).make_tensor());
+      made.push_back(
+          at::for_blob(data, form.sizes).deleter(release).options(at::TensorOptions(form.dtype)).make_tensor());
     }
     return made;
   }

@@ -13,8 +13,8 @@ bool Lender::lend(const Piece* tensors, int count, std::uint64_t readers, std::v
   for (int index = 0; index < count; ++index) {
     const Lent& each = made[static_cast<std::size_t>(index)];
     copy(each.block, tensors[index].address, each.bytes);
-    records->push_back({windows_.offset_of(each.block, each.bytes), each.bytes,
-                        windows_.offset_of(each.word, sizeof(Word))});
+    records->push_back(
+        {windows_.offset_of(each.block, each.bytes), each.bytes, windows_.offset_of(each.word, sizeof(Word))});
   }
   return true;
 }

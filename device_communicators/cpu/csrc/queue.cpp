@@ -290,9 +290,11 @@ QueueStatus QueueReader::find_loans() {
   std::uint64_t bytes = 0;
   for (const LoanRecord& record : records) {
     char* const data = record.bytes == 0 ? nullptr : arena_->at(record.block, record.bytes);
-    char* const word = record.word % sizeof(std::uint64_t) != 0 ? nullptr : arena_->at(record.word, sizeof(std::uint64_t));
+    char* const word =
+        record.word % sizeof(std::uint64_t) != 0 ? nullptr : arena_->at(record.word, sizeof(std::uint64_t));
     if (data == nullptr || word == nullptr) return QueueStatus::kMalformed;
-    loans_.push_back({data, record.bytes, reinterpret_cast<std::atomic<std::uint64_t>*>(word), std::uint64_t{1} << me_});
+    loans_.push_back(
+        {data, record.bytes, reinterpret_cast<std::atomic<std::uint64_t>*>(word), std::uint64_t{1} << me_});
     bytes += record.bytes;  // each is at most an arena's, and there are few
   }
   return bytes == lent_left_ ? QueueStatus::kDone : QueueStatus::kMalformed;

@@ -217,7 +217,7 @@ class QueueReader : public RingEnd {
   std::uint64_t left_ = 0;          // bytes of it in the ring that weren't read yet,
   std::uint64_t records_left_ = 0;  // of the records of its loans, which follow those,
   std::uint64_t lent_left_ = 0;     // and of what is lent
-  std::uint64_t offset_ = 0;  // in the chunk
+  std::uint64_t offset_ = 0;        // in the chunk
   std::uint64_t end_ = 0;
   bool in_chunk_ = false;
   std::uint64_t read_ = 0;  // the last chunk that was given back
