@@ -8,6 +8,7 @@
 #include <c10/core/impl/COW.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -290,7 +291,7 @@ struct Borrow {
     auto next = borrowed.begin();
     for (const Form& form : forms) {
       if (form.bytes() == 0) {
-        made.push_back(ordinary(form.sizes, form.dtype));
+        made.push_back(at::detail::empty_cpu(form.sizes, form.dtype, /*pin_memory=*/false, std::nullopt));
         continue;
       }
       if (next == borrowed.end() || (*next)->loan.bytes != form.bytes()) return {};
