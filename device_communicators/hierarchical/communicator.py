@@ -65,7 +65,11 @@ class _Call:
             communicator.lock.release()
             raise overlap_error(call.method, str(communicator.context))
         communicator.is_in_call = True
-        communicator.hosts.begin(call, self._operation, *self._facts)
+        try:
+            communicator.hosts.begin(call, self._operation, *self._facts)
+        except BaseException as failure:
+            self.__exit__(None, failure, None)
+            raise
         return communicator.hosts
 
     def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:

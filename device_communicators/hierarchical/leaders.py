@@ -187,6 +187,7 @@ class Leaders:
         except FramesDiffer:
             self._agreed = True
             self._check(self._frames(), received)
+            raise self._unknown_frame() from None
         self._agreed = True
 
     # Frames.
@@ -244,8 +245,16 @@ class Leaders:
             known |= self._check(frames, received)
             if follows is not None:
                 follows()
-            transfers = self._wait(self._streams.meet, head, True, self._parts(known))
+            try:
+                transfers = self._wait(self._streams.meet, head, True, self._parts(known))
+            except FramesDiffer:
+                raise self._unknown_frame() from None
         return list(transfers)
+
+    def _unknown_frame(self) -> CommunicationError:
+        """Returns the error for a frame that isn't this call's, nor says of which it is."""
+        first = self.leaders[next(iter(self._frames()), self.others[0])]
+        return self._failure(StreamError("what came is of no call that is known", first), first)
 
     def _check(
         self, frames: Mapping[int, Frame], received: Mapping[int, Tensor | Callable[[int], Tensor]]

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -88,6 +89,11 @@ class Pairs:
             begun, self._is_moved = self._is_moved, True
         if not begun:
             run_in_thread(self._move_on)
+
+    def keep(self, transfer: PairTransfer) -> None:
+        """Keeps the tensor of a transfer that nobody waits for any more, while anything is moved."""
+        with self._lock:
+            self._kept.append(transfer)
 
     def _move_on(self) -> None:
         try:
@@ -190,7 +196,7 @@ class PairTransfer:
         try:
             if self._has_failed:
                 raise self._error
-            self._pairs.streams.wait((self._number,), limit, True)
+            self._wait(limit)
         except StreamError as error:
             if context.deaths():
                 raise died(context, self.operation, started) from error
@@ -199,6 +205,13 @@ class PairTransfer:
         self._found = self._found or self._pairs.streams.found(self._number)
         if self._found:
             raise self._mismatch(self._found)
+
+    def _wait(self, limit: Callable[[], float]) -> None:
+        try:
+            self._pairs.streams.wait((self._number,), limit, True)
+        except BaseException:
+            self._pairs.keep(self)  # another thread may move the rest of it, to the tensor's memory
+            raise
 
     def _mismatch(self, found: bytes) -> CollectiveMismatchError:
         context = self._pairs.context

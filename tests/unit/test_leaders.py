@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError
+from device_communicators.errors import CollectiveMismatchError, CommunicationError
+from device_communicators.hierarchical.communicator import _Call
 from device_communicators.hierarchical.leaders import (
     _AGREES,
     Leaders,
@@ -21,7 +25,7 @@ from device_communicators.hierarchical.leaders import (
     slices_of,
 )
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, Streams
+from device_communicators.hierarchical.streams import Frame, Streams, head_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -217,3 +221,39 @@ def test_scratch_is_as_it_was_asked_for() -> None:
         taken = scratch.take("key", count, dtype)
         assert (taken.shape, taken.dtype) == ((count,), dtype)
         assert not taken.is_inference()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("magic", "text"), [(b"PSFZ", b"words\0"), (b"PSFD", b'["", [1]]')])
+def test_a_frame_of_no_call_is_an_error(magic: bytes, text: bytes, at_once: bool) -> None:
+    own, other = socket.socketpair()
+    with contextlib.closing(Streams({1: own}, 0.0)) as near, contextlib.closing(Streams({0: other}, 0.0)) as far:
+        context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 5.0)
+        leaders = Leaders(context, [0, 1], 0, near)
+        leaders.begin(UserCall("all_reduce"))
+        x, out = torch.ones(10), torch.zeros(10)
+        head = head_of(magic, leaders._digest.to_bytes(8, "little"), text)
+        far.send_frames(head, (0, x.data_ptr(), x.nbytes))
+        with pytest.raises(CommunicationError, match="no call that is known"):
+            if at_once:
+                leaders.exchange_at_once({1: x}, {1: out})
+            else:
+                leaders.begin_exchange({1: x})
+                leaders.end_exchange({1: out})
+        assert not out.any()
+
+
+def test_a_call_that_is_interrupted_as_it_begins_lets_go_of_its_lock() -> None:
+    class Interrupted:
+        def begin(self, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    abandoned: list[BaseException] = []
+    communicator: Any = SimpleNamespace(
+        lock=threading.RLock(), is_in_call=False, hosts=Interrupted(), context="test", abandon=abandoned.append
+    )
+    with pytest.raises(KeyboardInterrupt), _Call(communicator, "barrier", ()):
+        pass
+    assert abandoned and not communicator.is_in_call
+    with ThreadPoolExecutor(1) as another:
+        assert another.submit(communicator.lock.acquire, timeout=5).result()
