@@ -604,7 +604,7 @@ void hostile_messages() {
   Served served(find(group));
   Draw draw;
   for (int queue = 0; queue < 20'000; ++queue) {
-    std::int64_t written[13] = {}, report[13] = {};
+    std::int64_t written[14] = {}, report[14] = {};
     std::vector<char> memory(ps_queue_control_bytes(1) + 128), ring(kSmallChunk * kFewChunks + 64);
     const auto aligned = [](std::vector<char>& bytes, std::uintptr_t to) {
       return reinterpret_cast<char*>((reinterpret_cast<std::uintptr_t>(bytes.data()) + to - 1) / to * to);
@@ -762,7 +762,7 @@ struct Ends {
   void* const liveness = ps_liveness_new(pids, 2);
   const File memory{16 << 10};
   char* const shared = static_cast<char*>(memory.shared);
-  std::int64_t written[13] = {}, report[13] = {};
+  std::int64_t written[14] = {}, report[14] = {};
   void* const writer = ps_queue_writer_new(shared, shared + 4096, 256, 8, 1, ranks, liveness, 0, 0, written);
   void* const reader = ps_queue_reader_new(shared, shared + 4096, 256, 8, 1, ranks, 1, liveness, 0, 0, report);
 
