@@ -107,8 +107,8 @@ CASES = (
 )
 
 
-ALLOCATES = {"empty"}
-"""Ops that no other rank takes part in; see test_symmetric_tensors."""
+ALLOCATES = {"empty", "borrow"}
+"""Ops that no other rank takes part in; see test_symmetric_tensors and test_message_views."""
 NAMES = sorted(set(ops.OP_NAMES) - ALLOCATES)
 
 
