@@ -33,6 +33,7 @@ _FUNCTIONS = {
     "hold": "Py_IncRef",
     "let_go": "Py_DecRef",
     "set_error": "PyErr_SetString",
+    "clear_error": "PyErr_Clear",
 }
 _OBJECTS = {
     "tensor_type": torch.Tensor, "parameter_type": torch.nn.Parameter, "int_type": int, "str_type": str,

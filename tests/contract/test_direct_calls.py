@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -269,8 +270,9 @@ def _groups() -> None:
         ):
             with pytest.raises(InvalidArgumentError, match=say):
                 group.all_gather(_x(group), **arguments)
-        with pytest.raises(InvalidArgumentError, match=r"op of all_reduce .*but is 'most'"):
-            group.all_reduce(_x(group), "most")
+        for op in ("most", "\ud800"):  # the latter has no UTF-8
+            with pytest.raises(InvalidArgumentError, match=rf"op of all_reduce .*but is {re.escape(repr(op))}"):
+                group.all_reduce(_x(group), op)
         with pytest.raises(InvalidArgumentError, match=r"broadcast .*must be a rank in the group, 0 … 1, but is 2"):
             group.broadcast(_x(group), 2)
         with pytest.raises(InvalidArgumentError, match="must be divisible by 2"):

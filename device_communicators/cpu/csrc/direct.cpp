@@ -53,6 +53,7 @@ struct Facts {
   void (*hold)(void*);                                     // Py_IncRef
   void (*let_go)(void*);                                   // Py_DecRef
   void (*set_error)(void*, const char*);                   // PyErr_SetString
+  void (*clear_error)();                                   // PyErr_Clear
 };
 
 const Facts* facts = nullptr;  // written before any other function is called
@@ -71,6 +72,16 @@ c10::TensorImpl* impl_of(void* object) {
   const void* const type = type_of(object);
   if (type != facts->tensor_type && type != facts->parameter_type) return nullptr;
   return *reinterpret_cast<c10::TensorImpl**>(static_cast<char*>(object) + facts->tensor_at);
+}
+
+// False for what isn't exactly a str, or has no UTF-8: a lone surrogate.
+bool text_of(void* object, string_view* found) {
+  if (type_of(object) != facts->str_type) return false;
+  std::ptrdiff_t bytes = 0;
+  const char* const text = facts->utf8(object, &bytes);
+  if (text == nullptr) facts->clear_error();
+  else *found = {text, static_cast<std::size_t>(bytes)};
+  return text != nullptr;
 }
 
 bool integer_of(void* object, std::int64_t* number) {
@@ -103,10 +114,8 @@ class Given {
 
   // The group, by the last argument.
   std::shared_ptr<Served> served() const {
-    std::ptrdiff_t bytes = 0;
-    void* const key = objects_[count_ - 1];
-    const char* const text = type_of(key) == facts->str_type ? facts->utf8(key, &bytes) : nullptr;
-    return text == nullptr ? nullptr : find_served({text, static_cast<std::size_t>(bytes)});
+    string_view key;
+    return text_of(objects_[count_ - 1], &key) ? find_served(key) : nullptr;
   }
 
   bool tensor(int at, Tensor* found) {
@@ -146,12 +155,7 @@ class Given {
 
   bool integer(int at, std::int64_t* found) const { return integer_of(objects_[at], found); }
 
-  bool text(int at, string_view* found) const {
-    std::ptrdiff_t bytes = 0;
-    const char* const text = type_of(objects_[at]) == facts->str_type ? facts->utf8(objects_[at], &bytes) : nullptr;
-    if (text != nullptr) *found = {text, static_cast<std::size_t>(bytes)};
-    return text != nullptr;
-  }
+  bool text(int at, string_view* found) const { return text_of(objects_[at], found); }
 
   bool none(int at) const { return objects_[at] == facts->none; }
 
