@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -128,8 +131,11 @@ def _held_by_the_reader() -> None:
             thread.join()
             gc.collect()
         group.barrier()
-        again = _exchange(group, 1, "send", None)
-        assert again is None or _is_lent(group, again["hidden"])
+        if group.rank_in_group == 0:
+            group.send_tensor_dict({"x": torch.ones(rows, dtype=torch.int32)}, 1)
+        else:
+            again = group.recv_tensor_dict(0, views=True)
+            assert again is not None and _is_lent(group, again["x"])
 
 
 def test_who_holds_many_gets_copies(pools: Pools) -> None:
@@ -147,11 +153,14 @@ def _many() -> None:
         spec = ps.TensorDictSpec.of(sent)
         sizes = []
         for _ in range(2):
-            for _ in range(5_000):
+            found = None
+            for _ in range(10_000):
                 if group.rank_in_group == 0:
                     group.send_tensor_dict(sent, 1, spec=spec)
                 else:
-                    assert group.recv_tensor_dict(0, spec=spec, views=True) is not None
+                    found = group.recv_tensor_dict(0, spec=spec, views=True)
+            assert found is None or _is_lent(group, found["x"])
+            del found
             group.barrier()
             sizes.append(_resident_shared_bytes())
         assert sizes[1] <= sizes[0] + (8 << 20), sizes
@@ -201,3 +210,116 @@ def _out_and_views() -> None:
 
 def test_out_with_views_is_refused(pools: Pools) -> None:
     pools(2).run(_out_and_views, tp=1, timeout_s=DEADLINE_S)
+
+
+def _compiled() -> None:
+    """A receiver in compiled code gets copies, also of a sender that has lent its last tensors."""
+    sent = {"x": torch.arange(ROWS, dtype=torch.int32)}
+    spec = ps.TensorDictSpec.of(sent)
+    with own_group() as group:
+
+        def receive() -> Tensor:
+            found = group.recv_tensor_dict(0, spec=spec, views=True)
+            return found["x"]  # type: ignore[index]
+
+        compiled = torch.compile(receive, fullgraph=True, backend="eager")
+        for step in range(3):
+            if group.rank_in_group == 0:
+                group.send_tensor_dict(sent, 1, spec=spec)
+                group.send_tensor_dict(sent, 1, spec=spec)
+            else:
+                assert torch.equal(receive(), sent["x"])
+                found = compiled()
+                assert torch.equal(found, sent["x"]) and not _is_lent(group, found), step
+            group.barrier()
+
+
+def test_compiled_code_gets_copies(pools: Pools) -> None:
+    pools(2).run(_compiled, tp=1, timeout_s=DEADLINE_S)
+
+
+def _opting_out() -> None:
+    """Of two readers one wants copies now and then; each has all of every message."""
+    with own_group() as group:
+        held: list[tuple[int, Any]] = []
+        lent = 0
+        for step in range(24):
+            found = _exchange(group, step, "broadcast", None, views=group.rank_in_group != 1 or step % 6 != 0)
+            group.barrier()
+            held = [*held[-2:], (step, found)]
+            assert found is None or all(same(each, _dict_of(earlier)) for earlier, each in held)
+            lent += found is not None and _is_lent(group, found["hidden"])
+        assert lent > 10 or group.rank_in_group == 0, lent
+
+
+def test_one_of_two_readers_opts_out(pools: Pools) -> None:
+    pools(3).run(_opting_out, tp=1, timeout_s=DEADLINE_S)
+
+
+def _full_of_loans() -> None:
+    """Collectives have room beside what is lent, and a lent message may stay unread at the end."""
+    with own_group() as group:
+        held: list[Tensor] = []
+        for step in range(5):
+            if group.rank_in_group == 0:
+                group.send_tensor_dict({"x": torch.full((16 << 20,), float(step))}, 1)
+            else:
+                found = group.recv_tensor_dict(0, views=True)
+                assert found is not None
+                held.append(found["x"])
+            group.barrier()
+        reduced = group.all_reduce(group.empty([1 << 20], torch.float32).fill_(1))
+        assert float(reduced[0]) == float(reduced[-1]) == 2.0
+        assert [float(x[-1]) for x in held] == [float(step) for step in range(len(held))]
+        held.clear()
+        for way in ("send", "broadcast"):
+            with torch.inference_mode():
+                in_inference = _exchange(group, 1, way, None)
+            group.barrier()
+            assert in_inference is None or in_inference["hidden"].is_inference(), "as a copy is"
+        if group.rank_in_group == 0:
+            group.send_tensor_dict(_dict_of(2), 1)
+
+
+def test_loans_leave_room_and_may_stay_unread(pools: Pools) -> None:
+    pools(2).run(_full_of_loans, tp=1, timeout_s=DEADLINE_S)
+
+
+_ENDING = """
+import sys
+import torch
+import parallel_state as ps
+rank = int(sys.argv[1])
+ps.init_distributed_environment(2, rank, sys.argv[2], timeout=20)
+ps.initialize_model_parallel(2)
+held = []
+for group in ps.get_tp_group(), ps.get_tp_group().make_sub_group(range(2)):
+    for step in range(3):
+        if rank == 0:
+            group.send_tensor_dict({"x": torch.full((1 << 16,), step)}, 1)
+        else:
+            held.append(group.recv_tensor_dict(0, views=True)["x"])
+        group.barrier()
+group.destroy()
+sys.held = held  # until the interpreter takes its modules apart
+ps.get_world_group().barrier()
+print([int(x[-1]) for x in held])
+"""
+
+
+def test_views_at_the_end_of_the_interpreter() -> None:
+    """Of a group that was destroyed, and of one that wasn't. No fork: it is about the interpreter's end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    runs = [subprocess.Popen([sys.executable, "-c", _ENDING, str(rank), method], **pipes) for rank in range(2)]
+    try:
+        for rank, run in enumerate(runs):
+            said, complained = run.communicate(timeout=DEADLINE_S)
+            assert (run.returncode, complained) == (0, ""), (rank, complained)
+            assert said == ("[0, 1, 2, 0, 1, 2]\n" if rank else "[]\n")
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()

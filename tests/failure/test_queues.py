@@ -138,3 +138,45 @@ def _too_slow() -> list[Outcome]:
             return [attempt(group.send_object, {"x": torch.ones(RING_BYTES)}, 1)]
         time.sleep(2.0)
         return [attempt(group.recv_object, 0)] if group.rank == 1 else []
+
+
+def _view_holder_dies(sender_dies: bool, folder: str) -> tuple[Outcome, float, bool]:
+    """Rank 1 holds views of rank 0's; one of the two is killed."""
+    with world_over("shared memory") as group:
+        x, held = torch.arange(1 << 20), []
+        for _ in range(4):
+            if group.rank == 0:
+                group.send_tensor_dict({"x": x}, 1)
+            elif group.rank == 1:
+                found = group.recv_tensor_dict(0, views=True)
+                assert found is not None
+                held.append(found["x"])
+            group.barrier()
+        if group.rank == (0 if sender_dies else 1):
+            Path(folder, "died").write_text(repr(time.monotonic()))
+            kill_me()
+        outcome = Outcome("ok", "", 0.0)
+        if group.rank == 0:
+            outcome = attempt(lambda: [group.send_tensor_dict({"x": x}, 1) for _ in range(1000)])
+        elif group.rank == 1:
+            outcome = attempt(lambda: group.recv_tensor_dict(0, views=True))
+        else:
+            time.sleep(1.0)
+        at_s = time.monotonic()
+    if held:  # theirs also after the end of the group
+        held[0].add_(0)
+    return outcome, at_s, all(torch.equal(each, x) for each in held)
+
+
+@pytest.mark.parametrize("sender_dies", [False, True], ids=["the reader", "the sender"])
+def test_who_holds_or_lends_views_dies(ranks: Ranks, tmp_path: Path, sender_dies: bool) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(_view_holder_dies, sender_dies, str(folder), timeout_s=DEADLINE_S)
+        dead = 0 if sender_dies else 1
+        assert ranks.exit_code(dead) == KILLED
+        outcome, at_s, are_whole = results[1 - dead]
+        assert outcome.kind == "PeerDiedError" and outcome.suspect_ranks == (dead,), outcome
+        assert are_whole
+        return at_s - float((folder / "died").read_text())
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
