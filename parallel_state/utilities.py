@@ -24,7 +24,7 @@ from device_communicators.errors import CommunicationError, InvalidArgumentError
 from device_communicators.host_calls import OUTSIDE, host_call
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives.calls import TensorCalls
-from parallel_state.collectives.ops import Splits
+from parallel_state.collectives.ops import Splits, ordering_token
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
@@ -161,6 +161,7 @@ class _PlainGroup(TensorCalls):
 
     def __init__(self, group: Any) -> None:
         self._group, self._destroyed = group, False
+        self._key, self._token = "", ordering_token(torch.device("cpu"))  # no group that is served has this key
         self.world_size, self.rank_in_group = group.size(), group.rank()
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), timeout_s=0.0)
