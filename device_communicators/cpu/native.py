@@ -37,7 +37,7 @@ from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 10
+_VERSION = 11
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -121,7 +121,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),
-    "ps_set_calling": (None, (c_void_p,) * 8),
+    "ps_set_calling": (None, (c_void_p,) * 11),
     "ps_streams_new": (c_void_p, (c_int64,)),
     "ps_streams_add": (None, (c_void_p, c_int, c_int, c_uint64)),
     "ps_streams_delete": (None, (c_void_p,)),
@@ -150,7 +150,7 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 _METH_FASTCALL = 0x80
 _CALLED_BY_C = (
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
-    "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size",
+    "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
 )  # fmt: skip
 """Functions of Python that `ps_set_calling` is given."""
 

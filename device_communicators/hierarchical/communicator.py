@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,21 +61,26 @@ class _Call:
 
     def __enter__(self) -> Hosts:
         communicator, call = self._communicator, current(self._operation)
-        communicator.lock.acquire()
-        if communicator.is_in_call:
-            communicator.lock.release()
-            raise overlap_error(call.method, str(communicator.context))
-        communicator.is_in_call = True
-        try:
+        is_nested = communicator.is_in_call and communicator.lock._is_owned()
+        try:  # a signal's handler may raise between any two lines
+            timeout_s = min(communicator.context.timeout_s, threading.TIMEOUT_MAX)
+            if not communicator.lock.acquire(timeout=timeout_s):
+                raise overlap_error(call.method, str(communicator.context))
+            if communicator.is_in_call:
+                is_nested = True
+                communicator.lock.release()
+                raise overlap_error(call.method, str(communicator.context))
+            communicator.is_in_call = True
             communicator.hosts.begin(call, self._operation, *self._facts)
+            return communicator.hosts
         except BaseException as failure:
-            self.__exit__(None, failure, None)
+            if not is_nested and communicator.lock._is_owned():
+                self.__exit__(None, failure, None)
             raise
-        return communicator.hosts
 
     def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
-        communicator = self._communicator
         try:
+            communicator = self._communicator
             if failure is not None:  # Ctrl-C, too: what has begun can't be gone on with
                 communicator.abandon(failure)
         finally:
@@ -112,7 +118,8 @@ class HierarchicalCommunicator(PartialCommunicator):
             self._pairs = Pairs(context, streams)
             self._carried |= _PAIRS
         # A call is several exchanges, which must not mix with those of another thread, or of a signal's handler.
-        self.lock, self.is_in_call = threading.RLock(), False
+        self.lock: Any = threading.RLock()  # whose `_is_owned` threading's own Condition calls, too
+        self.is_in_call = False
 
     def refusal(self, request: Request) -> str | None:
         if request.device_type != "cpu":

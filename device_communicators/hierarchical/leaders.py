@@ -28,7 +28,7 @@ from torch import Tensor
 
 from device_communicators.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of
+from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of, part_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed, died, kind_of_failure
@@ -113,13 +113,13 @@ class Leaders:
         self._started, self._noticed = time.monotonic(), 0.0
 
     def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> int:
-        """Starts to send contiguous `x`, which stays, and is unchanged, until the transfer's wait."""
+        """Starts to send contiguous `x`, which is unchanged until the transfer's wait."""
         begin_sending()
-        return self._streams.send((self.leaders[host], x.data_ptr(), x.nbytes), kind)
+        return self._streams.send(part_of(self.leaders[host], x), kind)
 
     def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> int:
-        """Starts to receive into contiguous `out`, which stays until the transfer's wait."""
-        return self._streams.receive((self.leaders[host], out.data_ptr(), out.nbytes), kind)
+        """Starts to receive into contiguous `out`."""
+        return self._streams.receive(part_of(self.leaders[host], out), kind)
 
     def copy_meanwhile(self, out: Tensor, x: Tensor) -> None:
         """Copies contiguous `x` while others are on their way: behind each piece the kernel gets what it has room for.
@@ -136,10 +136,10 @@ class Leaders:
     def send_block(self, x: Tensor, rank: int) -> int:
         """Starts to send contiguous `x` to a rank on another host, which needn't be a leader, as this one."""
         begin_sending()
-        return self._streams.send((rank, x.data_ptr(), x.nbytes), _BLOCKS)
+        return self._streams.send(part_of(rank, x), _BLOCKS)
 
     def recv_block(self, out: Tensor, rank: int) -> int:
-        return self._streams.receive((rank, out.data_ptr(), out.nbytes), _BLOCKS)
+        return self._streams.receive(part_of(rank, out), _BLOCKS)
 
     def expect(self, received: Mapping[int, Tensor]) -> Expected:
         """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call."""
@@ -203,12 +203,11 @@ class Leaders:
             words += struct.pack(f"<{len(self.splits)}q", *self.splits)
         return head_of(_AGREES, self._digest.to_bytes(8, "little"), words)
 
-    def _parts(self, tensors: Mapping[int, Tensor]) -> list[int]:
-        """Returns by host what its rank, address and size in bytes are, nothing being a part, too."""
-        parts: list[int] = []
+    def _parts(self, tensors: Mapping[int, Tensor]) -> list[object]:
+        """Returns the parts of all hosts, one after the other."""
+        parts: list[object] = []
         for host in self.others:
-            x = tensors.get(host)
-            parts += (self.leaders[host], 0, 0) if x is None else (self.leaders[host], x.data_ptr(), x.nbytes)
+            parts += part_of(self.leaders[host], tensors.get(host))
         return parts
 
     def _frames(self) -> dict[int, Frame]:
@@ -219,9 +218,9 @@ class Leaders:
         """Starts to send the frames of the call's first exchange, in which `sent` travels: contiguous."""
         begin_sending()
         self._is_first = False
-        parts = self._parts(sent)
-        transfers = list(self._streams.send_frames(self._head(), parts))
-        self._bare = [transfer for transfer, size in zip(transfers, parts[2::3], strict=True) if not size]
+        transfers = list(self._streams.send_frames(self._head(), self._parts(sent)))
+        bodies = {host for host, x in sent.items() if x.nbytes}
+        self._bare = [each for each, host in zip(transfers, self.others, strict=True) if host not in bodies]
         return transfers
 
     def end_exchange(

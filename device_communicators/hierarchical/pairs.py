@@ -15,13 +15,12 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from device_communicators.errors import CollectiveMismatchError, CommunicationError
-from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams
+from device_communicators.errors import CollectiveMismatchError, CommunicationError, InvalidArgumentError
+from device_communicators.hierarchical.streams import SLICE_S, StreamError, Streams, part_of
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
@@ -32,6 +31,8 @@ ANSWERED_BYTES = 64 << 10
 """`kAnsweredBytes` of csrc/streams.cpp."""
 _UNWAITED_S = 0.02
 _FIRST_KIND = 16
+MOST_TAG = ((1 << 32) - 1 - _FIRST_KIND) // 2
+"""A message and its answer have kinds of 32 bits of their own for each tag."""
 
 
 class Pairs:
@@ -45,8 +46,6 @@ class Pairs:
         """By thread: the operation that it is in."""
         self._is_moved = False
         """True while a thread moves what nobody waits for."""
-        self._kept: list[PairTransfer] = []
-        """Those that were started, and whose callers may have let go of them: their tensors must stay."""
 
     def isend(self, x: Tensor, dst: int, tag: int) -> PairTransfer:
         with _Inside(self, "send"):
@@ -82,18 +81,12 @@ class Pairs:
         finally:
             self._inside.pop(threading.get_ident(), None)
 
-    def keep_moving(self, transfer: PairTransfer) -> None:
+    def keep_moving(self) -> None:
         """Has a thread move what has been started, for as long as that isn't done."""
         with self._lock:
-            self._kept = [each for each in self._kept if not each.is_completed()] + [transfer]
             begun, self._is_moved = self._is_moved, True
         if not begun:
             run_in_thread(self._move_on)
-
-    def keep(self, transfer: PairTransfer) -> None:
-        """Keeps the tensor of a transfer that nobody waits for any more, while anything is moved."""
-        with self._lock:
-            self._kept.append(transfer)
 
     def _move_on(self) -> None:
         try:
@@ -111,7 +104,6 @@ class Pairs:
             with self._lock:
                 self._is_moved = streams.has_left
                 if not self._is_moved:
-                    self._kept.clear()
                     return
 
     def end_sending(self) -> None:
@@ -141,17 +133,20 @@ class PairTransfer:
     """A work, as c10d's."""
 
     def __init__(self, pairs: Pairs, x: Tensor, peer: int, tag: int, operation: str) -> None:
+        if not 0 <= tag <= MOST_TAG:
+            raise InvalidArgumentError(
+                f"the tag of a {operation} on {pairs.context} must be from 0 to {MOST_TAG}, but is {tag}"
+            )
         begin_sending()
         self._pairs = pairs
         self._peer = peer
-        self._tensor = x
         self.operation = operation
         self._text = _text_of(x.dtype, x.numel())
         self._found = b""
         self._has_failed = False
         start = pairs.streams.send_pair if operation == "send" else pairs.streams.receive_pair
         try:
-            self._number = start((peer, x.data_ptr(), x.nbytes), _FIRST_KIND + 2 * tag, self._text)
+            self._number = start(part_of(peer, x), _FIRST_KIND + 2 * tag, self._text)
         except StreamError as error:  # the connection was closed; the wait says so
             self._number, self._has_failed = 0, True
             self._error = error
@@ -162,7 +157,7 @@ class PairTransfer:
     def begin(self) -> PairTransfer:
         """Has it moved on while nobody waits."""
         if not self.is_completed():
-            self._pairs.keep_moving(self)
+            self._pairs.keep_moving()
         return self
 
     def run_in_this_thread(self) -> None:
@@ -196,7 +191,7 @@ class PairTransfer:
         try:
             if self._has_failed:
                 raise self._error
-            self._wait(limit)
+            self._pairs.streams.wait((self._number,), limit, True)
         except StreamError as error:
             if context.deaths():
                 raise died(context, self.operation, started) from error
@@ -205,13 +200,6 @@ class PairTransfer:
         self._found = self._found or self._pairs.streams.found(self._number)
         if self._found:
             raise self._mismatch(self._found)
-
-    def _wait(self, limit: Callable[[], float]) -> None:
-        try:
-            self._pairs.streams.wait((self._number,), limit, True)
-        except BaseException:
-            self._pairs.keep(self)  # another thread may move the rest of it, to the tensor's memory
-            raise
 
     def _mismatch(self, found: bytes) -> CollectiveMismatchError:
         context = self._pairs.context

@@ -44,6 +44,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from device_communicators import settings
 from device_communicators.cpu import native
 from device_communicators.errors import CommunicationError, plain
@@ -97,8 +99,18 @@ class FramesDiffer(Exception):
     """Another rank's frame isn't that of this call: see `Streams.frame`."""
 
 
+Part = tuple[int, int, int, object]
+"""A rank, an address, a number of bytes, and the object whose memory that is."""
+_PART = 4
+
+
+def part_of(rank: int, x: Tensor | None) -> Part:
+    """Returns the memory of contiguous `x` as a part for `rank`, or nothing as one."""
+    return (rank, 0, 0, None) if x is None else (rank, x.data_ptr(), x.nbytes, x)
+
+
 class _Functions:
-    """The functions of csrc/streams_api.cpp. Each `x` of one is three arguments: rank, address, bytes."""
+    """The functions of csrc/streams_api.cpp."""
 
     def __init__(self, library: native.NativeLibrary) -> None:
         def method(name: str) -> Callable[..., Any]:
@@ -120,6 +132,8 @@ class _Functions:
         self.found = method("found")
         self.frame = method("frame")
         self.error = method("error")
+        self.late = method("late")
+        self.release = method("releasing")
 
 
 @functools.cache
@@ -130,7 +144,7 @@ def _functions() -> _Functions:
 class Streams:
     """The connections of one rank, by rank: csrc/streams.h moves what goes over them.
 
-    A transfer is a number. Its tensor must stay until it is done, or the connection has an error. What waits is called
+    A transfer is a number, and keeps its tensor until it is done, or the connection has an error. What waits is called
     with a function `limit`, which is asked now and then how many seconds more there are, and may raise.
     """
 
@@ -138,11 +152,14 @@ class Streams:
         self, sockets: Mapping[int, socket.socket], spin_s: float, early_bytes: Mapping[int, int] | None = None
     ) -> None:
         """`early_bytes`: how much this rank may send to each other one before that receives it."""
-        self.sockets = dict(sockets)
         self.functions = _functions()
         self._library = self.functions.library
-        self.address = self._library.ps_streams_new(int(spin_s * 1e9))
         self._owner = os.getpid()
+        self.sockets: dict[int, socket.socket] = {}
+        self.address = self._library.ps_streams_new(int(spin_s * 1e9))
+        if not self.address:
+            raise MemoryError("there is no memory for the connections to other hosts")
+        self.sockets = dict(sockets)
         for rank in sorted(self.sockets):
             connection = self.sockets[rank]
             connection.setblocking(False)
@@ -150,64 +167,66 @@ class Streams:
             self._library.ps_streams_add(self.address, rank, connection.fileno(), room)
 
     def __del__(self) -> None:
-        self.close()
-        self._library.ps_streams_delete(self.address)
+        if getattr(self, "address", None):  # else it wasn't made
+            self.close()
+            self._library.ps_streams_delete(self.address)
 
-    def send(self, part: tuple[int, int, int], kind: int) -> int:
+    def send(self, part: Part, kind: int) -> int:
         """Sends bytes to a rank, as far as there is room; errors are the wait's."""
         return self._number(self.functions.send(self.address, kind, *part))
 
-    def receive(self, part: tuple[int, int, int], kind: int) -> int:
+    def receive(self, part: Part, kind: int) -> int:
         """Receives the next message of a kind from a rank, which must be as long."""
         return self._number(self.functions.receive(self.address, kind, *part))
 
-    def send_frames(self, head: bytes, parts: Sequence[int]) -> range:
-        """Sends each part, three numbers of `parts`, behind the head of a call."""
+    def send_frames(self, head: bytes, parts: Sequence[object]) -> range:
+        """Sends the parts, one after the other in `parts`, each behind the head of a call."""
         first = self._number(self.functions.send_frames(self.address, head, *parts))
-        return range(first, first + len(parts) // 3)
+        return range(first, first + len(parts) // _PART)
 
-    def exchange(self, head: bytes, sent: Sequence[int], received: Sequence[int], limit: Callable[[], float]) -> None:
+    def exchange(
+        self, head: bytes, sent: Sequence[object], received: Sequence[object], limit: Callable[[], float]
+    ) -> None:
         """Sends frames with parts in them, and receives those of `received`, all of which must begin with this head.
 
         Raises FramesDiffer where they don't, having taken none; else StreamError.
         """
-        count = len(sent) // 3
+        count = len(sent) // _PART
         outcome = self.functions.exchange(self.address, _SLICE_US, head, count, *sent, *received)
         if outcome != 0:
             again = functools.partial(self.functions.exchange, self.address)
-            self._go_on(outcome, lambda us: again(us, head, count, *sent, *received), limit, received[::3])
+            self._go_on(outcome, lambda us: again(us, head, count, *sent, *received), limit)
 
-    def meet(self, head: bytes, take: bool, received: Sequence[int], limit: Callable[[], float]) -> range:
+    def meet(self, head: bytes, take: bool, received: Sequence[object], limit: Callable[[], float]) -> range:
         """Waits for frames, which must begin with `head`; starts to receive what is in them if `take`. Raises as
         `exchange`."""
         outcome = self.functions.meet(self.address, _SLICE_US, head, take, *received)
         if outcome < 0:
             again = functools.partial(self.functions.meet, self.address)
-            outcome = self._go_on(outcome, lambda us: again(us, head, take, *received), limit, received[::3])
-        return range(outcome, outcome + sum(1 for size in received[2::3] if size)) if take else range(0)
+            outcome = self._go_on(outcome, lambda us: again(us, head, take, *received), limit)
+        return range(outcome, outcome + sum(1 for size in received[2::_PART] if size)) if take else range(0)
 
     def wait(self, numbers: Sequence[int], limit: Callable[[], float], all_move: bool = False) -> None:
         """Waits until transfers are done. Moves those of other ranks, too, if `all_move`. Raises StreamError."""
         outcome = self.functions.wait(self.address, _SLICE_US, all_move, *numbers)
         if outcome != 0:
             again = functools.partial(self.functions.wait, self.address)
-            self._go_on(outcome, lambda us: again(us, all_move, *numbers), limit, (), numbers)
+            self._go_on(outcome, lambda us: again(us, all_move, *numbers), limit, numbers)
 
     def _go_on(
         self,
         outcome: int,
         again: Callable[[int], int],
         limit: Callable[[], float],
-        ranks: Sequence[int],
         numbers: Sequence[int] = (),
     ) -> int:
-        """Calls `again` with slices of time until it has come to an end; `ranks` or those of `numbers` are awaited."""
+        """Calls `again` with slices of time until it has come to an end."""
         while outcome == _LOOK:
             left = limit()
             if left <= 0:
                 outcome = again(0)  # what came just now counts
-                if outcome == _LOOK:
-                    raise StreamError("timed out", self._late(ranks, numbers))
+                if outcome == _LOOK and (late := self._late(numbers)) >= 0:
+                    raise StreamError("timed out", late)
             else:
                 outcome = again(max(1, int(1e6 * min(SLICE_S, left))))
         if outcome == _DIFFER:
@@ -217,11 +236,12 @@ class Streams:
             raise StreamError(self.error(rank), rank)
         return outcome
 
-    def _late(self, ranks: Sequence[int], numbers: Sequence[int]) -> int:
-        """Returns the lowest rank of which something is awaited still."""
+    def _late(self, numbers: Sequence[int]) -> int:
+        """Returns the lowest rank of which something is awaited still: of `numbers`, if any are given; -1 for none."""
+        if not numbers:
+            return self.functions.late(self.address)
         late = [self.functions.rank_of(self.address, number) for number in numbers]
-        late += [rank for rank in ranks if self.frame(rank) is None]
-        return min((rank for rank in late if rank >= 0), default=min(ranks, default=-1))
+        return min((rank for rank in late if rank >= 0), default=-1)
 
     def _number(self, outcome: int) -> int:
         if outcome <= _FAILED:
@@ -229,11 +249,11 @@ class Streams:
             raise StreamError(self.error(rank), rank)
         return outcome
 
-    def send_pair(self, part: tuple[int, int, int], kind: int, text: bytes) -> int:
+    def send_pair(self, part: Part, kind: int, text: bytes) -> int:
         """Sends a message of `text`, or announces it where there is no room for it before its receive."""
         return self._number(self.functions.send_pair(self.address, kind, text, *part))
 
-    def receive_pair(self, part: tuple[int, int, int], kind: int, text: bytes) -> int:
+    def receive_pair(self, part: Part, kind: int, text: bytes) -> int:
         """Receives the next message of a kind, and writes nothing where its text is another one: see `found`."""
         return self._number(self.functions.receive_pair(self.address, kind, text, *part))
 
@@ -272,6 +292,7 @@ class Streams:
     def end_sending(self, rank: int = -1) -> None:
         """Lets the other sides, or one, know that nothing more comes after what was sent; ends this side's waits."""
         self._library.ps_streams_end_sending(self.address, rank)
+        self.functions.release(self.address)
 
     def facts(self, rank: int) -> tuple[int, int, int, int]:
         """Returns the bytes kept for receives to come; sent at once; received of these; and taken by this side."""
@@ -283,6 +304,7 @@ class Streams:
         """Ends the connections, and all waits. Twice is fine."""
         if os.getpid() == self._owner:  # a fork of this process may hold the sockets, too
             self._library.ps_streams_close(self.address)
+            self.functions.release(self.address)
         for connection in self.sockets.values():
             connection.close()
         self.sockets = {}

@@ -25,7 +25,7 @@ from device_communicators.hierarchical.leaders import (
     slices_of,
 )
 from device_communicators.hierarchical.reduction import Reduction
-from device_communicators.hierarchical.streams import Frame, Streams, head_of
+from device_communicators.hierarchical.streams import Frame, Streams, head_of, part_of
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.user_call import UserCall
 
@@ -233,7 +233,7 @@ def test_a_frame_of_no_call_is_an_error(magic: bytes, text: bytes, at_once: bool
         leaders.begin(UserCall("all_reduce"))
         x, out = torch.ones(10), torch.zeros(10)
         head = head_of(magic, leaders._digest.to_bytes(8, "little"), text)
-        far.send_frames(head, (0, x.data_ptr(), x.nbytes))
+        far.send_frames(head, part_of(0, x))
         with pytest.raises(CommunicationError, match="no call that is known"):
             if at_once:
                 leaders.exchange_at_once({1: x}, {1: out})
@@ -250,7 +250,11 @@ def test_a_call_that_is_interrupted_as_it_begins_lets_go_of_its_lock() -> None:
 
     abandoned: list[BaseException] = []
     communicator: Any = SimpleNamespace(
-        lock=threading.RLock(), is_in_call=False, hosts=Interrupted(), context="test", abandon=abandoned.append
+        lock=threading.RLock(),
+        is_in_call=False,
+        hosts=Interrupted(),
+        context=SimpleNamespace(timeout_s=5.0),
+        abandon=abandoned.append,
     )
     with pytest.raises(KeyboardInterrupt), _Call(communicator, "barrier", ()):
         pass

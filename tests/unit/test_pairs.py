@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from device_communicators.errors import CollectiveMismatchError
-from device_communicators.hierarchical.pairs import ANSWERED_BYTES, Pairs
+from device_communicators.errors import CollectiveMismatchError, InvalidArgumentError
+from device_communicators.hierarchical.pairs import ANSWERED_BYTES, MOST_TAG, Pairs
 from device_communicators.hierarchical.streams import Streams
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.waiting import TransferError
@@ -182,3 +182,14 @@ def test_a_peer_that_goes_ends_the_wait(pairs: tuple[Pairs, Pairs]) -> None:
     pairs[0].close()
     with pytest.raises(TransferError, match="closed by peer"):
         received.wait()
+
+
+def test_tags_are_those_that_messages_have_room_for(pairs: tuple[Pairs, Pairs]) -> None:
+    out = torch.zeros(1)
+    received = pairs[1].irecv(out, 0, MOST_TAG).begin()
+    pairs[0].isend(torch.ones(1), 1, MOST_TAG).begin()
+    received.wait()
+    assert out == 1
+    for tag in (-8, MOST_TAG + 1, 1 << 62):
+        with pytest.raises(InvalidArgumentError, match=f"must be from 0 to {MOST_TAG}, but is {tag}"):
+            pairs[0].isend(out, 1, tag)

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import pytest
 from device_communicators.cpu import native
 from device_communicators.hierarchical import streams
 from device_communicators.hierarchical.streams import _HEAD as HEAD
-from device_communicators.hierarchical.streams import Frame, FramesDiffer, StreamError, Streams, head_of
+from device_communicators.hierarchical.streams import Frame, FramesDiffer, Part, StreamError, Streams, head_of, part_of
 
 try:
     native.load()
@@ -52,19 +53,18 @@ def _wait(end: Streams, transfers: Sequence[int], limit_s: float = LIMIT_S) -> N
     end.wait(transfers, _limit(limit_s))
 
 
-def _part(rank: int, memory: Any) -> tuple[int, int, int]:
-    """Of a bytearray, which must stay."""
+def _part(rank: int, memory: Any) -> Part:
     if isinstance(memory, bytes):
         at = ctypes.cast(ctypes.c_char_p(memory), ctypes.c_void_p).value
     else:
         at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-    return rank, at or 0, len(memory)
+    return rank, at or 0, len(memory), memory
 
 
 def _frame(end: Streams, rank: int) -> Frame:
     """Waits for the frame of a rank, whatever it is."""
     with contextlib.suppress(FramesDiffer):
-        end.meet(head_of(b"none", bytes(8), b""), False, (rank, 0, 0), _limit())
+        end.meet(head_of(b"none", bytes(8), b""), False, part_of(rank, None), _limit())
     frame = end.frame(rank)
     assert frame is not None
     return frame
@@ -135,7 +135,7 @@ def test_an_early_message_waits_for_its_receive(ends: tuple[Streams, Streams]) -
 def test_a_frame_s_body_is_left_alone_until_it_is_asked_for(ends: tuple[Streams, Streams]) -> None:
     there, here = ends
     there.send_frames(head_of(b"PSFA", b"12345678", b"words"), _part(1, b"body"))
-    there.send_frames(head_of(b"PSFD", b"12345678", b""), (1, 0, 0))
+    there.send_frames(head_of(b"PSFD", b"12345678", b""), part_of(1, None))
     frame = _frame(here, 0)
     assert frame == (b"PSFA", b"12345678", 4, b"words")
     out = bytearray(4)
@@ -155,14 +155,14 @@ def test_an_exchange_compares_heads_and_sizes(ends: tuple[Streams, Streams]) -> 
     there.send_frames(head, _part(1, b"body"))
     for other, size in ((head_of(b"PSFA", b"87654321", b""), 4), (head, 3)):
         with pytest.raises(FramesDiffer):
-            here.exchange(other, (0, 0, 0), _part(0, bytearray(size)), _limit())
+            here.exchange(other, part_of(0, None), _part(0, bytearray(size)), _limit())
     assert here.frame(0) == (b"PSFA", b"12345678", 4, b"words")
     assert out == b"mine", "what differs is left alone"
 
 
 def test_what_was_sent_before_the_end_is_read(ends: tuple[Streams, Streams]) -> None:
     there, here = ends
-    there.send_frames(head_of(b"PSFD", bytes(8), b"no"), (1, 0, 0))
+    there.send_frames(head_of(b"PSFD", bytes(8), b"no"), part_of(1, None))
     there.end_sending()
     frame = _frame(here, 0)
     assert frame.text == b"no"
@@ -292,10 +292,55 @@ def test_who_is_late_is_named_and_not_who_has_come(three: tuple[Streams, dict[in
     with pytest.raises(StreamError, match="timed out") as caught:
         _wait(here, receives, 0.3)
     assert caught.value.rank == 2
-    theirs[1].send_frames(head_of(b"PSFA", bytes(8), b""), (0, 0, 0))
+    theirs[1].send_frames(head_of(b"PSFA", bytes(8), b""), part_of(0, None))
     with pytest.raises(StreamError, match="timed out") as caught:
-        here.meet(head_of(b"PSFA", bytes(8), b""), True, (1, 0, 0, 2, 0, 0), _limit(0.1))
+        here.meet(head_of(b"PSFA", bytes(8), b""), True, (*part_of(1, None), *part_of(2, None)), _limit(0.1))
     assert caught.value.rank == 2
+
+
+def test_whose_body_is_late_in_an_exchange_is_named(three: tuple[Streams, dict[int, Streams]]) -> None:
+    here, theirs = three
+    head, outs = head_of(b"PSFA", bytes(8), b""), {rank: bytearray(400) for rank in (1, 2)}
+    theirs[1].send_frames(head, _part(0, bytearray(400)))
+    cut = bytearray(head)
+    struct.pack_into("<Q", cut, 20, 400)  # the body's bytes, of which a fourth comes
+    theirs[2].sockets[0].sendall(cut + bytes(100))
+    received = [each for rank, out in outs.items() for each in _part(rank, out)]
+    with pytest.raises(StreamError, match="timed out") as caught:
+        here.exchange(head, (), received, _limit(0.2))
+    assert caught.value.rank == 2
+
+
+class _Memory(bytearray):
+    """Of which one can tell whether it is there."""
+
+
+def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Streams, Streams]) -> None:
+    there, here = ends
+    memory = [_Memory(1 << 20) for _ in range(2)]
+    alive = [weakref.ref(each) for each in memory]
+    numbers = [there.send(_part(1, memory[0]), 1), here.receive(_part(0, memory[1]), 1)]
+    memory.clear()
+    assert all(each() is not None for each in alive), "its caller may have been interrupted"
+    assert not _in_threads(lambda: _wait(there, numbers[:1]), lambda: _wait(here, numbers[1:]))
+    assert [each() for each in alive] == [None, None]
+
+
+@pytest.mark.parametrize("end", [Streams.close, Streams.end_sending])
+def test_a_connection_with_an_error_lets_go_of_memory(
+    ends: tuple[Streams, Streams], end: Callable[[Streams], None]
+) -> None:
+    there, _ = ends
+    memory = [_Memory(1 << 20) for _ in range(4)]
+    alive = [weakref.ref(each) for each in memory]
+    there.send(_part(1, memory[0]), 1)
+    there.send_pair(_part(1, memory[1]), 16, b"float32 3")
+    there.receive(_part(1, memory[2]), 1)
+    end(there)
+    there.receive(_part(1, memory[3]), 1)
+    memory.clear()
+    there.flush()
+    assert [each() for each in alive] == [None] * 4
 
 
 def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dict[int, Streams]]) -> None:

@@ -38,7 +38,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 10; }
+int ps_version() { return 11; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -55,8 +55,10 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
 void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
                     void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t),
                     void (*raise)(void*, void*, void*), const char* (*as_bytes)(void*),
-                    std::ptrdiff_t (*bytes_size)(void*)) {
-  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise, as_bytes, bytes_size};
+                    std::ptrdiff_t (*bytes_size)(void*), void (*hold)(void*), void (*let_go)(void*),
+                    void* (*no_memory)()) {
+  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise,
+             as_bytes,   bytes_size,   hold,        let_go,         no_memory};
 }
 
 // Type, value and traceback of what interrupted a call, which are the caller's; nulls where there is nothing.

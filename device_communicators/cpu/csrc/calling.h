@@ -17,6 +17,9 @@ struct Calling {
   void (*raise)(void*, void*, void*) = nullptr;                // PyErr_Restore, of type, value and traceback
   const char* (*as_bytes)(void*) = nullptr;                    // PyBytes_AsString
   std::ptrdiff_t (*bytes_size)(void*) = nullptr;               // PyBytes_Size
+  void (*hold)(void*) = nullptr;                               // Py_IncRef
+  void (*let_go)(void*) = nullptr;                             // Py_DecRef
+  void* (*no_memory)() = nullptr;                              // PyErr_NoMemory
 };
 
 extern Calling calling;  // written before any of the functions is called

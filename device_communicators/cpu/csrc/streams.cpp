@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 #include "forks.h"
 #include "interrupt.h"
@@ -366,6 +367,17 @@ void Stream::end_sending() {
   shutdown(descriptor, SHUT_WR);
 }
 
+void Stream::forget() {
+  to_forget_ = false;
+  sends_.clear();
+  receives_.clear();
+  asked_.clear();
+  receiving_ = 0;
+  in_body_ = counted_ = is_early_ = false;
+  place_ = nullptr;
+  reading_ = nullptr;
+}
+
 // Streams.
 
 class Streams::Waiting {
@@ -395,12 +407,14 @@ Stream* Streams::at(int rank) {
                                                                        : nullptr;
 }
 
-Transfer* Streams::make(Stream* stream, char* at, std::uint64_t bytes, std::string text) {
+Transfer* Streams::make(Stream* stream, Part& part, std::string text) {
   Pending& made = pending_[++numbers_];
   made.stream = stream;
   made.transfer.number = numbers_;
-  made.transfer.at = at;
-  made.transfer.bytes = bytes;
+  made.transfer.at = part.at;
+  made.transfer.bytes = part.bytes;
+  std::swap(made.transfer.owner, part.owner);
+  if (!stream->error_.empty()) stream->to_forget_ = true;
   made.transfer.text = std::move(text);
   made.transfer.left = 1;
   return &made.transfer;
@@ -409,6 +423,7 @@ Transfer* Streams::make(Stream* stream, char* at, std::uint64_t bytes, std::stri
 void Streams::part_done(Transfer* transfer) {
   if (--transfer->left > 0) return;
   if (!transfer->found.empty()) found_.emplace(transfer->number, std::move(transfer->found));
+  if (transfer->owner != nullptr) owners_.push_back(transfer->owner);
   pending_.erase(transfer->number);
 }
 
@@ -434,7 +449,12 @@ std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slic
       const bool matters = stream->awaited_ || (!all && stream->is_sending());
       if (matters && !stream->error_.empty()) return kFailed - stream->rank;
     }
-    if (late) return kLook;
+    if (late) {
+      const auto first =
+          std::find_if(streams_.begin(), streams_.end(), [](const auto& each) { return each->awaited_; });
+      late_ = first == streams_.end() ? -1 : (*first)->rank;
+      return kLook;
+    }
     bool moved = false;
     for (const auto& stream : streams_) {
       if (!stream->error_.empty()) continue;
@@ -473,13 +493,13 @@ std::int64_t Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t lim
   return ends ? kInterrupted : kLook;
 }
 
-std::int64_t Streams::post_frames(const std::string& head, const std::vector<Part>& parts,
+std::int64_t Streams::post_frames(const std::string& head, std::vector<Part>& parts,
                                   std::vector<std::uint64_t>* numbers) {
   const std::uint64_t first = numbers_ + 1;
-  for (const Part& part : parts) {
+  for (Part& part : parts) {
     Stream* const stream = at(part.rank);
     if (stream == nullptr) return kFailed - part.rank;
-    Transfer* const transfer = make(stream, part.at, part.bytes);
+    Transfer* const transfer = make(stream, part);
     if (numbers != nullptr) numbers->push_back(transfer->number);
     std::string own = head;
     std::memcpy(&own[20], &part.bytes, 8);
@@ -489,25 +509,25 @@ std::int64_t Streams::post_frames(const std::string& head, const std::vector<Par
 }
 
 // kLook until all are there.
-std::int64_t Streams::take_frames(const std::string& head, bool take, const std::vector<Part>& parts,
+std::int64_t Streams::take_frames(const std::string& head, bool take, std::vector<Part>& parts,
                                   std::vector<std::uint64_t>* numbers) {
   bool missing = false;
-  for (const Part& part : parts) {
+  for (Part& part : parts) {
     Stream* const stream = at(part.rank);
     if (stream == nullptr) return kFailed - part.rank;
     if (stream->has_frame()) continue;
     missing = stream->awaited_ = true;
   }
   if (missing) return kLook;
-  for (const Part& part : parts) {
+  for (Part& part : parts) {
     const Stream& stream = *at(part.rank);
     if (stream.frame_.compare(0, kMarks, head, 0, kMarks) != 0 || stream.frame_bytes_ != part.bytes) return kDiffer;
   }
   if (!take) return 0;
   const std::uint64_t first = numbers_ + 1;
-  for (const Part& part : parts) {
+  for (Part& part : parts) {
     Stream& stream = *at(part.rank);
-    Transfer* const transfer = part.bytes == 0 ? nullptr : make(&stream, part.at, part.bytes);
+    Transfer* const transfer = part.bytes == 0 ? nullptr : make(&stream, part);
     if (numbers != nullptr && transfer != nullptr) numbers->push_back(transfer->number);
     stream.take_frame(transfer);
     stream.parse();
@@ -515,20 +535,20 @@ std::int64_t Streams::take_frames(const std::string& head, bool take, const std:
   return static_cast<std::int64_t>(first);
 }
 
-std::int64_t Streams::send_frames(const std::string& head, const std::vector<Part>& parts) {
+std::int64_t Streams::send_frames(const std::string& head, std::vector<Part>& parts) {
   if (is_foreign() || head.size() < kHead) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   return post_frames(head, parts, nullptr);
 }
 
-std::int64_t Streams::meet(std::int64_t slice_ns, const std::string& head, bool take, const std::vector<Part>& parts) {
+std::int64_t Streams::meet(std::int64_t slice_ns, const std::string& head, bool take, std::vector<Part>& parts) {
   if (is_foreign() || head.size() < kMarks) return kFailed;
   std::unique_lock<std::mutex> lock(mutex_);
   return move(lock, slice_ns, false, [&] { return take_frames(head, take, parts, nullptr); });
 }
 
-std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, const std::vector<Part>& sent,
-                               const std::vector<Part>& received) {
+std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, std::vector<Part>& sent,
+                               std::vector<Part>& received) {
   if (is_foreign() || head.size() < kHead) return kFailed;
   std::unique_lock<std::mutex> lock(mutex_);
   if (phase_ == Phase::kNone) {
@@ -551,26 +571,26 @@ std::int64_t Streams::exchange(std::int64_t slice_ns, const std::string& head, c
   return outcome;
 }
 
-std::int64_t Streams::send(const Part& part, std::uint32_t kind) {
+std::int64_t Streams::send(Part& part, std::uint32_t kind) {
   if (is_foreign()) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* const stream = at(part.rank);
   if (stream == nullptr) return kFailed - part.rank;
-  Transfer* const transfer = make(stream, part.at, part.bytes);
+  Transfer* const transfer = make(stream, part);
   const std::uint64_t number = transfer->number;
   stream->send_at_once(kind, {}, part.at, part.bytes, transfer);
   return static_cast<std::int64_t>(number);
 }
 
-std::int64_t Streams::receive(const Part& part, std::uint32_t kind) { return receive_pair(part, kind, {}); }
+std::int64_t Streams::receive(Part& part, std::uint32_t kind) { return receive_pair(part, kind, {}); }
 
-std::int64_t Streams::send_pair(const Part& part, std::uint32_t kind, std::string text) {
+std::int64_t Streams::send_pair(Part& part, std::uint32_t kind, std::string text) {
   if (is_foreign()) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* const stream = at(part.rank);
   if (stream == nullptr) return kFailed - part.rank;
   const bool has_room = stream->has_room(part.bytes);
-  Transfer* const transfer = make(stream, part.at, part.bytes, std::move(text));
+  Transfer* const transfer = make(stream, part, std::move(text));
   const std::uint64_t number = transfer->number;
   if (!has_room || part.bytes > kAnsweredBytes) {
     transfer->announced = !has_room;
@@ -585,12 +605,12 @@ std::int64_t Streams::send_pair(const Part& part, std::uint32_t kind, std::strin
   return static_cast<std::int64_t>(number);
 }
 
-std::int64_t Streams::receive_pair(const Part& part, std::uint32_t kind, std::string text) {
+std::int64_t Streams::receive_pair(Part& part, std::uint32_t kind, std::string text) {
   if (is_foreign()) return kFailed;
   const std::lock_guard<std::mutex> lock(mutex_);
   Stream* const stream = at(part.rank);
   if (stream == nullptr) return kFailed - part.rank;
-  Transfer* const transfer = make(stream, part.at, part.bytes, std::move(text));
+  Transfer* const transfer = make(stream, part, std::move(text));
   const std::uint64_t number = transfer->number;
   transfer->answers = !transfer->text.empty();
   stream->receive(kind, transfer);
@@ -633,7 +653,29 @@ void Streams::flush() {
   for (const auto& stream : streams_) stream->write();
 }
 
-bool Streams::is_done(std::uint64_t number) { return rank_of(number) < 0; }
+std::vector<void*> Streams::take_owners() {
+  if (is_foreign()) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bool has_failed = false;
+  for (const auto& stream : streams_) {
+    if (!stream->to_forget_) continue;
+    has_failed = true;
+    stream->forget();
+  }
+  if (has_failed) {
+    for (auto& [number, pending] : pending_) {
+      if (pending.transfer.owner != nullptr && !pending.stream->error_.empty()) {
+        owners_.push_back(std::exchange(pending.transfer.owner, nullptr));
+      }
+    }
+  }
+  return std::exchange(owners_, {});
+}
+
+int Streams::late() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return late_;
+}
 
 int Streams::rank_of(std::uint64_t number) {
   if (is_foreign()) return -1;
@@ -669,6 +711,12 @@ std::string Streams::error(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Stream* const stream = at(rank);
   return stream == nullptr ? "the group was closed" : stream->error_;
+}
+
+void Streams::fail(const std::string& error) {
+  if (is_foreign()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& stream : streams_) stream->fail(error);
 }
 
 void Streams::end_sending(int rank) {

@@ -1,9 +1,10 @@
 // Messages over TCP connections between ranks on different hosts. What a message is, what is announced and what comes
 // early is told in device_communicators/hierarchical/streams.py.
 //
-// Descriptors are the caller's, who closes them after `close`. The memory of a body is the caller's, too, and must stay
-// until its transfer is done, or its connection has an error: from then on nobody touches it. Any thread may call
-// anything, and several may wait at once; none holds the lock while it sleeps, or while it asks for Python's.
+// Descriptors are the caller's, who closes them after `close`. The memory of a body is its owner's, an object of Python
+// that a transfer has until it is done, or its connection has an error: from then on nobody touches it. What callers do
+// meanwhile, as on Ctrl-C, doesn't matter. Any thread may call anything, and several may wait at once; none holds the
+// lock while it sleeps, or while it asks for Python's.
 #pragma once
 
 #include <sys/uio.h>
@@ -25,6 +26,7 @@ struct Transfer {
   std::string found;  // the other one's, where that differs
   char* at = nullptr;
   std::uint64_t bytes = 0;
+  void* owner = nullptr;   // of Python; null for none
   bool answers = false;    // a receive that tells its sender its call, unless the message is small
   bool announced = false;  // a send without its body
   int left = 0;            // what has yet to be written or read of it
@@ -41,6 +43,7 @@ class Stream {
   bool has_frame() const { return has_frame_; }
   void fail(std::string error) {
     if (error_.empty()) error_ = std::move(error);
+    to_forget_ = true;
   }
   bool has_room(std::uint64_t bytes);
 
@@ -55,6 +58,7 @@ class Stream {
   void receive(std::uint32_t kind, Transfer* transfer, bool is_answer = false);
   void take_frame(Transfer* transfer);  // null for one without a body
   void end_sending();
+  void forget();  // after an error: where bodies come from and go to
 
   const int rank;
   int descriptor;  // -1 once it is closed
@@ -91,6 +95,7 @@ class Stream {
 
   Streams& all_;
   std::string error_;
+  bool to_forget_ = false;  // it has an error, and may still know bodies
   std::deque<Outgoing> sends_;
   std::map<std::uint32_t, std::deque<Incoming>> receives_;
   std::map<std::uint32_t, std::deque<Transfer*>> asked_;
@@ -113,13 +118,14 @@ class Stream {
   std::string frame_;  // magic and digest
   std::string frame_text_;
   std::uint64_t frame_bytes_ = 0;
-  bool awaited_ = false;  // by whoever has the lock
+  bool awaited_ = false;  // by whoever has the lock, and until it is given up
 };
 
 struct Part {
   int rank;
   char* at;
   std::uint64_t bytes;
+  void* owner = nullptr;  // the caller has it held; null once a transfer has it
 };
 
 class Streams {
@@ -134,16 +140,16 @@ class Streams {
   void add(int rank, int descriptor, std::uint64_t early_bytes);
 
   // Sends each part behind a head of this call: returns the first of the transfers' numbers, which are consecutive.
-  std::int64_t send_frames(const std::string& head, const std::vector<Part>& parts);
+  std::int64_t send_frames(const std::string& head, std::vector<Part>& parts);
   // Waits for the frames of the parts' ranks, and compares them with `head`; if `take`, receives their bodies.
-  std::int64_t meet(std::int64_t slice_ns, const std::string& head, bool take, const std::vector<Part>& parts);
-  // Both, and waits for all of it. Called again after a slice it goes on.
-  std::int64_t exchange(std::int64_t slice_ns, const std::string& head, const std::vector<Part>& sent,
-                        const std::vector<Part>& received);
-  std::int64_t send(const Part& part, std::uint32_t kind);
-  std::int64_t receive(const Part& part, std::uint32_t kind);
-  std::int64_t send_pair(const Part& part, std::uint32_t kind, std::string text);
-  std::int64_t receive_pair(const Part& part, std::uint32_t kind, std::string text);
+  std::int64_t meet(std::int64_t slice_ns, const std::string& head, bool take, std::vector<Part>& parts);
+  // Both, and waits for all of it. Called again after a slice, with the same, it goes on.
+  std::int64_t exchange(std::int64_t slice_ns, const std::string& head, std::vector<Part>& sent,
+                        std::vector<Part>& received);
+  std::int64_t send(Part& part, std::uint32_t kind);
+  std::int64_t receive(Part& part, std::uint32_t kind);
+  std::int64_t send_pair(Part& part, std::uint32_t kind, std::string text);
+  std::int64_t receive_pair(Part& part, std::uint32_t kind, std::string text);
   // Moves what can be moved until the transfers are done: of the connections that they are of, and that send; if `all`,
   // of all.
   std::int64_t wait(std::int64_t slice_ns, bool all, const std::vector<std::uint64_t>& numbers);
@@ -151,7 +157,10 @@ class Streams {
   std::int64_t drive(std::int64_t slice_ns);
   void flush();
 
-  bool is_done(std::uint64_t number);
+  // The owners that no transfer needs any more.
+  std::vector<void*> take_owners();
+  bool is_foreign() const;  // whether this is a forked process's copy, of which all calls are refused
+  int late();               // the lowest rank that the last call waited for in vain
   int rank_of(std::uint64_t number);
   bool has_left();  // whether anything is to be moved
   std::string found(std::uint64_t number);
@@ -171,14 +180,12 @@ class Streams {
     Stream* stream;
   };
   Stream* at(int rank);
-  Transfer* make(Stream* stream, char* at, std::uint64_t bytes, std::string text = {});
+  Transfer* make(Stream* stream, Part& part, std::string text = {});
   void part_done(Transfer* transfer);
   bool await(std::uint64_t number);  // false where it is done
-  std::int64_t post_frames(const std::string& head, const std::vector<Part>& parts,
+  std::int64_t post_frames(const std::string& head, std::vector<Part>& parts, std::vector<std::uint64_t>* numbers);
+  std::int64_t take_frames(const std::string& head, bool take, std::vector<Part>& parts,
                            std::vector<std::uint64_t>* numbers);
-  std::int64_t take_frames(const std::string& head, bool take, const std::vector<Part>& parts,
-                           std::vector<std::uint64_t>* numbers);
-  bool is_foreign() const;
   template <typename Awaited>
   std::int64_t move(std::unique_lock<std::mutex>& lock, std::int64_t slice_ns, bool all, Awaited await_all);
   std::int64_t sleep(std::unique_lock<std::mutex>& lock, std::int64_t limit_ns, bool all);
@@ -191,6 +198,8 @@ class Streams {
   std::unordered_map<std::uint64_t, Pending> pending_;
   std::unordered_map<std::uint64_t, std::string> found_;
   std::uint64_t numbers_ = 0;
+  std::vector<void*> owners_;  // to be let go
+  int late_ = -1;
   int waiters_ = 0;
   enum class Phase { kNone, kFrames, kBodies } phase_ = Phase::kNone;  // of the exchange
   std::vector<std::uint64_t> exchanged_;

@@ -1,7 +1,8 @@
 // The interface of streams.h to Python: what a message takes as calling.h has it, the rest for ctypes.
 //
-// A part is three arguments: a rank, an address, a number of bytes. What may wait returns what streams.h says, or null
-// where a signal's handler has raised meanwhile.
+// A part is four arguments: a rank, an address, a number of bytes, and the object whose memory that is, which a
+// transfer keeps as long as it needs it. What may wait returns what streams.h says, or null where a signal's handler
+// has raised meanwhile.
 
 #include <algorithm>
 #include <cstring>
@@ -17,7 +18,7 @@ namespace {
 
 using namespace parallel_state;
 
-constexpr std::ptrdiff_t kPart = 3;
+constexpr std::ptrdiff_t kPart = 4;
 
 Streams& streams_of(void* address) { return *static_cast<Streams*>(pointer_of(address)); }
 std::uint32_t kind_of(void* integer) { return static_cast<std::uint32_t>(number_of(integer)); }
@@ -28,15 +29,27 @@ std::string bytes_of(void* object) {
   return bytes == nullptr ? std::string() : std::string(bytes, static_cast<std::size_t>(calling.bytes_size(object)));
 }
 
-Part part_of(void* const* given) {
-  return {static_cast<int>(number_of(given[0])), static_cast<char*>(pointer_of(given[1])), number_of(given[2])};
-}
+// Parts, whose owners are held until the end of the call, and from then on by the transfers that need them.
+class Parts {
+ public:
+  Parts(void* const* given, std::ptrdiff_t count) {
+    for (std::ptrdiff_t at = 0; at + kPart <= count; at += kPart) {
+      void* const* const part = given + at;
+      calling.hold(part[3]);
+      parts.push_back(
+          {static_cast<int>(number_of(part[0])), static_cast<char*>(pointer_of(part[1])), number_of(part[2]), part[3]});
+    }
+  }
+  ~Parts() {
+    for (const Part& part : parts) {
+      if (part.owner != nullptr) calling.let_go(part.owner);
+    }
+  }
+  Parts(const Parts&) = delete;
+  Parts& operator=(const Parts&) = delete;
 
-std::vector<Part> parts_of(void* const* given, std::ptrdiff_t count) {
   std::vector<Part> parts;
-  for (std::ptrdiff_t at = 0; at + kPart <= count; at += kPart) parts.push_back(part_of(given + at));
-  return parts;
-}
+};
 
 std::vector<std::uint64_t> numbers_of(void* const* given, std::ptrdiff_t count) {
   std::vector<std::uint64_t> numbers;
@@ -44,12 +57,23 @@ std::vector<std::uint64_t> numbers_of(void* const* given, std::ptrdiff_t count) 
   return numbers;
 }
 
-// Calls `function` while other threads run.
+// Calls `function` while other threads run, and lets go of what no transfer needs any more.
 template <typename Function>
-void* unlocked(Function function) {
+void* unlocked(Streams& streams, Function function) {
+  std::vector<void*> owners;
+  std::int64_t outcome = 0;
+  bool has_memory = true;
   void* const thread = calling.save_thread();
-  const std::int64_t outcome = function();
+  try {
+    outcome = function();
+    owners = streams.take_owners();
+  } catch (const std::bad_alloc&) {  // where it stands, nobody knows
+    has_memory = false;
+    streams.fail("there was no memory for a message");
+  }
   calling.restore_thread(thread);
+  for (void* const owner : owners) calling.let_go(owner);
+  if (!has_memory) return calling.no_memory();
   if (outcome != Streams::kInterrupted) return calling.make_integer(outcome);
   void *type = nullptr, *value = nullptr, *traceback = nullptr;
   take_exception(&type, &value, &traceback);
@@ -58,7 +82,13 @@ void* unlocked(Function function) {
   return nullptr;
 }
 
-void* bytes_from(const std::string& text) {
+// As `unlocked`, of a function that returns a text.
+template <typename Function>
+void* unlocked_text(Streams& streams, Function function) {
+  std::string text;
+  void* const number = unlocked(streams, [&]() -> std::int64_t { return text = function(), 0; });
+  if (number == nullptr) return nullptr;
+  calling.let_go(number);
   return calling.make_bytes(text.data(), static_cast<std::ptrdiff_t>(text.size()));
 }
 
@@ -73,7 +103,11 @@ void ps_streams_add(void* streams, int rank, int descriptor, std::uint64_t early
   static_cast<Streams*>(streams)->add(rank, descriptor, early_bytes);
 }
 
-void ps_streams_delete(void* streams) { delete static_cast<Streams*>(streams); }
+// Not in a process that was forked, where another thread may have been changing it.
+void ps_streams_delete(void* streams) {
+  auto* const found = static_cast<Streams*>(streams);
+  if (found != nullptr && !found->is_foreign()) delete found;
+}
 
 void ps_streams_end_sending(void* streams, int rank) { static_cast<Streams*>(streams)->end_sending(rank); }
 
@@ -87,16 +121,16 @@ void* ps_streams_exchanging(void*, void* const* given, std::ptrdiff_t count) {  
   const std::int64_t slice_ns = slice_of(given[1]);
   const std::string head = bytes_of(given[2]);
   const auto sent = std::min(static_cast<std::ptrdiff_t>(number_of(given[3])) * kPart, count - 4);
-  const std::vector<Part> out = parts_of(given + 4, sent), in = parts_of(given + 4 + sent, count - 4 - sent);
-  return unlocked([&] { return streams.exchange(slice_ns, head, out, in); });
+  Parts out(given + 4, sent), in(given + 4 + sent, count - 4 - sent);
+  return unlocked(streams, [&] { return streams.exchange(slice_ns, head, out.parts, in.parts); });
 }
 
 void* ps_streams_framing(void*, void* const* given, std::ptrdiff_t count) {  // streams, head, parts
   if (count < 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::string head = bytes_of(given[1]);
-  const std::vector<Part> parts = parts_of(given + 2, count - 2);
-  return unlocked([&] { return streams.send_frames(head, parts); });
+  Parts parts(given + 2, count - 2);
+  return unlocked(streams, [&] { return streams.send_frames(head, parts.parts); });
 }
 
 void* ps_streams_meeting(void*, void* const* given, std::ptrdiff_t count) {  // streams, slice, head, take, parts
@@ -105,42 +139,42 @@ void* ps_streams_meeting(void*, void* const* given, std::ptrdiff_t count) {  // 
   const std::int64_t slice_ns = slice_of(given[1]);
   const std::string head = bytes_of(given[2]);
   const bool take = number_of(given[3]) != 0;
-  const std::vector<Part> parts = parts_of(given + 4, count - 4);
-  return unlocked([&] { return streams.meet(slice_ns, head, take, parts); });
+  Parts parts(given + 4, count - 4);
+  return unlocked(streams, [&] { return streams.meet(slice_ns, head, take, parts.parts); });
 }
 
 void* ps_streams_sending(void*, void* const* given, std::ptrdiff_t count) {  // streams, kind, part
-  if (count != 5) return nullptr;
+  if (count != 2 + kPart) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint32_t kind = kind_of(given[1]);
-  const Part part = part_of(given + 2);
-  return unlocked([&] { return streams.send(part, kind); });
+  Parts parts(given + 2, kPart);
+  return unlocked(streams, [&] { return streams.send(parts.parts[0], kind); });
 }
 
 void* ps_streams_receiving(void*, void* const* given, std::ptrdiff_t count) {  // streams, kind, part
-  if (count != 5) return nullptr;
+  if (count != 2 + kPart) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint32_t kind = kind_of(given[1]);
-  const Part part = part_of(given + 2);
-  return unlocked([&] { return streams.receive(part, kind); });
+  Parts parts(given + 2, kPart);
+  return unlocked(streams, [&] { return streams.receive(parts.parts[0], kind); });
 }
 
 void* ps_streams_pair_sending(void*, void* const* given, std::ptrdiff_t count) {  // streams, kind, text, part
-  if (count != 6) return nullptr;
+  if (count != 3 + kPart) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint32_t kind = kind_of(given[1]);
   std::string text = bytes_of(given[2]);
-  const Part part = part_of(given + 3);
-  return unlocked([&] { return streams.send_pair(part, kind, std::move(text)); });
+  Parts parts(given + 3, kPart);
+  return unlocked(streams, [&] { return streams.send_pair(parts.parts[0], kind, std::move(text)); });
 }
 
 void* ps_streams_pair_receiving(void*, void* const* given, std::ptrdiff_t count) {  // streams, kind, text, part
-  if (count != 6) return nullptr;
+  if (count != 3 + kPart) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint32_t kind = kind_of(given[1]);
   std::string text = bytes_of(given[2]);
-  const Part part = part_of(given + 3);
-  return unlocked([&] { return streams.receive_pair(part, kind, std::move(text)); });
+  Parts parts(given + 3, kPart);
+  return unlocked(streams, [&] { return streams.receive_pair(parts.parts[0], kind, std::move(text)); });
 }
 
 void* ps_streams_waiting(void*, void* const* given, std::ptrdiff_t count) {  // streams, slice, all, numbers
@@ -149,27 +183,39 @@ void* ps_streams_waiting(void*, void* const* given, std::ptrdiff_t count) {  // 
   const std::int64_t slice_ns = slice_of(given[1]);
   const bool all = number_of(given[2]) != 0;
   const std::vector<std::uint64_t> numbers = numbers_of(given + 3, count - 3);
-  return unlocked([&] { return streams.wait(slice_ns, all, numbers); });
+  return unlocked(streams, [&] { return streams.wait(slice_ns, all, numbers); });
 }
 
 void* ps_streams_driving(void*, void* const* given, std::ptrdiff_t count) {  // streams, slice
   if (count != 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::int64_t slice_ns = slice_of(given[1]);
-  return unlocked([&] { return streams.drive(slice_ns); });
+  return unlocked(streams, [&] { return streams.drive(slice_ns); });
 }
 
 void* ps_streams_flushing(void*, void* const* given, std::ptrdiff_t count) {  // streams
   if (count != 1) return nullptr;
   Streams& streams = streams_of(given[0]);
-  return unlocked([&]() -> std::int64_t { return streams.flush(), 0; });
+  return unlocked(streams, [&]() -> std::int64_t { return streams.flush(), 0; });
+}
+
+// Lets go of what no transfer needs any more.
+void* ps_streams_releasing(void*, void* const* given, std::ptrdiff_t count) {  // streams
+  if (count != 1) return nullptr;
+  return unlocked(streams_of(given[0]), []() -> std::int64_t { return 0; });
+}
+
+void* ps_streams_late(void*, void* const* given, std::ptrdiff_t count) {  // streams
+  if (count != 1) return nullptr;
+  Streams& streams = streams_of(given[0]);
+  return unlocked(streams, [&]() -> std::int64_t { return streams.late(); });
 }
 
 // Whether anything is to be moved.
 void* ps_streams_has_left(void*, void* const* given, std::ptrdiff_t count) {  // streams
   if (count != 1) return nullptr;
   Streams& streams = streams_of(given[0]);
-  return unlocked([&]() -> std::int64_t { return streams.has_left() ? 1 : 0; });
+  return unlocked(streams, [&]() -> std::int64_t { return streams.has_left() ? 1 : 0; });
 }
 
 // The rank of a transfer that isn't done, or -1.
@@ -177,7 +223,7 @@ void* ps_streams_rank_of(void*, void* const* given, std::ptrdiff_t count) {  // 
   if (count != 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint64_t number = number_of(given[1]);
-  return unlocked([&]() -> std::int64_t { return streams.rank_of(number); });
+  return unlocked(streams, [&]() -> std::int64_t { return streams.rank_of(number); });
 }
 
 // Of a transfer that is done: the other rank's text, where that was another; once.
@@ -185,11 +231,7 @@ void* ps_streams_found(void*, void* const* given, std::ptrdiff_t count) {  // st
   if (count != 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const std::uint64_t number = number_of(given[1]);
-  std::string text;
-  void* const thread = calling.save_thread();
-  text = streams.found(number);
-  calling.restore_thread(thread);
-  return bytes_from(text);
+  return unlocked_text(streams, [&] { return streams.found(number); });
 }
 
 // The frame of a rank that nobody has taken: magic, digest, bytes of the body, text; empty where there is none.
@@ -197,22 +239,18 @@ void* ps_streams_frame(void*, void* const* given, std::ptrdiff_t count) {  // st
   if (count != 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const auto rank = static_cast<int>(number_of(given[1]));
-  std::string text;
-  void* const thread = calling.save_thread();
-  streams.frame(rank, &text);
-  calling.restore_thread(thread);
-  return bytes_from(text);
+  return unlocked_text(streams, [&] {
+    std::string text;
+    streams.frame(rank, &text);
+    return text;
+  });
 }
 
 void* ps_streams_error(void*, void* const* given, std::ptrdiff_t count) {  // streams, rank
   if (count != 2) return nullptr;
   Streams& streams = streams_of(given[0]);
   const auto rank = static_cast<int>(number_of(given[1]));
-  std::string text;
-  void* const thread = calling.save_thread();
-  text = streams.error(rank);
-  calling.restore_thread(thread);
-  return bytes_from(text);
+  return unlocked_text(streams, [&] { return streams.error(rank); });
 }
 
 }  // extern "C"
