@@ -18,11 +18,11 @@ the same connection could then never get at it. An announcement is read past, so
 gets it, and no bound can lead to a deadlock. A limit for each message, above which all is announced, would cost every
 large one the word of the receiver, and not bound how many small ones there are.
 
-Compiled code moves all of it (csrc/streams.h): a hierarchical group has the library on every rank. Here is what Python
-asks of it, and how the connections are made.
-
 Within a collective no such bound is needed: who leads a host sends what a call has to those in the same call, and who
 doesn't is at most one call ahead.
+
+Compiled code moves all of it (csrc/streams.h): a hierarchical group has the library on every rank. Here is what Python
+asks of it, and how the connections are made.
 
 Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
 of who listens and the rank of who connects.
@@ -60,7 +60,7 @@ FRAME = 0
 _HEAD = struct.Struct("<4s8sIIQ4x")
 """Magic, digest, kind, bytes of the text, bytes of the body: `kHead` of csrc/streams.cpp."""
 _MARKS = struct.Struct("<4s8sQ")
-"""What is told of a frame: magic, digest, bytes of the body; its text follows."""
+"""A frame as C++ returns it: magic, digest, bytes of the body; its text follows."""
 SLICE_S = 0.05
 """So long a wait lasts at most before its caller looks whether it makes sense to go on."""
 _LOOK, _DIFFER, _FAILED = -1, -2, -4

@@ -397,7 +397,7 @@ def test_a_forked_child_ends_nothing(ends: tuple[Streams, Streams]) -> None:
 
 
 class _Model:
-    """What a receiver makes of messages: in order, by kind; and the bytes that bring them."""
+    """Messages by kind, in the order in which a receiver gets them, and the bytes that bring them."""
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw

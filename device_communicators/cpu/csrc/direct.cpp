@@ -281,6 +281,32 @@ void* filled(const Given& given, int at, const Tensor& x, Body body) {
   return same(given.object(at));
 }
 
+// A call of x, token, op, group.
+template <typename Call>
+void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    string_view op;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
+    return call(given, *served, x, op);
+  });
+}
+
+// A call of x, token, src, group.
+template <typename Call>
+void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t src = 0;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
+    return call(given, *served, x, src);
+  });
+}
+
 std::int64_t dims_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.dim(); }
 
 }  // namespace
@@ -290,25 +316,15 @@ extern "C" {
 
 void ps_set_direct(const void* told) { facts = static_cast<const Facts*>(told); }
 
-void* ps_direct_all_reduce(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, op, group
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    string_view op;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
-    return made(given, [&](Tensor* out) { return all_reduce(*served, x, op, out); });
+void* ps_direct_all_reduce(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return reducing(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, string_view op) {
+    return made(given, [&](Tensor* out) { return all_reduce(served, x, op, out); });
   });
 }
 
-void* ps_direct_all_reduce_(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, op, group
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    string_view op;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
-    return filled(given, 0, x, [&] { return all_reduce_in_place(*served, x, op); });
+void* ps_direct_all_reduce_(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return reducing(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, string_view op) {
+    return filled(given, 0, x, [&] { return all_reduce_in_place(served, x, op); });
   });
 }
 
@@ -387,25 +403,15 @@ void* ps_direct_all_to_all_into(void* twin, void* const* objects, std::ptrdiff_t
   });
 }
 
-void* ps_direct_broadcast(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, src, group
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    std::int64_t src = 0;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
-    return made(given, [&](Tensor* out) { return broadcast(*served, x, src, out); });
+void* ps_direct_broadcast(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return broadcasting(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, std::int64_t src) {
+    return made(given, [&](Tensor* out) { return broadcast(served, x, src, out); });
   });
 }
 
-void* ps_direct_broadcast_(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, src, group
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    std::int64_t src = 0;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
-    return filled(given, 0, x, [&] { return broadcast_in_place(*served, x, src); });
+void* ps_direct_broadcast_(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return broadcasting(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, std::int64_t src) {
+    return filled(given, 0, x, [&] { return broadcast_in_place(served, x, src); });
   });
 }
 
