@@ -432,6 +432,8 @@ class Leaders:
         except StreamError as error:
             if self.context.deaths():
                 raise died(self.context, self._operation, self._started) from error
+            if not self._agreed:  # who is in another call may have said so, and left
+                self._compare({host: _read(frame) for host, frame in self._frames().items()})
             raise self._failure(error, error.rank) from error
 
     def _failure(self, error: RuntimeError, rank: int) -> CommunicationError:

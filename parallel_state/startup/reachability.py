@@ -50,6 +50,9 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
         problem = describe_deaths(deaths) or f"the store doesn't answer: {str(error).splitlines()[0]}"
         raise _unproven(problem, deaths, rank, len(places)) from error
     if verdict is not None:
+        deaths = [death for death in watch.watcher.await_death_of(range(len(places))) if death.certain]
+        if deaths:  # of which others knew before: they gave up, and nobody reached them
+            raise _unproven(describe_deaths(deaths), deaths, rank, len(places))
         raise _not_reached(places, rank, *verdict)
 
 

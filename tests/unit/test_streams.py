@@ -358,6 +358,29 @@ def test_a_wait_ends_as_another_thread_closes_or_fails(three: tuple[Streams, dic
     closing.join()
 
 
+def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
+    """Who closes a connection with something unread in it resets it: writing fails then, and reading doesn't."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    here = Streams({1: near}, 0.0)
+    far.sendall(head_of(b"PSFD", bytes(8), b"no"))
+    here.send(_part(1, b"unread"), 1)
+    far.close()
+    deadline = time.monotonic() + LIMIT_S
+    while near.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:  # takes it: the next write gets EPIPE
+        assert time.monotonic() < deadline
+    head = head_of(b"PSFA", bytes(8), b"yes")
+    here.send_frames(head, _part(1, b"body"))
+    with pytest.raises(FramesDiffer):
+        here.meet(head, True, part_of(1, None), _limit())
+    frame = here.frame(1)
+    assert frame is not None and frame.text == b"no"
+    with pytest.raises(StreamError, match="closed by peer"):
+        _wait(here, [here.receive(_part(1, bytearray(4)), 1)])
+    here.close()
+
+
 @pytest.mark.parametrize("spin_s", [0.0, 0.01])
 def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
     near, far = socket.socketpair()

@@ -82,7 +82,7 @@ void Stream::send_at_once(std::uint32_t kind, const std::string& text, const cha
 
 bool Stream::write() {
   bool moved = false;
-  while (!sends_.empty() && error_.empty()) {
+  while (!sends_.empty() && error_.empty() && broken_.empty()) {
     iovec pieces[kPiecesAtOnce];
     int count = 0;
     for (const Outgoing& each : sends_) {
@@ -99,7 +99,7 @@ bool Stream::write() {
     message.msg_iovlen = static_cast<std::size_t>(count);
     const ssize_t sent = sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
-      if (!would_block(errno)) fail(in_words(errno));
+      if (!would_block(errno)) broken_ = in_words(errno);
       return moved;
     }
     moved = true;
@@ -116,6 +116,13 @@ bool Stream::write() {
     }
   }
   return moved;
+}
+
+// The other side may have said why before it left.
+void Stream::read_last() {
+  while (read()) {
+  }
+  fail(broken_);
 }
 
 void Stream::receive(std::uint32_t kind, Transfer* transfer, bool is_answer) {
@@ -461,7 +468,12 @@ std::int64_t Streams::move(std::unique_lock<std::mutex>& lock, std::int64_t slic
       const bool sends = stream->is_sending();
       const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
       if (sends) moved |= stream->write();
-      if (reads) moved |= stream->read();
+      if (stream->is_broken()) {
+        stream->read_last();
+        moved = true;
+      } else if (reads) {
+        moved |= stream->read();
+      }
     }
     now = now_ns();
     late = now >= until;

@@ -41,6 +41,7 @@ class Stream {
   bool is_sending() const { return !sends_.empty(); }
   bool is_receiving() const { return receiving_ > 0; }
   bool has_frame() const { return has_frame_; }
+  bool is_broken() const { return !broken_.empty(); }
   void fail(std::string error) {
     if (error_.empty()) error_ = std::move(error);
     to_forget_ = true;
@@ -50,6 +51,7 @@ class Stream {
   // What the kernel has room for, or has; false where that is nothing.
   bool write();
   bool read();
+  void read_last();
   void parse();
 
   void send(std::string head, const char* body, std::uint64_t bytes, Transfer* transfer);
@@ -95,6 +97,7 @@ class Stream {
 
   Streams& all_;
   std::string error_;
+  std::string broken_;  // nothing more can be written, for this reason; there may be something to read
   bool to_forget_ = false;  // it has an error, and may still know bodies
   std::deque<Outgoing> sends_;
   std::map<std::uint32_t, std::deque<Incoming>> receives_;
