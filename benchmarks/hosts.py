@@ -4,7 +4,8 @@
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `parallel_state peers setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores: their network is as fast
-as these cores, unless `--rate` limits what each of them sends. Every answer is checked before anything is timed; the
+as these cores, unless `--rate` limits what each of them sends. `--rate-of-connections` limits each connection, ours and
+gloo's, as some clouds do. Every answer is checked before anything is timed; the
 two are interleaved, a round's time is that of the slowest rank, the medians are over rounds, and the ratio is the
 median of the rounds' ratios, gloo's time by ours. `sent` is what host 0 sends in one call, and `packets` in how many
 packets, by the counters of its interface: these don't depend on what else the machine does. Quote ratios: the cores do
@@ -18,9 +19,11 @@ behind the others, so not in turns with them; its column is its median by ours. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import socket
 import statistics
 import sys
 import tempfile
@@ -43,6 +46,20 @@ from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 SIZES = (8 << 10, 1 << 20, 16 << 20)
 WAYS = ("ours", "gloo")
 _COUNTED_CALLS = 4
+
+
+_SO_MAX_PACING_RATE = 47
+_MEGABYTES_PER_S = {"mbit": 1 / 8, "gbit": 1000 / 8}
+
+
+def _pace(rate: str) -> None:
+    """Limits each TCP connection of this process."""
+    unit = next(unit for unit in _MEGABYTES_PER_S if rate.endswith(unit))
+    limit = int(float(rate.removesuffix(unit)) * _MEGABYTES_PER_S[unit] * 1e6)
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                found.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, limit)
 
 
 def _route() -> str:
@@ -221,7 +238,13 @@ def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int
     return (time.perf_counter() - started) / calls
 
 
-def _measure(operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int) -> dict[str, list[float]]:
+def _measure(
+    operation: str, count: int, dtype: torch.dtype, rounds: int, calls: int, rate: str | None
+) -> dict[str, list[float]]:
+    if rate is not None:
+        for way in WAYS:  # which connects
+            _call(operation, way)(torch.ones(count, dtype=dtype))
+        _pace(rate)
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
     with torch.inference_mode():
         for round_ in range(rounds + 1):
@@ -298,7 +321,8 @@ def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
                 sent = {way: size for way, (size, _) in counts.items()}
                 packets = {way: number for way, (_, number) in counts.items()}
                 calls = max(1, min(20, (1 << 20) // max(1, size_bytes)))
-                us = ranks.run(_measure, operation, count, dtype, options.rounds, calls, tp=size, timeout_s=300.0)[0]
+                how = options.rounds, calls, options.rate_of_connections
+                us = ranks.run(_measure, operation, count, dtype, *how, tp=size, timeout_s=300.0)[0]
                 for mpi in options.mpis if operation in _OF_MPI else ():
                     job = (options.ranks_per_host, operation, count, options.rounds, calls)
                     us[mpi] = _measure_mpi(mpi, hosts, *job)
@@ -333,6 +357,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--rate", help="what a host may send, such as 1gbit; default: what the machine can")
+    parser.add_argument("--rate-of-connections", help="what each connection may send, such as 500mbit; MPIs' aren't")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes that a rank holds")
     parser.add_argument("--dtype", default="bfloat16")
@@ -352,7 +377,9 @@ def main() -> None:
     route, found = _rows(options)
     print(route)
     if options.json:
-        facts = {name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "dtype")}
+        facts = {
+            name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "rate_of_connections", "dtype")
+        }
         machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.machine(), "torch": torch.__version__}
         options.json.write_text(json.dumps({**facts, "machine": machine, "samples": found}, indent=1) + "\n")
 

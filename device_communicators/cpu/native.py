@@ -37,7 +37,7 @@ from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 11
+_VERSION = 12
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -98,7 +98,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_compare": (c_int, _CALL),
     "ps_barrier": (c_int, _CALL),
     "ps_all_reduce": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_int, c_int)),
-    "ps_reduce_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_int)),
+    "ps_reduce_scatter": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_int, c_int)),
+    "ps_reduce_part": (None, (c_void_p, POINTER(c_void_p), c_uint64, c_int, c_size_t, c_int, c_int, c_int)),
     "ps_all_gather": (c_int, (*_CALL, c_void_p, c_void_p, c_size_t, c_size_t)),
     "ps_gatherv": (c_int, (*_CALL, POINTER(c_void_p), POINTER(c_size_t), c_void_p)),
     "ps_broadcast": (c_int, (*_CALL, c_void_p, c_size_t, c_int)),

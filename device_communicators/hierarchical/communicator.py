@@ -4,6 +4,8 @@ The ranks of a host first bring together what they have; the lowest of them, its
 hosts' leaders (`leaders.py`); then all take the result from it (`hosts.py`). So the network carries what a group of one
 rank per host would send, and not what all ranks would.
 
+A large all-reduce over hosts of as many ranks each goes from every rank to those of its place there (`lanes.py`).
+
 A reduction goes over the ranks of a host in order, then over the hosts in order, so all ranks have the same bits. Sums
 and products of 16-bit floats stay float32 until the end, between hosts too, and are rounded once: a flat all-reduce
 sends half as many bytes a value, and rounds at every step. With PARALLEL_STATE_ROUND_BETWEEN_HOSTS those of bfloat16
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.errors import CommunicationError, UnsupportedError
-from device_communicators.hierarchical import blocks
+from device_communicators.hierarchical import blocks, lanes
 from device_communicators.hierarchical.hosts import Hosts
 from device_communicators.hierarchical.leaders import DIRECT_BYTES
 from device_communicators.hierarchical.pairs import Pairs
@@ -171,7 +173,9 @@ class HierarchicalCommunicator(PartialCommunicator):
                 hosts.broadcast(target)
                 return
             parts, outs = flat.split(length), target.split(length)
-
+            if hosts.has_lanes and hosts.local is not None and reduction.is_native:
+                lanes.all_reduce(hosts, hosts.local, parts, outs, reduction)
+                return
             reduced: list[Tensor] = []
             exchanges = [
                 hosts.leaders.all_reduce(functools.partial(reduced.__getitem__, step), chunk, reduction)

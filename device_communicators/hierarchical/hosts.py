@@ -79,6 +79,8 @@ class Hosts:
         self.blocks = [slice(start, stop) for start, stop in pairwise(starts)]
         self.mine = self.blocks[self.host]
         self.is_one_rank_each = len(self.ranks) == context.size
+        self.has_lanes = self.is_meshed and len({len(each) for each in self.ranks}) == 1 and not self.is_one_rank_each
+        """True if all hosts have as many ranks, several, which are connected."""
         self.in_order = order == list(range(context.size))
         self._order = torch.tensor(order, device="cpu")
         self.places = self._order.argsort()
@@ -157,8 +159,11 @@ class Hosts:
         self.broadcast(other, self.ranks[self.host][1])
         if not reduction.widens:
             return torch.add(x, other, out=out)
-        part = take(("part", self._parts), x.numel(), reduction.wide).copy_(x)
-        return part.add_(take("wide", x.numel(), reduction.wide).copy_(other))
+        part = take(("part", self._parts), x.numel(), reduction.wide)
+        if not reduction.is_native:
+            return part.copy_(x).add_(other)
+        reduction.add_up([x, other], part)
+        return part
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         if self.local is not None:

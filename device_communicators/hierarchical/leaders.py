@@ -45,7 +45,7 @@ MOST_UNDER_WAY = 4
 _COPIED_BYTES = 1 << 20
 _ALIGNMENT = 64  # elements; slices begin at whole cache lines
 _NOBODYS_TAG = 1 << 30
-_PAYLOADS, _RESULTS, _BLOCKS = 1, 2, 3
+PAYLOADS, RESULTS, BLOCKS = 1, 2, 3
 """Kinds of what follows the frames, of what goes back (the receives of a call are started in another order), and of
 what goes from one rank to another."""
 _AGREES, _DISAGREES = b"PSFA", b"PSFD"
@@ -112,12 +112,12 @@ class Leaders:
             self._digest = (self._digest * _STEP + digest) % _DIGESTS
         self._started, self._noticed = time.monotonic(), 0.0
 
-    def send(self, x: Tensor, host: int, kind: int = _PAYLOADS) -> int:
+    def send(self, x: Tensor, host: int, kind: int = PAYLOADS) -> int:
         """Starts to send contiguous `x`, which is unchanged until the transfer's wait."""
         begin_sending()
         return self._streams.send(part_of(self.leaders[host], x), kind)
 
-    def recv(self, out: Tensor, host: int, kind: int = _PAYLOADS) -> int:
+    def recv(self, out: Tensor, host: int, kind: int = PAYLOADS) -> int:
         """Starts to receive into contiguous `out`."""
         return self._streams.receive(part_of(self.leaders[host], out), kind)
 
@@ -133,13 +133,13 @@ class Leaders:
             piece.copy_(given)
             self._streams.flush()
 
-    def send_block(self, x: Tensor, rank: int) -> int:
+    def send_block(self, x: Tensor, rank: int, kind: int = BLOCKS) -> int:
         """Starts to send contiguous `x` to a rank on another host, which needn't be a leader, as this one."""
         begin_sending()
-        return self._streams.send(part_of(rank, x), _BLOCKS)
+        return self._streams.send(part_of(rank, x), kind)
 
-    def recv_block(self, out: Tensor, rank: int) -> int:
-        return self._streams.receive(part_of(rank, out), _BLOCKS)
+    def recv_block(self, out: Tensor, rank: int, kind: int = BLOCKS) -> int:
+        return self._streams.receive(part_of(rank, out), kind)
 
     def expect(self, received: Mapping[int, Tensor]) -> Expected:
         """Starts to receive from hosts what an exchange brings, whose turn may come after others' of the call."""
@@ -351,7 +351,7 @@ class Leaders:
             sent = {host: part[slices[host]].to(dtypes[own]) for host in self.others}
         self.exchange_at_once(sent, parts)
         parts[own] = mine
-        reduction.combine([parts[host] for host in range(len(dtypes))], out, mine if part is not out else None)
+        reduction.combine([parts[host] for host in range(len(dtypes))], out)
 
     def all_reduce(self, part: Callable[[], Tensor], out: Tensor, reduction: Reduction) -> Iterator[None]:
         """Reduces a flat part of each host to flat `out` on all.
@@ -365,9 +365,9 @@ class Leaders:
             return
         slices = dict(enumerate(slices_of(out.numel(), len(self.leaders))))
         mine = out[slices[self.host]]
-        results = [self.recv(out[slices[host]], host, _RESULTS) for host in self.others]
+        results = [self.recv(out[slices[host]], host, RESULTS) for host in self.others]
         yield from self.combine(part, slices, mine, reduction)
-        results += [self.send(mine, host, _RESULTS) for host in self.others]
+        results += [self.send(mine, host, RESULTS) for host in self.others]
         yield
         self.wait_for(results)
 
@@ -393,8 +393,8 @@ class Leaders:
         transfers = self.exchange({host: sent[slices[host].start] for host in self.others}, expected)
         yield
         self.wait_for(transfers)
-        mine = received[self.host] = x[slices[self.host]]
-        reduction.combine([received[host] for host in sorted(received)], out, mine if x is not out else None)
+        received[self.host] = x[slices[self.host]]
+        reduction.combine([received[host] for host in sorted(received)], out)
 
     def tree(self, root: int) -> tuple[int | None, list[int]]:
         """Returns this host's parent, none for the root, and its children in a binomial tree."""

@@ -5,12 +5,15 @@ Nothing here talks to another rank.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from device_communicators.cpu.native_group import reducible_in_memory
+from device_communicators.cpu import native
+from device_communicators.cpu.native_group import DTYPES, reducible_in_memory
+from device_communicators.routing.user_call import REDUCE_OPS
 
 ONE_ROUND_BYTES = 64 << 10
 """The most that each host sends to all others in one round; above, each reduces a slice, in two rounds.
@@ -19,6 +22,8 @@ Of two and three hosts on one machine with two cores, one round took 0.3 to 0.7 
 256 KiB on the same. Of two hosts whose sums travel in the tensor's dtype, one round sends no more than two do.
 """
 
+_MOST_SOURCES = 64
+"""Of `PartFunction` in csrc/reduce.h."""
 _ROUNDED = ("sum", "avg", "product")
 _COMBINE: Mapping[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -45,8 +50,11 @@ class Reduction:
             self.wide, self.widens = wide.dtype, narrow is not None
             self.narrow = x.dtype if self.widens else wide.dtype
         self.op = "sum" if op == "avg" else op
-        self._divisor = sum(ranks_of_hosts) if op == "avg" else None
-        self._is_added_by_torch = self._divisor is None and self.narrow in (torch.float16, torch.bfloat16)
+        self._ranks = sum(ranks_of_hosts)
+        self._divisor = self._ranks if op == "avg" else None
+        self.is_native = x.dtype in (torch.float16, torch.bfloat16) or not self.widens
+        """True if csrc/reduce.h knows this reduction in parts; all but those of rare dtypes."""
+        self._library = native.load()
         self._alone = [count == 1 for count in ranks_of_hosts]
         self._rounded = rounded and self.widens and x.dtype == torch.bfloat16
         self._travelling = {
@@ -74,22 +82,25 @@ class Reduction:
         """Returns `travelling` of each host."""
         return self._travelling[in_one_round]
 
-    def combine(self, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None = None) -> None:
-        """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them.
-
-        `scratch`: one of them that nobody needs any more, if it is in dtype `wide`.
-        """
-        *first, last = parts
+    def combine(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them: rounded once."""
         combine = _COMBINE[self.op]
-        if self._is_added_by_torch and len(parts) == 2 and parts[0].dtype == parts[1].dtype == out.dtype:
-            combine(*parts, out=out)  # in float32, rounded once
-            return
-        total = first[0].to(self.wide)
-        for part in first[1:]:
-            total = combine(total, part.to(self.wide))
-        kept = scratch if scratch is not None and scratch.dtype == self.wide else None
-        total = combine(total, last.to(self.wide), out=kept if self.widens else out)
-        if self._divisor is not None:
-            total.div_(self._divisor)
-        if self.widens:
-            out.copy_(total)
+        if self._divisor is None and len(parts) == 2 and parts[0].dtype == parts[1].dtype == out.dtype:
+            combine(*parts, out=out)
+        elif self.is_native and len(parts) <= _MOST_SOURCES:
+            self._reduce_part(parts, out, REDUCE_OPS[self.op if self._divisor is None else "avg"], self._ranks)
+        else:
+            total = parts[0].to(self.wide)
+            for part in parts[1:]:
+                total = combine(total, part.to(self.wide))
+            out.copy_(total if self._divisor is None else total.div_(self._divisor))
+
+    def add_up(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Writes what parts of dtype `narrow` come to, to `out`, of dtype `wide`."""
+        self._reduce_part(parts, out, REDUCE_OPS[self.op], 0)
+
+    def _reduce_part(self, parts: Sequence[Tensor], out: Tensor, op: int, total: int) -> None:
+        sources = (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts])
+        wide = sum(1 << place for place, part in enumerate(parts) if self.widens and part.dtype == self.wide)
+        what = len(parts), out.numel(), DTYPES[self.narrow], op, total
+        self._library.ps_reduce_part(out.data_ptr(), sources, wide, *what)

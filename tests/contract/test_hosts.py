@@ -36,7 +36,7 @@ except native.NativeUnavailableError as error:
     pytest.skip(f"no shared-memory library: {error}", allow_module_level=True)
 
 OnHosts = Callable[[Sequence[int]], HostRanks]
-PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 2, 1), (0, 1), (0, 1, 2)]
+PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 1, 2, 1), (0, 1), (0, 1, 2), (0, 1, 2, 0, 1, 2)]
 TIMEOUT_S = 3.0
 SOON_S = 3.0
 DEADLINE_S = 60.0
@@ -67,7 +67,7 @@ def _total(inputs: Sequence[Tensor], placement: Sequence[int]) -> Tensor:
 
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-COUNTS = (1000, 100_000, 2_300_000)
+COUNTS = (1000, 100_000, 2_300_001)
 """In one exchange, in slices, in slices of chunks."""
 
 
@@ -229,6 +229,25 @@ def test_a_host_sends_once_what_another_needs(hosts: Hosts, on_hosts: OnHosts, o
     ours, flat_sent = sent
     assert ours == pytest.approx(SENT[operation], rel=0.1)
     assert ours <= SPARED[operation] * flat_sent
+
+
+def _sent_by(count: int) -> dict[int, int]:
+    """The bytes of an all_reduce that this rank sends, by rank."""
+    group = ps.get_tp_group()
+    streams = group.route.communicators[0].hosts.leaders._streams
+    before = {rank: streams.facts(rank)[1] for rank in streams.sockets}
+    group.all_reduce(torch.ones(count, dtype=torch.bfloat16))
+    return {rank: streams.facts(rank)[1] - sent for rank, sent in before.items()}
+
+
+def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -> None:
+    """To its own kind on the other host: half of its half as float32, then half of that as bfloat16."""
+    count = 1 << 20
+    sent = on_hosts((0, 0, 1, 1)).run(_sent_by, count, tp=4)
+    for rank, found in enumerate(sent):
+        other = (rank + 2) % 4
+        assert found.pop(other) == pytest.approx(count // 4 * 6, rel=0.01)
+        assert list(found.values()) == [0]
 
 
 def _rounded(count: int, calls: int) -> Tensor:

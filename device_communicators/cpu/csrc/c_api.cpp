@@ -38,7 +38,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 11; }
+int ps_version() { return 12; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -333,9 +333,10 @@ int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, 
 }
 
 int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
-                      std::size_t outer, std::size_t inner, int dtype, int op) {
+                      std::size_t outer, std::size_t inner, int dtype, int op, int wide) {
   return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s,
+                               wide != 0);
   });
 }
 
@@ -375,6 +376,12 @@ int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uin
   const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
   return with(group, word, shape,
               [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+}
+
+// See PartFunction.
+void ps_reduce_part(void* out, const void* const* sources, std::uint64_t wide, int source_count, std::size_t count,
+                    int dtype, int op, int total) {
+  part_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op))(out, sources, wide, source_count, count, total);
 }
 
 // The reduction alone, by one instruction set, for tests: 0, or 1 where this processor lacks it.

@@ -52,12 +52,16 @@ Status Group::chained_all_reduce(char* out, const char* in, std::size_t count, D
       RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots], call));
       if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));  // the tick that this B will be
       const void* sources[kMaxRanks];
-      for (int other = 0; other < ranks; ++other) sources[other] = slice(first + other, chunk, index);
-      sources[index] = in + start;
-      const void* const before = begins ? nullptr : sums(rank_ - ranks, chunk);
-      if (!begins) note_read(rank_ - ranks, length * wide);
+      int sources_count = 0;
+      if (!begins) {
+        sources[sources_count++] = sums(rank_ - ranks, chunk);
+        note_read(rank_ - ranks, length * wide);
+      }
+      for (int other = 0; other < ranks; ++other) {
+        sources[sources_count++] = other == index ? in + start : slice(first + other, chunk, index);
+      }
       char* const to = ends ? slice(rank_, chunk, index) : sums(rank_, chunk);
-      reduce(to, before, sources, ranks, length, ends ? size_ : 0);
+      reduce(to, sources, begins ? 0 : 1, sources_count, length, ends ? size_ : 0);
       if (ends) copy(out + start, to, length * width);
       reduced[chunk % kSlots] = publish(call);
     }

@@ -168,14 +168,16 @@ Status Group::scatter(void* out, const void* in, std::size_t bytes, int src, dou
 }
 
 Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
-                             double timeout_s) {
+                             double timeout_s, bool wide) {
   begin(timeout_s);
   const std::size_t width = size_of(dtype), row = inner * width, stride = row * size_;
   const std::size_t bytes = outer * row;  // of a slice
   const std::size_t piece = std::clamp<std::size_t>(bytes, 1, slot_bytes_for(bytes * size_) / size_ / 64 * 64);
   const ReduceFunction reduce = reduce_function(dtype, op);
-  const std::uint64_t call = call_of(Kind::kReduceScatter, outer * inner, Method::kReduceScatter,
-                                     static_cast<std::uint64_t>(dtype), static_cast<int>(op));
+  const PartFunction reduce_part = part_function(dtype, op);
+  const std::uint64_t digest = static_cast<std::uint64_t>(dtype) << 1 | static_cast<std::uint64_t>(wide);
+  const std::uint64_t call =
+      call_of(Kind::kReduceScatter, outer * inner, Method::kReduceScatter, digest, static_cast<int>(op));
   const std::uint64_t flag = outer == 1 ? offer(in, stride, nullptr, 0) : 0;
   const auto* source = static_cast<const char*>(in);
   Inputs inputs;
@@ -194,8 +196,12 @@ Status Group::reduce_scatter(void* out, const void* in, std::size_t outer, std::
       const bool is_shared = (inputs.is_shared >> rank & 1) != 0;
       sources[rank] = is_shared ? inputs.at[rank] + rank_ * row + start : place(rank, slot) + rank_ * piece;
     }
-    void* const piece_out = static_cast<char*>(out) + start;
-    reduce(&piece_out, 1, sources, size_, length / width);
+    if (wide) {
+      reduce_part(static_cast<char*>(out) + start / width * wide_size_of(dtype), sources, 0, size_, length / width, 0);
+    } else {
+      void* const piece_out = static_cast<char*>(out) + start;
+      reduce(&piece_out, 1, sources, size_, length / width);
+    }
   }
   return inputs.shared == 0 ? Status::kDone : close(call);
 }

@@ -98,8 +98,9 @@ class Group {
   Status barrier(double timeout_s);
   Status all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, double timeout_s);
   // Slice r of `in`, which is [outer, size, inner] elements, reduced over all ranks into rank r's [outer, inner].
+  // With `wide`, `out` gets what these inputs are as a part of a reduction: see PartFunction.
   Status reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype, ReduceOp op,
-                        double timeout_s);
+                        double timeout_s, bool wide = false);
   // `in` is [outer, inner_bytes]; `out` is [outer, size, inner_bytes].
   Status all_gather(void* out, const void* in, std::size_t outer, std::size_t inner_bytes, double timeout_s);
   // `outs[r]` takes rank r's bytes[r]; null where this rank doesn't want them.

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace parallel_state {
 
@@ -18,10 +19,11 @@ std::size_t size_of(Dtype dtype);
 using ReduceFunction = void (*)(void* const* outs, int out_count, const void* const* sources, int source_count,
                                 std::size_t count);
 
-// A reduction in parts, with the same bits as one over all their sources. It begins with `partial`, the sums of the
-// parts before, or, where that is null, with the first source. `out` gets the sums so far, in the type in which they
-// are made; with a `total`, the number of the sources of all parts, it gets the result.
-using PartFunction = void (*)(void* out, const void* partial, const void* const* sources, int source_count,
+// A reduction in parts. A source is an input, or, where its bit of `wide` is set, what a part came to, in the type in
+// which sums are made. `out` gets the sums in that type; with a `total`, the number of inputs in all parts, it gets the
+// result. If a part begins with what the ones before came to, bits are those of one reduction of all inputs. At most
+// 64 sources.
+using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
 

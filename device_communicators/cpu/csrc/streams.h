@@ -97,7 +97,7 @@ class Stream {
 
   Streams& all_;
   std::string error_;
-  std::string broken_;  // nothing more can be written, for this reason; there may be something to read
+  std::string broken_;      // nothing more can be written, for this reason; there may be something to read
   bool to_forget_ = false;  // it has an error, and may still know bodies
   std::deque<Outgoing> sends_;
   std::map<std::uint32_t, std::deque<Incoming>> receives_;
