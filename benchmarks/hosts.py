@@ -308,7 +308,7 @@ def _rows(options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         Cluster(Path(folder), machines) as hosts,
-        hosts.ranks(placement) as ranks,
+        hosts.ranks(placement, PARALLEL_STATE_CONNECTIONS=str(options.connections)) as ranks,
     ):
         route = ranks.run(_route, tp=size)[0]
         for host in range(options.hosts):
@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--rate", help="what a host may send, such as 1gbit; default: what the machine can")
+    parser.add_argument("--connections", type=int, default=1, help="ours between two ranks: PARALLEL_STATE_CONNECTIONS")
     parser.add_argument("--rate-of-connections", help="what each connection may send, such as 500mbit; MPIs' aren't")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes that a rank holds")
@@ -378,7 +379,8 @@ def main() -> None:
     print(route)
     if options.json:
         facts = {
-            name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rate", "rate_of_connections", "dtype")
+            name: getattr(options, name)
+            for name in ("hosts", "ranks_per_host", "rate", "connections", "rate_of_connections", "dtype")
         }
         machine = {"cores": len(os.sched_getaffinity(0)), "processor": platform.machine(), "torch": torch.__version__}
         options.json.write_text(json.dumps({**facts, "machine": machine, "samples": found}, indent=1) + "\n")

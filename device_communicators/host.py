@@ -138,5 +138,10 @@ def gloo_address() -> str:
     That of the first interface in GLOO_SOCKET_IFNAME; else the first of this host's own name that is this host's, and
     loopback where there is none. May take as long as the host's name takes to resolve.
     """
-    chosen = os.environ.get(INTERFACES_VARIABLE, "").split(",")[0].strip()
-    return next(addresses_of(chosen), "") if chosen else _address_of(socket.gethostname())
+    return gloo_addresses()[0]
+
+
+def gloo_addresses() -> list[str]:
+    """Returns an address of each interface in GLOO_SOCKET_IFNAME; where it isn't set, as `gloo_address`."""
+    chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
+    return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

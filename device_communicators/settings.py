@@ -54,6 +54,13 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
+def _connections(text: str) -> int:
+    number = int(text)
+    if not 1 <= number <= 8:
+        raise ValueError(text)
+    return number
+
+
 def _positive_int(text: str) -> int:
     number = int(text)
     if number <= 0:
@@ -199,6 +206,11 @@ ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "Whether what the bfloat16 tensors of a host's ranks come to is rounded to bfloat16 before it travels to other "
     "hosts, in half the bytes, or travels as float32. The same on all ranks.",
 )  # fmt: skip
+CONNECTIONS: Setting[int] = Setting(
+    "PARALLEL_STATE_CONNECTIONS", 1, _connections, "a number from 1 to 8",
+    "How many TCP connections two ranks of different hosts have, over the interfaces of GLOO_SOCKET_IFNAME in turn; "
+    "what is larger than 256 KiB goes over all of them. Of two ranks that differ the smaller number counts.",
+)  # fmt: skip
 EARLY_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_EARLY_BYTES", 64 << 20, _bytes, "a number of bytes",
     "How much that a rank of another host sends to this one may be kept here before it is received; what is more stays "
@@ -265,8 +277,9 @@ LOG_LEVEL: Setting[str] = Setting(
 ALL: tuple[Setting[object], ...] = (
     TIMEOUT_S, SLOW_S, START_TIMEOUT_S, BARRIER_TIMEOUT_S, HEARTBEAT_S, HEARTBEAT_LIMIT_S, BACKEND, CPU_BACKEND,
     GROUP_CREATION, SHARED_MEMORY, NCCL, NCCL_ENVIRONMENT, NCCL_LIBRARY, SHARE_GPUS, PEER_MEMORY, PEER_MEMORY_ALGORITHM,
-    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, EARLY_BYTES, BUILD, INSTRUCTIONS, SYMMETRIC_BYTES,
-    HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN, LOG_LEVEL,
+    PEER_MEMORY_TABLE, SYMMETRIC_MEMORY_BYTES, ROUND_BETWEEN_HOSTS, CONNECTIONS, EARLY_BYTES, BUILD, INSTRUCTIONS,
+    SYMMETRIC_BYTES, HUGE_PAGES, SPIN_US, CORES, AREAS, MAX_METADATA_BYTES, DEBUG, DEBUG_DIR, METRICS, PLUGIN,
+    LOG_LEVEL,
 )  # type: ignore[assignment]  # fmt: skip
 
 

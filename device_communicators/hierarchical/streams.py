@@ -25,7 +25,8 @@ Compiled code moves all of it (csrc/streams.h): a hierarchical group has the lib
 asks of it, and how the connections are made.
 
 Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
-of who listens and the rank of who connects.
+of who listens, the rank of who connects, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, over
+the interfaces of GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import json
 import os
 import secrets
@@ -49,7 +51,7 @@ from torch import Tensor
 from device_communicators import settings
 from device_communicators.cpu import native
 from device_communicators.errors import CommunicationError, plain
-from device_communicators.host import gloo_address
+from device_communicators.host import gloo_addresses
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from device_communicators.routing.waiting import all_gather_bytes
@@ -61,16 +63,22 @@ _HEAD = struct.Struct("<4s8sIIQ4x")
 """Magic, digest, kind, bytes of the text, bytes of the body: `kHead` of csrc/streams.cpp."""
 _MARKS = struct.Struct("<4s8sQ")
 """A frame as C++ returns it: magic, digest, bytes of the body; its text follows."""
+STRIPED_BYTES = 256 << 10
+"""Bodies from this size on are striped, where there are several connections."""
 SLICE_S = 0.05
 """So long a wait lasts at most before its caller looks whether it makes sense to go on."""
 _LOOK, _DIFFER, _FAILED = -1, -2, -4
 """Outcomes in csrc/streams.h, less the rank for the last one."""
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sHH")
 _TOLD_BYTES = 512
 _STRANGER_S = 2.0
 """The time in which a connection must say whose it is; meanwhile others may."""
 _BACKLOG = 512
+_MOST_ADDRESSES = 4
+_Key = tuple[int, int]
+"""A rank, and the number of the connection to it."""
+_STRANGER: _Key = (-1, 0)
 
 
 class Frame(NamedTuple):
@@ -149,22 +157,29 @@ class Streams:
     """
 
     def __init__(
-        self, sockets: Mapping[int, socket.socket], spin_s: float, early_bytes: Mapping[int, int] | None = None
+        self,
+        sockets: Mapping[int, Sequence[socket.socket]],
+        spin_s: float,
+        early_bytes: Mapping[int, int] | None = None,
+        striped_bytes: int = STRIPED_BYTES,
     ) -> None:
         """`early_bytes`: how much this rank may send to each other one before that receives it."""
         self.functions = _functions()
         self._library = self.functions.library
         self._owner = os.getpid()
-        self.sockets: dict[int, socket.socket] = {}
-        self.address = self._library.ps_streams_new(int(spin_s * 1e9))
+        self.sockets: dict[int, Sequence[socket.socket]] = {}
+        self.address = self._library.ps_streams_new(int(spin_s * 1e9), striped_bytes)
         if not self.address:
             raise MemoryError("there is no memory for the connections to other hosts")
         self.sockets = dict(sockets)
         for rank in sorted(self.sockets):
-            connection = self.sockets[rank]
-            connection.setblocking(False)
+            first, *others = self.sockets[rank]
             room = 0 if early_bytes is None else early_bytes[rank]
-            self._library.ps_streams_add(self.address, rank, connection.fileno(), room)
+            self._library.ps_streams_add(self.address, rank, first.fileno(), room)
+            for connection in others:
+                self._library.ps_streams_add_stripe(self.address, rank, connection.fileno())
+            for connection in self.sockets[rank]:
+                connection.setblocking(False)
 
     def __del__(self) -> None:
         if getattr(self, "address", None):  # else it wasn't made
@@ -305,7 +320,7 @@ class Streams:
         if os.getpid() == self._owner:  # a fork of this process may hold the sockets, too
             self._library.ps_streams_close(self.address)
             self.functions.release(self.address)
-        for connection in self.sockets.values():
+        for connection in itertools.chain.from_iterable(self.sockets.values()):
             connection.close()
         self.sockets = {}
 
@@ -321,41 +336,44 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
     failure domain has ended, the error that names it.
     """
     started = time.monotonic()
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    token, wanted = secrets.token_bytes(_TOKEN_BYTES), settings.CONNECTIONS.get()
     with contextlib.ExitStack() as stack:
-        listener, port, problem = None, 0, ""
+        listeners: list[socket.socket] = []
+        problem, at = "", ""
         if peers:
             try:
-                address = gloo_address() if address is None else address
-                if not address:
-                    raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
-                family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-                listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=_BACKLOG))
-                port = listener.getsockname()[1]
+                for at in (gloo_addresses() if address is None else [address])[: min(wanted, _MOST_ADDRESSES)]:
+                    if not at:
+                        raise OSError("the interface in GLOO_SOCKET_IFNAME has no address")
+                    family = socket.getaddrinfo(at, 0, type=socket.SOCK_STREAM)[0][0]
+                    listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
+                    listeners.append(stack.enter_context(listener))
             except OSError as error:
-                problem = f"{error}"[: _TOLD_BYTES // 4]
-        place = [address or "", port, token.hex(), settings.EARLY_BYTES.get(), problem]
-        told = json.dumps(place).encode().ljust(_TOLD_BYTES)
-        places = _exchange_places(context, told, started)
-        for rank, (at, *_, what) in enumerate(places):
+                problem = f"{at!r}: {error}"[: _TOLD_BYTES // 4]
+        ends = [each.getsockname()[:2] for each in listeners]
+        place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
+        places = _exchange_places(context, json.dumps(place).encode().ljust(_TOLD_BYTES), started)
+        for rank, (*_, what) in enumerate(places):
             if what:
-                text = f"global rank {context.ranks[rank]} of {context} can't listen at {at!r}: {what}"
+                text = f"global rank {context.ranks[rank]} of {context} can't listen at {what}"
                 raise _not_connected(context, text, [rank], started)
-        made: dict[int, socket.socket] = {}
+        made: dict[_Key, socket.socket] = {}
+        keys = [(other, number) for other in peers for number in range(min(wanted, places[other][2]))]
         deadline = time.monotonic() + min(context.timeout_s, settings.START_TIMEOUT_S.get())
         other, where = -1, ""
         try:
-            for other in peers:
+            for other, number in keys:
                 if other < context.rank:
-                    where = f" at {places[other][0]} port {places[other][1]}"
-                    made[other] = _greet(context, places[other], deadline)
-            other, where = -1, f", which {address} port {port} is open for"
-            if listener is not None:
-                _accept(context, listener, token, [each for each in peers if each > context.rank], made, deadline)
+                    ends_there, secret, *_ = places[other]
+                    end = ends_there[number % len(ends_there)]
+                    where = f" at {end[0]} port {end[1]}"
+                    made[other, number] = _greet(context, end, secret, number, deadline)
+            other, where = -1, ", which " + " and ".join(f"{at} port {port}" for at, port in ends) + " is open for"
+            _accept(context, listeners, token, [key for key in keys if key[0] > context.rank], made, deadline)
         except OSError as error:
             for connection in made.values():
                 connection.close()
-            missing = [other] if other >= 0 else [each for each in peers if each not in made]
+            missing = [other] if other >= 0 else sorted({each for each, number in keys if (each, number) not in made})
             names = ", ".join(str(context.ranks[rank]) for rank in missing)
             own = context.ranks[context.rank]
             text = f"global rank {own} of {context} can't be connected to global ranks {names}{where}: {error}"
@@ -363,7 +381,8 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
             raise attributed(context, "connect", started, failure) from error
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Streams(made, spin_s, {other: places[other][3] for other in made})
+    sockets = {other: [made[key] for key in keys if key[0] == other] for other in peers}
+    return Streams(sockets, spin_s, {other: places[other][3] for other in peers})
 
 
 def _exchange_places(context: GroupContext, told: bytes, started: float) -> list[Any]:
@@ -387,10 +406,9 @@ def _not_connected(context: GroupContext, text: str, missing: Sequence[int], sta
     )
 
 
-def _greet(context: GroupContext, place: Sequence[Any], deadline: float) -> socket.socket:
-    """Connects to a rank that listens at `place`."""
-    address, port, token, *_ = place
-    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+def _greet(context: GroupContext, end: Sequence[Any], token: str, number: int, deadline: float) -> socket.socket:
+    """Makes a connection of this number to a rank that listens at `end`, an address and a port."""
+    family, kind, protocol, _, target = socket.getaddrinfo(end[0], end[1], type=socket.SOCK_STREAM)[0]
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(family, kind, protocol))
         connection.setblocking(False)
@@ -404,7 +422,7 @@ def _greet(context: GroupContext, place: Sequence[Any], deadline: float) -> sock
                 _check_time(context, deadline)
         if error:
             raise OSError(error, os.strerror(error))
-        connection.sendall(_HELLO.pack(bytes.fromhex(token), context.rank), socket.MSG_NOSIGNAL)
+        connection.sendall(_HELLO.pack(bytes.fromhex(token), context.rank, number), socket.MSG_NOSIGNAL)
         stack.pop_all()
     return connection
 
@@ -418,38 +436,40 @@ def _check_time(context: GroupContext, deadline: float) -> None:
 
 def _accept(
     context: GroupContext,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     token: bytes,
-    peers: Sequence[int],
-    made: dict[int, socket.socket],
+    keys: Sequence[_Key],
+    made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Adds the connections of `peers`, all of which connect, to `made`; those of strangers end."""
+    """Adds the connections of `keys`, all of which others make, to `made`; those of strangers end."""
     said: dict[int, tuple[socket.socket, bytearray, float]] = {}
     """By descriptor: who has not said whose it is, as much as it has, and until when it may."""
     poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    listener.setblocking(False)
+    open_for = {listener.fileno(): listener for listener in listeners}
+    for listener in listeners:
+        poll.register(listener, select.POLLIN)
+        listener.setblocking(False)
     try:
-        while not all(peer in made for peer in peers):
+        while not all(key in made for key in keys):
             ready = [descriptor for descriptor, _ in poll.poll(1000 * SLICE_S)]
             _check_time(context, deadline)
             now = time.monotonic()
             for descriptor in ready:
-                if descriptor == listener.fileno():
+                if descriptor in open_for:
                     with contextlib.suppress(BlockingIOError, ConnectionError):
-                        connection, _ = listener.accept()
+                        connection, _ = open_for[descriptor].accept()
                         connection.setblocking(False)
                         said[connection.fileno()] = connection, bytearray(), now + _STRANGER_S
                         poll.register(connection, select.POLLIN)
             for descriptor, (connection, hello, until) in list(said.items()):
-                rank = _read_hello(connection, hello, token) if descriptor in ready else None
-                if rank is None and now < until:
+                key = _read_hello(connection, hello, token) if descriptor in ready else None
+                if key is None and now < until:
                     continue
                 poll.unregister(descriptor)
                 del said[descriptor]
-                if rank is not None and rank in peers and rank not in made:
-                    made[rank] = connection
+                if key is not None and key in keys and key not in made:
+                    made[key] = connection
                 else:
                     connection.close()
     finally:
@@ -457,16 +477,16 @@ def _accept(
             connection.close()
 
 
-def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> int | None:
-    """Adds what has come to `hello`; returns the rank that it is of, -1 for a stranger, None if more must come."""
+def _read_hello(connection: socket.socket, hello: bytearray, token: bytes) -> _Key | None:
+    """Adds what has come to `hello`; returns whose it is, `_STRANGER` of a stranger, None if more must come."""
     try:
         come = connection.recv(_HELLO.size - len(hello))
     except BlockingIOError:
         return None
     except OSError:
-        return -1
+        return _STRANGER
     hello += come
     if not come or len(hello) < _HELLO.size:
-        return None if come else -1
-    said, rank = _HELLO.unpack(hello)
-    return int(rank) if secrets.compare_digest(said, token) else -1
+        return None if come else _STRANGER
+    said, rank, number = _HELLO.unpack(hello)
+    return (rank, number) if secrets.compare_digest(said, token) else _STRANGER

@@ -250,6 +250,34 @@ def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -
         assert list(found.values()) == [0]
 
 
+def _over_connections(count: int, placement: Sequence[int]) -> list[int]:
+    """Calls of every kind with large tensors; returns how many connections there are to each rank."""
+    group = ps.get_tp_group()
+    size, rank = group.world_size, group.rank_in_group
+    inputs = _inputs(count, torch.float32, size)
+    x, rows = inputs[rank], count // size
+    assert torch.equal(group.all_reduce(x), _total(inputs, placement))
+    assert torch.equal(group.all_gather(x), torch.cat(inputs))
+    assert torch.equal(group.broadcast(x.clone(), 1), inputs[1])
+    blocks = torch.cat([each[rank * rows : (rank + 1) * rows] for each in inputs])
+    assert torch.equal(group.all_to_all(x[: rows * size]), blocks)
+    sending = group.isend_tensor_dict({"x": x, "small": x[:10]}, (rank + 1) % size)
+    found = group.recv_tensor_dict((rank - 1) % size)
+    sending.wait()
+    assert torch.equal(found["x"], inputs[rank - 1]) and torch.equal(found["small"], inputs[rank - 1][:10])
+    handle = group.isend(x, (rank + 1) % size)
+    assert torch.equal(group.recv(x.shape, x.dtype, (rank - 1) % size), inputs[rank - 1])
+    handle.wait()
+    return [len(each) for each in group.route.communicators[0].hosts.leaders._streams.sockets.values()]
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 0, 1, 1)], ids=str)
+def test_what_is_large_goes_over_several_connections(hosts: Hosts, placement: tuple[int, ...]) -> None:
+    with hosts.ranks(placement, PARALLEL_STATE_CONNECTIONS="3") as ranks:
+        for found in ranks.run(_over_connections, 300_004, placement, tp=len(placement)):
+            assert found == [3] * (len(placement) // 2)
+
+
 def _rounded(count: int, calls: int) -> Tensor:
     inputs = _inputs(count, torch.bfloat16, _world_size())
     group = ps.get_tp_group()

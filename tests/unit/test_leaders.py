@@ -171,7 +171,7 @@ def test_a_copy_lets_go_on_what_is_sent() -> None:
     x = torch.arange(3 << 20, dtype=torch.int32).view(1024, -1)
     with near, far:
         context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0)
-        leaders = Leaders(context, (0, 1), 0, Streams({1: near}, 0.0))
+        leaders = Leaders(context, (0, 1), 0, Streams({1: [near]}, 0.0))
         transfer = leaders.send(x, 1)
         with contextlib.suppress(BlockingIOError):
             while far.recv(x.nbytes):
@@ -190,7 +190,7 @@ def test_splits_of_many_ranks_on_a_host_are_compared(wrong: bool) -> None:
 
     def compare(host: int, end: socket.socket) -> None:
         context = GroupContext("test", tuple(range(256)), ranks[host][0], torch.device("cpu"), 10.0)
-        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): end}, 0.0), ranks)
+        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): [end]}, 0.0), ranks)
         leaders.begin(call)
         leaders.splits = (*splits[:-1], 2) if wrong and host else tuple(splits)
         leaders.wait_for([*leaders.begin_exchange({}), *leaders.end_exchange({})])
@@ -227,7 +227,7 @@ def test_scratch_is_as_it_was_asked_for() -> None:
 @pytest.mark.parametrize(("magic", "text"), [(b"PSFZ", b"words\0"), (b"PSFD", b'["", [1]]')])
 def test_a_frame_of_no_call_is_an_error(magic: bytes, text: bytes, at_once: bool) -> None:
     own, other = socket.socketpair()
-    with contextlib.closing(Streams({1: own}, 0.0)) as near, contextlib.closing(Streams({0: other}, 0.0)) as far:
+    with contextlib.closing(Streams({1: [own]}, 0.0)) as near, contextlib.closing(Streams({0: [other]}, 0.0)) as far:
         context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 5.0)
         leaders = Leaders(context, [0, 1], 0, near)
         leaders.begin(UserCall("all_reduce"))

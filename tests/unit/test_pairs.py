@@ -31,7 +31,7 @@ def pairs(early_bytes: int) -> Iterator[tuple[Pairs, Pairs]]:
     made = []
     for rank, end in enumerate(socket.socketpair()):
         context = GroupContext("test", (0, 1), rank, torch.device("cpu"), 5.0)
-        made.append(Pairs(context, Streams({1 - rank: end}, 0.0, {1 - rank: early_bytes})))
+        made.append(Pairs(context, Streams({1 - rank: [end]}, 0.0, {1 - rank: early_bytes})))
     yield made[0], made[1]
     for each in made:
         each.close()

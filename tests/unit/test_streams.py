@@ -29,16 +29,20 @@ except native.NativeUnavailableError as error:
     pytest.skip(f"no compiled library: {error}", allow_module_level=True)
 
 LIMIT_S = 20.0
+STRIPED_BYTES = 100
 AT_ONCE, ANNOUNCED, ASKED_FOR = b"PSH\1", b"PSHA", b"PSHB"
 KEPT_BYTES = 256
 """Beside a kept message's body."""
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Streams, Streams]]:
-    sockets = socket.socketpair()
-    sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    pair = [Streams({rank: end}, 0.0) for rank, end in zip((1, 0), sockets, strict=True)]
+@pytest.fixture(params=[1, 3], ids=["one connection", "three connections"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Streams, Streams]]:
+    """Two ranks; with several connections most bodies are striped."""
+    pairs = [socket.socketpair() for _ in range(request.param)]
+    for near, _ in pairs:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    sides = zip((1, 0), zip(*pairs, strict=True), strict=True)
+    pair = [Streams({rank: side}, 0.0, striped_bytes=STRIPED_BYTES) for rank, side in sides]
     yield pair[0], pair[1]
     for end in pair:
         end.close()
@@ -183,13 +187,46 @@ def test_a_peer_that_ends_within_a_body_is_named(ends: tuple[Streams, Streams]) 
     there, here = ends
     out = bytearray(1 << 20)
     receive = here.receive(_part(0, out), 1)
-    there.sockets[1].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 1000)
+    there.sockets[1][0].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 1000)
     with pytest.raises(StreamError, match="timed out"):
         _wait(here, [receive], 0.1)
     there.close()
     with pytest.raises(StreamError, match="closed by peer") as caught:
         _wait(here, [receive])
     assert caught.value.rank == 0 and not here.is_done(receive)
+
+
+@pytest.mark.parametrize("striped", [299, 300, 301])
+def test_stripes_of_any_length_come_to_their_places(striped: int) -> None:
+    """Of bodies around the least that is striped; of three bytes over four connections one carries nothing."""
+    pairs = [socket.socketpair() for _ in range(4)]
+    near = Streams({1: [pair[0] for pair in pairs]}, 0.0, striped_bytes=min(striped, 300))
+    far = Streams({0: [pair[1] for pair in pairs]}, 0.0, striped_bytes=min(striped, 300))
+    for size in (striped, 1000, 3):
+        body, out = random.Random(size).randbytes(size), bytearray(size)
+        sent = near.send(_part(1, body), 1)
+        _wait(far, [far.receive(_part(0, out), 1)])
+        _wait(near, [sent])
+        assert out == body
+    near.close()
+    far.close()
+
+
+def test_a_connection_that_ends_within_its_stripe_is_an_error() -> None:
+    pairs = [socket.socketpair() for _ in range(2)]
+    here = Streams({0: [pair[0] for pair in pairs]}, 0.0, striped_bytes=STRIPED_BYTES)
+    out = bytearray(1000)
+    receive = here.receive(_part(0, out), 1)
+    pairs[0][1].sendall(HEAD.pack(AT_ONCE, bytes(8), 1, 0, len(out)) + bytes([7]) * 500)
+    pairs[1][1].sendall(bytes([8]) * 499)
+    with pytest.raises(StreamError, match="timed out"):
+        _wait(here, [receive], 0.1)
+    pairs[1][1].close()
+    with pytest.raises(StreamError, match="closed by peer"):
+        _wait(here, [receive])
+    assert out == bytes([7]) * 500 + bytes([8]) * 499 + bytes(1)
+    here.close()
+    pairs[0][1].close()
 
 
 def test_a_message_of_another_size_is_refused(ends: tuple[Streams, Streams]) -> None:
@@ -223,7 +260,7 @@ HEADS = {
 @pytest.mark.parametrize("hostile", HEADS)
 def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hostile: str) -> None:
     head, words = HEADS[hostile]
-    ends[0].sockets[1].sendall(head)
+    ends[0].sockets[1][0].sendall(head)
     out = bytearray(4)
     with pytest.raises(StreamError, match=words):
         _wait(ends[1], [ends[1].receive(_part(0, out), 1)])
@@ -234,8 +271,8 @@ def test_hostile_heads_break_the_connection(ends: tuple[Streams, Streams], hosti
 def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
     """The connections of rank 0 to ranks 1 and 2, and their ends of these."""
     pairs = {rank: socket.socketpair() for rank in (1, 2)}
-    here = Streams({rank: pair[0] for rank, pair in pairs.items()}, 0.0)
-    theirs = {rank: Streams({0: pair[1]}, 0.0) for rank, pair in pairs.items()}
+    here = Streams({rank: pair[:1] for rank, pair in pairs.items()}, 0.0)
+    theirs = {rank: Streams({0: pair[1:]}, 0.0) for rank, pair in pairs.items()}
     yield here, theirs
     for end in (here, *theirs.values()):
         end.close()
@@ -244,7 +281,7 @@ def three() -> Iterator[tuple[Streams, dict[int, Streams]]]:
 def test_strangers_hold_nobody_up() -> None:
     """Silent ones, one with another token, one who leaves; and who is expected, whose words come one by one."""
     context = SimpleNamespace(deaths=lambda: False)
-    token, made, began = bytes(range(16)), dict[int, socket.socket](), time.monotonic()
+    token, made, began = bytes(range(16)), dict[tuple[int, int], socket.socket](), time.monotonic()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128))
 
@@ -258,16 +295,16 @@ def test_strangers_hold_nobody_up() -> None:
         peer = meet()
 
         def speak() -> None:
-            for byte in struct.pack("<16sI", token, 3):
+            for byte in struct.pack("<16sHH", token, 3, 1):
                 peer.sendall(bytes([byte]))
                 time.sleep(0.005)
 
         speaker = threading.Thread(target=speak)
         speaker.start()
-        streams._accept(context, listener, token, [3], made, began + LIMIT_S)  # type: ignore[arg-type]
+        streams._accept(context, [listener], token, [(3, 1)], made, began + LIMIT_S)  # type: ignore[arg-type]
         speaker.join()
-        assert list(made) == [3] and made[3].getpeername() == peer.getsockname()
-        made[3].close()
+        assert list(made) == [(3, 1)] and made[3, 1].getpeername() == peer.getsockname()
+        made[3, 1].close()
     assert time.monotonic() - began < 10 * streams._STRANGER_S, "each of twenty would take as long"
 
 
@@ -304,7 +341,7 @@ def test_whose_body_is_late_in_an_exchange_is_named(three: tuple[Streams, dict[i
     theirs[1].send_frames(head, _part(0, bytearray(400)))
     cut = bytearray(head)
     struct.pack_into("<Q", cut, 20, 400)  # the body's bytes, of which a fourth comes
-    theirs[2].sockets[0].sendall(cut + bytes(100))
+    theirs[2].sockets[0][0].sendall(cut + bytes(100))
     received = [each for rank, out in outs.items() for each in _part(rank, out)]
     with pytest.raises(StreamError, match="timed out") as caught:
         here.exchange(head, (), received, _limit(0.2))
@@ -363,7 +400,7 @@ def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    here = Streams({1: near}, 0.0)
+    here = Streams({1: [near]}, 0.0)
     far.sendall(head_of(b"PSFD", bytes(8), b"no"))
     here.send(_part(1, b"unread"), 1)
     far.close()
@@ -384,7 +421,7 @@ def test_what_a_rank_said_before_it_left_is_heard_by_who_writes_to_it() -> None:
 @pytest.mark.parametrize("spin_s", [0.0, 0.01])
 def test_ctrl_c_ends_a_wait_and_leaves_the_connection(spin_s: float) -> None:
     near, far = socket.socketpair()
-    here, out = Streams({1: near}, spin_s), bytearray(4)
+    here, out = Streams({1: [near]}, spin_s), bytearray(4)
     receive = here.receive(_part(1, out), 1)
     killer = threading.Timer(0.1, os.kill, args=(os.getpid(), signal.SIGINT))
     began = time.monotonic()
@@ -439,7 +476,7 @@ def test_a_stream_cut_anywhere_is_parsed_as_a_model_has_it(seed: int) -> None:
     """Messages with receives before and after they come, of the texts that are expected and of others."""
     draw = random.Random(seed)
     model, (near, far) = _Model(draw), socket.socketpair()
-    here = Streams({1: near}, 0.0)
+    here = Streams({1: [near]}, 0.0)
     for _ in range(25):
         model.add(16 + 2 * draw.randrange(3))
     expected: list[tuple[int, bytearray, bytes, bytes]] = []

@@ -1,7 +1,6 @@
 #include "streams.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -50,7 +49,14 @@ std::string other_size(std::uint64_t expected, std::uint64_t found) {
 }  // namespace
 
 Stream::Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes)
-    : rank(rank), descriptor(descriptor), all_(all), early_limit_(early_bytes), buffer_(kBufferBytes) {}
+    : rank(rank), all_(all), descriptor_(descriptor), early_limit_(early_bytes), buffer_(kBufferBytes) {}
+
+bool Stream::is_striped(std::uint64_t bytes) const { return !stripes_.empty() && bytes >= all_.striped_bytes_; }
+
+std::uint64_t Stream::stripe_bytes(std::uint64_t bytes) const {
+  const std::uint64_t connections = stripes_.size() + 1;
+  return (bytes + connections - 1) / connections;
+}
 
 bool Stream::has_room(std::uint64_t bytes) {
   const std::uint64_t needed = bytes + kMessageBytes;
@@ -70,7 +76,20 @@ std::string Stream::head_of(const char* magic, std::uint32_t kind, const std::st
 }
 
 void Stream::send(std::string head, const char* body, std::uint64_t bytes, Transfer* transfer) {
-  sends_.push_back({std::move(head), body, bytes, 0, transfer});
+  std::uint64_t own = bytes;
+  if (is_striped(bytes)) {
+    const std::uint64_t step = own = stripe_bytes(bytes);
+    std::uint64_t start = step;
+    for (Stripe& stripe : stripes_) {
+      const std::uint64_t size = std::min(step, bytes - start);
+      if (size == 0) break;
+      stripe.sends.push_back({body + start, size, transfer});
+      ++striped_;
+      ++transfer->left;
+      start += size;
+    }
+  }
+  sends_.push_back({std::move(head), body, own, 0, transfer});
   write();
 }
 
@@ -81,6 +100,33 @@ void Stream::send_at_once(std::uint32_t kind, const std::string& text, const cha
 }
 
 bool Stream::write() {
+  bool moved = write_messages();
+  for (Stripe& stripe : stripes_) moved |= write_stripe(stripe);
+  return moved;
+}
+
+bool Stream::write_stripe(Stripe& stripe) {
+  bool moved = false;
+  while (!stripe.sends.empty() && error_.empty() && broken_.empty()) {
+    Stripe::Piece& first = stripe.sends.front();
+    const ssize_t sent = ::send(stripe.descriptor, first.at, first.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (!would_block(errno)) broken_ = in_words(errno);
+      return moved;
+    }
+    moved = true;
+    first.at += sent;
+    first.bytes -= static_cast<std::uint64_t>(sent);
+    if (first.bytes > 0) continue;
+    Transfer* const transfer = first.transfer;
+    stripe.sends.pop_front();
+    --striped_;
+    all_.part_done(transfer);
+  }
+  return moved;
+}
+
+bool Stream::write_messages() {
   bool moved = false;
   while (!sends_.empty() && error_.empty() && broken_.empty()) {
     iovec pieces[kPiecesAtOnce];
@@ -97,7 +143,7 @@ bool Stream::write() {
     msghdr message{};
     message.msg_iov = pieces;
     message.msg_iovlen = static_cast<std::size_t>(count);
-    const ssize_t sent = sendmsg(descriptor, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = sendmsg(descriptor_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (!would_block(errno)) broken_ = in_words(errno);
       return moved;
@@ -163,6 +209,16 @@ void Stream::expect(char* at, std::uint64_t bytes) {
   in_body_ = true;
   place_ = at;
   missing_ = bytes;
+  if (is_striped(bytes)) {
+    const std::uint64_t step = missing_ = stripe_bytes(bytes);
+    std::uint64_t start = step;
+    for (Stripe& stripe : stripes_) {
+      stripe.missing = std::min(step, bytes - start);
+      stripe.place = at == nullptr ? nullptr : at + start;
+      if (stripe.missing > 0) ++stripes_left_;
+      start += stripe.missing;
+    }
+  }
   consume();
 }
 
@@ -175,7 +231,11 @@ void Stream::consume() {
   }
   begin_ += size;
   missing_ -= size;
-  if (missing_ == 0) end_message();
+  end_part();
+}
+
+void Stream::end_part() {
+  if (missing_ == 0 && stripes_left_ == 0) end_message();
 }
 
 void Stream::end_message() {
@@ -194,6 +254,32 @@ void Stream::end_message() {
 }
 
 bool Stream::read() {
+  bool moved = false;
+  for (Stripe& stripe : stripes_) moved |= read_stripe(stripe);
+  return (!awaits_stripes() && read_messages()) || moved;
+}
+
+bool Stream::read_stripe(Stripe& stripe) {
+  if (stripe.missing == 0 || !error_.empty()) return false;
+  std::vector<char> nowhere(stripe.place == nullptr ? std::min<std::uint64_t>(stripe.missing, kBufferBytes) : 0);
+  const bool stays = stripe.place != nullptr;
+  const ssize_t come =
+      recv(stripe.descriptor, stays ? stripe.place : nowhere.data(), stays ? stripe.missing : nowhere.size(), 0);
+  if (come <= 0) {
+    if (come == 0) fail("Connection closed by peer");
+    if (come < 0 && !would_block(errno)) fail(in_words(errno));
+    return false;
+  }
+  if (stays) stripe.place += come;
+  stripe.missing -= static_cast<std::uint64_t>(come);
+  if (stripe.missing > 0) return true;
+  --stripes_left_;
+  end_part();
+  parse();
+  return true;
+}
+
+bool Stream::read_messages() {
   if (!error_.empty()) return false;
   iovec pieces[2];
   int count = 0;
@@ -211,7 +297,7 @@ bool Stream::read() {
   }
   if (end_ < buffer_.size()) pieces[count++] = {&buffer_[end_], buffer_.size() - end_};
   if (count == 0) return false;  // full of what comes behind a frame that nobody has taken yet
-  const ssize_t come = readv(descriptor, pieces, count);
+  const ssize_t come = readv(descriptor_, pieces, count);
   if (come <= 0) {
     if (come == 0) fail("Connection closed by peer");
     if (come < 0 && !would_block(errno)) fail(in_words(errno));
@@ -222,7 +308,7 @@ bool Stream::read() {
   if (direct > 0) {
     place_ += direct;
     missing_ -= direct;
-    if (missing_ == 0) end_message();
+    end_part();
   }
   parse();
   return true;
@@ -231,7 +317,7 @@ bool Stream::read() {
 void Stream::parse() {
   while (!has_frame_ && error_.empty()) {
     if (in_body_) {
-      if (begin_ == end_) return;
+      if (awaits_stripes() || begin_ == end_) return;
       consume();
       continue;
     }
@@ -368,15 +454,43 @@ void Stream::answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes,
   if (announced || bytes > kAnsweredBytes) send_at_once(kind + 1, transfer->text, nullptr, 0, nullptr);
 }
 
+void Stream::poll_for(bool reads, std::vector<pollfd>* polled) const {
+  const auto add = [polled](int descriptor, bool sends, bool receives) {
+    if (!sends && !receives) return;
+    polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
+  };
+  add(descriptor_, !sends_.empty(), reads && !awaits_stripes());
+  for (const Stripe& stripe : stripes_) add(stripe.descriptor, !stripe.sends.empty(), reads && stripe.missing > 0);
+}
+
+void Stream::drop_sends() {
+  sends_.clear();
+  for (Stripe& stripe : stripes_) stripe.sends.clear();
+  striped_ = 0;
+}
+
 void Stream::end_sending() {
   fail("a call of this rank in this group failed");
-  sends_.clear();
-  shutdown(descriptor, SHUT_WR);
+  drop_sends();
+  shutdown(descriptor_, SHUT_WR);
+  for (const Stripe& stripe : stripes_) shutdown(stripe.descriptor, SHUT_WR);
+}
+
+void Stream::close() {
+  fail("the group was closed");
+  shutdown(descriptor_, SHUT_WR);
+  descriptor_ = -1;  // its number may soon be another file's
+  for (Stripe& stripe : stripes_) {
+    shutdown(stripe.descriptor, SHUT_WR);
+    stripe.descriptor = -1;
+  }
 }
 
 void Stream::forget() {
   to_forget_ = false;
-  sends_.clear();
+  drop_sends();
+  for (Stripe& stripe : stripes_) stripe.missing = 0;
+  stripes_left_ = 0;
   receives_.clear();
   asked_.clear();
   receiving_ = 0;
@@ -398,12 +512,17 @@ class Streams::Waiting {
   int& waiters_;  // under the lock
 };
 
-Streams::Streams(std::int64_t spin_ns) : spin_ns_(spin_ns), generation_(fork_generation()) {}
+Streams::Streams(std::int64_t spin_ns, std::uint64_t striped_bytes)
+    : spin_ns_(spin_ns), striped_bytes_(striped_bytes), generation_(fork_generation()) {}
 
 void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
   streams_.push_back(std::make_unique<Stream>(*this, rank, descriptor, early_bytes));
   if (by_rank_.size() <= static_cast<std::size_t>(rank)) by_rank_.resize(static_cast<std::size_t>(rank) + 1);
   by_rank_[static_cast<std::size_t>(rank)] = streams_.back().get();
+}
+
+void Streams::add_stripe(int rank, int descriptor) {
+  if (Stream* const stream = at(rank)) stream->add(descriptor);
 }
 
 // Whether this is the copy of a process that was forked, whose other threads may have held the lock.
@@ -493,9 +612,7 @@ std::int64_t Streams::sleep(std::unique_lock<std::mutex>& lock, std::int64_t lim
     if (!stream->error_.empty()) continue;
     const bool sends = stream->is_sending();
     const bool reads = (sends || (all ? stream->is_receiving() : stream->awaited_)) && !stream->has_frame();
-    if (sends || reads) {
-      polled.push_back({stream->descriptor, static_cast<short>((sends ? POLLOUT : 0) | (reads ? POLLIN : 0)), 0});
-    }
+    if (sends || reads) stream->poll_for(reads, &polled);
   }
   if (waiters_ > 1) limit_ns = std::min(limit_ns, kTwoWaitNs);  // another one may move what this one waits for
   lock.unlock();
@@ -743,11 +860,7 @@ void Streams::end_sending(int rank) {
 void Streams::close() {
   if (is_foreign()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& stream : streams_) {
-    stream->fail("the group was closed");
-    shutdown(stream->descriptor, SHUT_WR);
-    stream->descriptor = -1;  // its number may soon be another file's
-  }
+  for (const auto& stream : streams_) stream->close();
 }
 
 // For tests: bytes kept for receives to come, bytes sent at once, bytes received of these, bytes taken.

@@ -7,6 +7,7 @@
 // lock while it sleeps, or while it asks for Python's.
 #pragma once
 
+#include <poll.h>
 #include <sys/uio.h>
 
 #include <cstdint>
@@ -34,11 +35,26 @@ struct Transfer {
 
 class Streams;
 
+// A further connection to the same rank, for a stripe of each large body: their bytes alone, in the order of the
+// bodies.
+struct Stripe {
+  struct Piece {
+    const char* at;
+    std::uint64_t bytes;
+    Transfer* transfer;
+  };
+  int descriptor;
+  std::deque<Piece> sends;
+  char* place = nullptr;  // of what is missing of the body that is read; null: it goes nowhere
+  std::uint64_t missing = 0;
+};
+
 class Stream {
  public:
   Stream(Streams& all, int rank, int descriptor, std::uint64_t early_bytes);
+  void add(int descriptor) { stripes_.push_back(Stripe{descriptor, {}}); }
 
-  bool is_sending() const { return !sends_.empty(); }
+  bool is_sending() const { return !sends_.empty() || striped_ > 0; }
   bool is_receiving() const { return receiving_ > 0; }
   bool has_frame() const { return has_frame_; }
   bool is_broken() const { return !broken_.empty(); }
@@ -59,11 +75,12 @@ class Stream {
   void send_at_once(std::uint32_t kind, const std::string& text, const char* body, std::uint64_t bytes, Transfer*);
   void receive(std::uint32_t kind, Transfer* transfer, bool is_answer = false);
   void take_frame(Transfer* transfer);  // null for one without a body
+  void poll_for(bool reads, std::vector<pollfd>* polled) const;
   void end_sending();
+  void close();
   void forget();  // after an error: where bodies come from and go to
 
   const int rank;
-  int descriptor;  // -1 once it is closed
 
  private:
   friend class Streams;
@@ -93,9 +110,22 @@ class Stream {
   void answer(Transfer* transfer, std::uint32_t kind, std::uint64_t bytes, bool announced);
   void expect(char* at, std::uint64_t bytes);
   void consume();
+  void end_part();
   void end_message();
+  bool write_messages();
+  bool read_messages();
+  bool write_stripe(Stripe& stripe);
+  bool read_stripe(Stripe& stripe);
+  bool is_striped(std::uint64_t bytes) const;
+  std::uint64_t stripe_bytes(std::uint64_t bytes) const;  // of each connection but the last ones
+  bool awaits_stripes() const { return in_body_ && missing_ == 0; }
+  void drop_sends();
 
   Streams& all_;
+  int descriptor_;  // -1 once it is closed
+  std::vector<Stripe> stripes_;
+  int striped_ = 0;       // pieces in their `sends`
+  int stripes_left_ = 0;  // of which something is missing of the body that is read
   std::string error_;
   std::string broken_;      // nothing more can be written, for this reason; there may be something to read
   bool to_forget_ = false;  // it has an error, and may still know bodies
@@ -139,8 +169,10 @@ class Streams {
   static constexpr std::int64_t kInterrupted = -3;  // by a signal's handler
   static constexpr std::int64_t kFailed = -4;       // less the rank whose connection has an error
 
-  explicit Streams(std::int64_t spin_ns);
+  // Bodies from `striped_bytes` on are striped, where there is more than one connection.
+  Streams(std::int64_t spin_ns, std::uint64_t striped_bytes);
   void add(int rank, int descriptor, std::uint64_t early_bytes);
+  void add_stripe(int rank, int descriptor);  // the other side has it in the same place
 
   // Sends each part behind a head of this call: returns the first of the transfers' numbers, which are consecutive.
   std::int64_t send_frames(const std::string& head, std::vector<Part>& parts);
@@ -195,6 +227,7 @@ class Streams {
 
   std::mutex mutex_;
   const std::int64_t spin_ns_;
+  const std::uint64_t striped_bytes_;
   const int generation_;
   std::vector<std::unique_ptr<Stream>> streams_;  // ascending by rank
   std::vector<Stream*> by_rank_;

@@ -97,10 +97,16 @@ void* unlocked_text(Streams& streams, Function function) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* ps_streams_new(std::int64_t spin_ns) { return new (std::nothrow) Streams(spin_ns); }
+void* ps_streams_new(std::int64_t spin_ns, std::uint64_t striped_bytes) {
+  return new (std::nothrow) Streams(spin_ns, striped_bytes);
+}
 
 void ps_streams_add(void* streams, int rank, int descriptor, std::uint64_t early_bytes) {
   static_cast<Streams*>(streams)->add(rank, descriptor, early_bytes);
+}
+
+void ps_streams_add_stripe(void* streams, int rank, int descriptor) {
+  static_cast<Streams*>(streams)->add_stripe(rank, descriptor);
 }
 
 // Not in a process that was forked, where another thread may have been changing it.
