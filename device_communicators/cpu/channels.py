@@ -12,6 +12,7 @@ Queues of different kinds don't match each other, as transfers of different tags
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import weakref
@@ -30,6 +31,7 @@ from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.errors import CommunicationError
 from device_communicators.limits import describe_address_space
 from device_communicators.routing.communicator import Work
+from device_communicators.routing.user_call import DTYPE_NUMBERS
 
 _PAGE_BYTES = 4096
 
@@ -138,6 +140,7 @@ class Channels:
         liveness = library.ps_liveness_of(group) if group else None
         liveness = liveness or library.ps_liveness_new((c_int64 * len(members.ranks))(*pids), len(members.ranks))
         self._waiting = Waiting(liveness, spin_ns, yields)
+        _set_tensor_forms(library)
         _ALL.add(self)
 
     @property
@@ -180,8 +183,9 @@ class Channels:
                 sender.meanwhile = receive_meanwhile
                 if (first := self._senders.setdefault((dst, kind), sender)) is not sender:  # a handler of signals was
                     return first
-                if kind == MESSAGES and self._group:
-                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *self._of_calls_past_python)
+                if self._group:
+                    shared = (kind == TENSORS, *self._of_calls_past_python)
+                    self._library.ps_queue_writer_serve(sender.end, self._group, dst, *shared)
             return sender
 
     def _open_receiver(self, src: int, kind: int, broadcast: bool) -> Receiver:
@@ -193,8 +197,8 @@ class Channels:
                 receiver = Receiver(self._library, self.members, place, self._waiting)
                 if (first := self._receivers.setdefault((src, kind), receiver)) is not receiver:
                     return first
-                if kind % KINDS == MESSAGES and self._group:
-                    shared = self._of_calls_past_python
+                if self._group:
+                    shared = (kind % KINDS == TENSORS, *self._of_calls_past_python)
                     self._library.ps_queue_reader_serve(receiver.end, self._group, src, broadcast, *shared)
             return receiver
 
@@ -233,11 +237,11 @@ class Channels:
 
     def isend(self, x: Tensor, dst: int) -> Work:
         """Starts to send a contiguous CPU tensor. Done at once where the ring has room for it."""
-        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x)))
+        return self.sender(dst, TENSORS).isend(Message(b"", (x,), _form_of(x.dtype)))
 
     def send(self, x: Tensor, dst: int) -> None:
         """Sends a contiguous CPU tensor, which may be changed afterwards."""
-        self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x)))
+        self.sender(dst, TENSORS).send(Message(b"", (x,), _form_of(x.dtype)))
 
     def irecv_(self, out: Tensor, src: int) -> Work:
         """Starts to receive into a contiguous CPU tensor; CollectiveMismatchError if another size or dtype was sent."""
@@ -301,6 +305,7 @@ class TensorReceiver:
         if self._receiver.is_held_here:  # else the handler's would be in the way of the receives that follow
             raise self._receiver.in_a_handler("recv")
         receipt = _Receipt(self, out)
+        self._receiver.reserve(1)  # a receive that comes past Python must not overtake this one
         self._pending.append(receipt)
         return receipt
 
@@ -318,11 +323,12 @@ class TensorReceiver:
                     first.error = error
                 first.out = None
                 self._pending.popleft()
+                self._receiver.reserve(-1)
 
     def _take(self, out: Tensor) -> None:
         receiver = self._receiver
         head = receiver.next()
-        if head.left_bytes != out.nbytes or head.fingerprint != _form_of(out):
+        if head.left_bytes != out.nbytes or head.fingerprint != _form_of(out.dtype):
             raise receiver.mismatch(
                 f"this rank receives {out.nbytes} bytes of {out.dtype}, and {head.left_bytes} bytes"
                 f"{' of another dtype' if head.left_bytes == out.nbytes else ''} were sent",
@@ -357,12 +363,16 @@ class _Receipt:
             raise self.error
 
 
-def _form_of(x: Tensor) -> int:
+@functools.cache
+def _form_of(dtype: torch.dtype) -> int:
     """Returns what sender and receiver of a plain tensor must agree on, beside its size."""
-    form = _FORMS.get(x.dtype)
-    if form is None:
-        form = _FORMS[x.dtype] = zlib.crc32(str(x.dtype).encode())
-    return form
+    return zlib.crc32(str(dtype).encode())
 
 
-_FORMS: dict[torch.dtype, int] = {}
+@functools.cache
+def _set_tensor_forms(library: Any) -> None:
+    """Tells the library the forms of the dtypes that it knows."""
+    forms = (c_uint64 * (max(DTYPE_NUMBERS.values()) + 1))()
+    for dtype, number in DTYPE_NUMBERS.items():
+        forms[number] = _form_of(dtype)
+    library.ps_set_tensor_forms(forms, len(forms))

@@ -166,8 +166,8 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Keeps calls that come past Python from this end until as many are taken back. One thread at a time."""
-        self._report[_RESERVED] += calls
+        """Keeps calls that come past Python from this end until as many are taken back. Any thread may call."""
+        self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
@@ -356,12 +356,15 @@ class Sender(_End):
         while True:
             if work is not None:
                 error = error or self._write_patiently(begun=work is begun, work=work)
-                work.finish(error)
             with self.lock:
-                if not self._waiting:
+                following = self._waiting.popleft() if self._waiting else None
+                if following is None:
                     self._end_turn()
-                    return
-                work = self._waiting.popleft()
+            if work is not None:
+                work.finish(error)  # after the turn: what its caller sends next needs no thread
+            if following is None:
+                return
+            work = following
 
     def _write_patiently(self, *, begun: bool, work: _Sending) -> Exception | None:
         started = time.monotonic()

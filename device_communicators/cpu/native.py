@@ -37,7 +37,7 @@ from device_communicators.routing.registry import ON_FAILED_OP
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 12
+_VERSION = 13
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 """A group, and the two words of `Told` in csrc/call.h."""
@@ -117,8 +117,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_queue_reader_leave": (None, (c_void_p,)),
     "ps_queue_writer_delete": (c_int, (c_void_p,)),
     "ps_queue_reader_delete": (c_int, (c_void_p,)),
-    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_double, c_void_p)),
-    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
+    "ps_queue_writer_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_double, c_void_p)),
+    "ps_queue_reader_serve": (None, (c_void_p, c_uint64, c_int, c_int, c_int, c_double, c_void_p)),
+    "ps_queue_reserve": (None, (POINTER(c_int64), c_int)),
+    "ps_set_tensor_forms": (None, (POINTER(c_uint64), c_int)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
     "ps_queue_post": (c_int, (c_void_p, c_void_p, c_void_p, c_int, c_uint64, c_uint64)),
     "ps_queue_post_list": (c_int, (c_void_p, c_void_p, c_void_p, c_char_p, c_uint64, c_uint64)),

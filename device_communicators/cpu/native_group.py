@@ -47,10 +47,11 @@ _REPORTED: dict[int, tuple[type[CommunicationError], str]] = {
 _COUNTED = (
     "all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "broadcast", "broadcast_", "all_to_all", "barrier",
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
-    "broadcast_list", "send_message", "recv_message", "broadcast_message",
+    "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
 """In the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
+_MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
@@ -265,7 +266,7 @@ class NativeGroup:
             record = Operation(sequence, name, "", (), started_us / 1e6, ended_us / 1e6 or None, peer=peer)
             if name in _TO_ALL:
                 record.call_text = in_words(method, 0)
-            elif peer >= 0:
+            elif name in _MESSAGES_TO_ONE:
                 record.call_text = TRANSFERS[method]
             elif name != "barrier":
                 record.dtype = _TORCH_DTYPES.get(dtype, f"dtype {dtype}")

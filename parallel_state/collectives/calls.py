@@ -482,6 +482,8 @@ class TensorCalls(GroupFacts):
 
     def send(self, x: Tensor, dst: int | None = None) -> None:
         """Sends `x` to rank `dst` (default: the next), which calls recv; then `x` may be reused. No gradient."""
+        if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
+            return
         checks.check_tensor(self.context, "send", x)
         _OPS.send(x, self._token, checks.destination(self.context, "send", dst), self._key)
 
@@ -492,6 +494,10 @@ class TensorCalls(GroupFacts):
 
         It lies on the group's device, or on `device` where the sender's does.
         """
+        if not is_dynamo_compiling():
+            received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
+            if received is not NotImplemented:
+                return received
         src = checks.source(self.context, "recv", src)
         checks.check_lengths(self.context, "recv", "size", size)
         checks.check_dtype(self.context, "recv", dtype)

@@ -37,7 +37,7 @@ _FUNCTIONS = {
 }
 _OBJECTS = {
     "tensor_type": torch.Tensor, "parameter_type": torch.nn.Parameter, "int_type": int, "str_type": str,
-    "list_type": list, "tuple_type": tuple, "none": None, "not_implemented": NotImplemented,
+    "list_type": list, "tuple_type": tuple, "size_type": torch.Size, "none": None, "not_implemented": NotImplemented,
     "runtime_error": RuntimeError,
 }  # fmt: skip
 
@@ -79,6 +79,8 @@ class DirectCalls:
     gather: Callable[..., Any]
     scatter: Callable[..., Any]
     barrier: Callable[..., Any]
+    send: Callable[..., Any]
+    recv: Callable[..., Any]
 
     def __init__(self) -> None:
         self._facts: _Facts | None = None

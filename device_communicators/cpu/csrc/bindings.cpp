@@ -313,6 +313,28 @@ struct Barrier {
   }
 };
 
+struct Send {
+  static constexpr const char* kName = "send";
+  using Signature = void(const Tensor&, Tensor&, std::int64_t, string_view);
+
+  static void run(const Tensor& x, Tensor& token, std::int64_t dst, string_view group) {
+    if (!carried(group, [&](Served& served) { return send(served, x, dst); })) in_python<Send>(x, token, dst, group);
+  }
+};
+
+struct Receive {
+  static constexpr const char* kName = "recv";
+  using Signature = Tensor(Tensor&, c10::SymIntArrayRef, at::ScalarType, at::Device, std::int64_t, string_view);
+
+  static Tensor run(Tensor& token, c10::SymIntArrayRef size, at::ScalarType dtype, at::Device device, std::int64_t src,
+                    string_view group) {
+    Tensor out;
+    const auto call = [&](Served& served) { return receive(served, C10_AS_INTARRAYREF_SLOW(size), dtype, src, &out); };
+    if (device.is_cpu() && carried(group, call)) return out;
+    return in_python<Receive>(token, size, dtype, device, src, group);
+  }
+};
+
 Outcome send_list(Served& served, int dst, const std::vector<Piece>& pieces) {
   return send_message(served, {dst, 0}, pieces, 1);
 }
@@ -404,7 +426,8 @@ struct Autograd<Op, Result(X, Arguments...)> {
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
       // Written past torch: a formula that saved `x` must notice.
-      if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+      constexpr bool writes = string_view(Op::kName).back() == '_';
+      if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
     } else {
       return op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
     }
@@ -468,7 +491,7 @@ void all_into_on_autograd(torch::Library& library) {
 void autograd(torch::Library& library) {
   library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
   all_on_autograd<AllReduce, AllReduceInPlace, AllGather, AllGatherv, ReduceScatter, ReduceScatterv, Gather, Scatter,
-                  AllToAll, Broadcast, BroadcastInPlace>(library);
+                  AllToAll, Broadcast, BroadcastInPlace, Send>(library);
   all_into_on_autograd<AllGatherInto, ReduceScatterInto, AllToAllInto>(library);
 }
 
@@ -493,6 +516,8 @@ TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
   on_cpu<Empty>(library);
   on_cpu<Borrow>(library);
   on_cpu<Barrier>(library);
+  on_cpu<Send>(library);
+  on_cpu<Receive>(library);
   on_cpu<SendList>(library);
   on_cpu<ReceiveListInPlace>(library);
   on_cpu<BroadcastList>(library);

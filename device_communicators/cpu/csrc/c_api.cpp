@@ -38,7 +38,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 12; }
+int ps_version() { return 13; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 

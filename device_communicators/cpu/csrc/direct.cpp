@@ -37,6 +37,7 @@ struct Facts {
   const void* str_type;
   const void* list_type;
   const void* tuple_type;
+  const void* size_type;  // torch.Size, a tuple
   void* none;
   void* not_implemented;
   void* runtime_error;
@@ -148,8 +149,18 @@ class Given {
   bool dim(int at, std::int64_t dims, std::int64_t* found) {
     if (!integer_of(objects_[at], found) || *found < -dims || *found >= dims) return false;
     if (*found < 0) *found += dims;
-    dim_at_ = at;
-    dim_ = *found;
+    resolved_at_ = at;
+    resolved_ = *found;
+    return true;
+  }
+
+  // A rank; where none is given the one that many after this.
+  bool peer(int at, const Served& served, int after, std::int64_t* found) {
+    if (!none(at)) return integer(at, found);
+    const int size = served.handle().size();
+    *found = (served.handle().rank() + size + after) % size;
+    resolved_at_ = at;
+    resolved_ = *found;
     return true;
   }
 
@@ -162,7 +173,7 @@ class Given {
   bool sizes(int at, c10::SmallVector<std::int64_t, 8>* found) const {
     void* const object = objects_[at];
     const bool is_list = type_of(object) == facts->list_type;
-    if (!is_list && type_of(object) != facts->tuple_type) return false;
+    if (!is_list && type_of(object) != facts->tuple_type && type_of(object) != facts->size_type) return false;
     const std::ptrdiff_t count = is_list ? facts->list_size(object) : facts->tuple_size(object);
     for (std::ptrdiff_t index = 0; index < count; ++index) {
       std::int64_t size = 0;
@@ -202,11 +213,11 @@ class Given {
     } forget;
     std::array<void*, kMost> objects{};
     std::copy(objects_, objects_ + count_, objects.begin());
-    void* const dim = dim_at_ < 0 ? nullptr : calling.make_integer(dim_);
-    if (dim_at_ >= 0 && dim == nullptr) return nullptr;
-    if (dim != nullptr) objects[dim_at_] = dim;
+    void* const resolved = resolved_at_ < 0 ? nullptr : calling.make_integer(resolved_);
+    if (resolved_at_ >= 0 && resolved == nullptr) return nullptr;
+    if (resolved != nullptr) objects[resolved_at_] = resolved;
     void* const result = facts->call(twin_, objects.data(), count_, nullptr);
-    if (dim != nullptr) facts->let_go(dim);
+    if (resolved != nullptr) facts->let_go(resolved);
     return result;
   }
 
@@ -228,8 +239,8 @@ class Given {
   void* const* const objects_;
   const std::ptrdiff_t count_;
   DispatchKeySet keys_;
-  int dim_at_ = -1;
-  std::int64_t dim_ = 0;
+  int resolved_at_ = -1;  // an argument that the twin gets as this number
+  std::int64_t resolved_ = 0;
 };
 
 // Lets other threads run meanwhile. Python's lock is taken outside of any handler and destructor: at the interpreter's
@@ -462,6 +473,39 @@ void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) 
     if (served == nullptr || !given.token(0) || !given.is_straight()) return not_mine();
     const Carried carried = unlocked([&] { return barrier(*served); });
     return carried == Carried::kYes ? same(facts->none) : given.in_python();
+  });
+}
+
+void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {  // x, token, dst or none, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    Tensor x;
+    std::int64_t dst = 0;
+    const auto served = given.are(4) ? given.served() : nullptr;
+    const bool is_mine =
+        served != nullptr && given.tensor(0, &x) && given.peer(2, *served, 1, &dst) && given.is_straight();
+    if (!is_mine) return not_mine();
+    const Carried carried = send(*served, x, dst);  // waits for nobody: other threads needn't run meanwhile
+    if (carried == Carried::kNo) return not_mine();
+    return carried == Carried::kYes ? same(facts->none) : given.in_python();
+  });
+}
+
+void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
+  // token, size, dtype, none for the group's device, src or none, group
+  return guarded([&]() -> void* {
+    Given given{twin, objects, count};
+    c10::SmallVector<std::int64_t, 8> sizes;
+    at::ScalarType dtype{};
+    std::int64_t src = 0;
+    const auto served = given.are(6) && given.none(3) ? given.served() : nullptr;
+    const bool is_mine = served != nullptr && given.token(0) && given.sizes(1, &sizes) && given.dtype(2, &dtype) &&
+                         given.peer(4, *served, -1, &src) && given.is_straight();
+    if (!is_mine) return not_mine();
+    Tensor out;
+    const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
+    // The op, which the method calls then, tries again, and its twin finds out why not.
+    return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });
 }
 

@@ -56,7 +56,8 @@ Handle::Handle(void* memory, std::size_t bytes, int rank, int size, const std::i
       timeout_s_(timeout_s),
       liveness_(pids, size, reinterpret_cast<Member*>(static_cast<char*>(memory) + members_offset(size)), rank),
       group_(memory, rank, size, liveness_, policy),
-      queues_(size) {}
+      queues_(size),
+      tensor_queues_(size) {}
 
 Handle::~Handle() { munmap(memory_, bytes_); }
 
@@ -122,14 +123,18 @@ void Record::begin(std::uint64_t number, Counted what) {
   started_s.store(coarse_now_s(), relaxed);
 }
 
+void Record::describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::size_t tensor_dims) {
+  constexpr auto relaxed = std::memory_order_relaxed;
+  dtype.store(tensor_dtype, relaxed);
+  dims.store(static_cast<std::int64_t>(tensor_dims), relaxed);
+  for (std::size_t dim = 0; dim < tensor_dims && dim < kDims; ++dim) sizes[dim].store(tensor_sizes[dim], relaxed);
+}
+
 Record& Served::begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims) {
   const std::uint64_t sequence = next();
   Record& record = records_[sequence % kRecords];
-  constexpr auto relaxed = std::memory_order_relaxed;
   record.begin(sequence, operation);
-  record.dtype.store(dtype, relaxed);
-  record.dims.store(static_cast<std::int64_t>(dims), relaxed);
-  for (std::size_t dim = 0; dim < dims && dim < Record::kDims; ++dim) record.sizes[dim].store(sizes[dim], relaxed);
+  record.describe(dtype, sizes, dims);
   return record;
 }
 

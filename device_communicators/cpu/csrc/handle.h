@@ -55,6 +55,8 @@ enum class Counted : int {
   kSendMessage,
   kReceiveMessage,
   kBroadcastMessage,
+  kSend,
+  kReceive,
   kCount
 };
 
@@ -147,7 +149,8 @@ class Handle {
 
   ProcessLiveness& liveness() { return liveness_; }
 
-  Queues& queues() { return queues_; }
+  Queues& queues() { return queues_; }                // of messages
+  Queues& tensor_queues() { return tensor_queues_; }  // of plain tensors, each to one rank
 
   // Of the calls that begin from now on; where callers take turns.
   void set_timeout(double timeout_s) { timeout_s_.store(timeout_s, std::memory_order_relaxed); }
@@ -189,7 +192,7 @@ class Handle {
   std::vector<std::unique_ptr<Windows>> windows_;  // of the arenas, by rank
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Lender> lender_;
-  Queues queues_;
+  Queues queues_, tensor_queues_;
 };
 
 // Numbers begin at 1 and are never used again.
@@ -210,6 +213,7 @@ struct Record {
   std::atomic<double> started_s{0}, ended_s{0};  // on the monotonic clock; 0: not yet
 
   void begin(std::uint64_t number, Counted what);
+  void describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::size_t tensor_dims);
 };
 
 // A group as the ops that are called with one name see it.
@@ -282,12 +286,15 @@ class Served {
   std::atomic<int> transfers_under_way_{0};
 };
 
-// A transfer, under way for as long as this lives.
+// A transfer, under way for as long as this lives; forgotten where it hasn't ended by then.
 class Transfer {
  public:
   Transfer(Served& served, Counted operation, int peer, int method)
       : served_(served), record_(served.begin_transfer(operation, peer, method)) {}
-  ~Transfer() { served_.end_transfer(); }
+  ~Transfer() {
+    if (record_.ended_s.load(std::memory_order_relaxed) == 0) served_.drop_transfer(record_);
+    served_.end_transfer();
+  }
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
   Record& record() const { return record_; }

@@ -38,6 +38,11 @@ bool is_free_reader(const OpenReader& open) {
   return is_free(open) && (open.end.bytes_left() == 0 || open.report->found != 0);
 }
 
+constexpr int kDtypes = 64;
+std::uint64_t tensor_forms[kDtypes] = {};
+
+std::uint64_t form_of(const PlainTensor& x) { return x.dtype < 0 || x.dtype >= kDtypes ? 0 : tensor_forms[x.dtype]; }
+
 // Reads one message, past Python.
 class Reading {
  public:
@@ -47,7 +52,7 @@ class Reading {
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
-    if (!wait(number)) return Outcome::kLeft;
+    if (!wait_for_head(number)) return Outcome::kLeft;
     const bool is_expected = end.header().fingerprint == number && end.bytes_left() == bytes_of(pieces) &&
                              end.is_next(static_cast<const char*>(head.address), head.bytes);
     if (!is_expected) return leave();
@@ -60,7 +65,7 @@ class Reading {
   // That of an object without tensors, all of which lies in one chunk. Its bytes are counted in `bytes`.
   Outcome read_object(std::uint64_t number, Taker& taker, std::uint64_t* bytes) {
     QueueReader& end = open_.end;
-    if (!wait(number)) return Outcome::kLeft;
+    if (!wait_for_head(number)) return Outcome::kLeft;
     *bytes = end.bytes_left();
     const bool is_whole = end.header().fingerprint == number && end.header().head_bytes == *bytes && end.is_whole();
     if (!is_whole || !is_plain_head(end.here(), *bytes) || !taker.take(end.here(), *bytes)) return leave();
@@ -68,14 +73,27 @@ class Reading {
     return check(end.read(&passed, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
   }
 
+  // A plain tensor, which has no head.
+  Outcome read_tensor(std::uint64_t form, const Piece& out) {
+    QueueReader& end = open_.end;
+    if (!wait(form)) return Outcome::kLeft;
+    const bool is_expected =
+        end.header().fingerprint == form && end.header().head_bytes == 0 && end.bytes_left() == out.bytes;
+    if (!is_expected) return leave();
+    return check(end.read(&out, 1, open_.timeout_s)) ? Outcome::kDone : Outcome::kLeft;
+  }
+
  private:
+  bool wait_for_head(std::uint64_t number) {
+    return wait(number) && check(open_.end.bytes_left() == 0 ? QueueStatus::kMalformed : QueueStatus::kDone);
+  }
+
   // Waits for a message, or finds the one that an earlier call has left.
   bool wait(std::uint64_t number) {
     QueueReport& report = *open_.report;
     const bool is_here = report.found != 0;
     report.found = 0;
-    QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(open_.timeout_s);
-    if (status == QueueStatus::kDone && open_.end.bytes_left() == 0) status = QueueStatus::kMalformed;  // no head
+    const QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(open_.timeout_s);
     // Of a message to this rank alone nothing is lost yet: the next call receives it.
     if (status == QueueStatus::kInterrupted && number == 0) return false;
     return check(status);
@@ -128,17 +146,17 @@ bool announce(Handle& handle, Told told, int src, std::int64_t spin_ns) {
 
 // `read(reading, number)` takes a message in, and tells its outcome and the bytes that it counts as.
 template <typename Read>
-Outcome receive(Served& served, ToOne from, Read read) {
+Outcome receive(Served& served, Queues& queues, ToOne from, Read read, const PlainTensor* tensor = nullptr) {
   Handle& handle = served.handle();
-  const std::shared_ptr<OpenReader> open = from.rank < 0 ? nullptr : handle.queues().reader(from.rank, false);
+  const std::shared_ptr<OpenReader> open = from.rank < 0 ? nullptr : queues.reader(from.rank, false);
   if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
   const InTurn<QueueReader> turn{*open};
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
   const Transfer transfer{served, from.received(), from.rank, from.method};
+  if (tensor != nullptr) transfer.record().describe(tensor->dtype, tensor->sizes, tensor->dims);
   std::uint64_t bytes = 0;
   const Outcome outcome = read(Reading{*open}, 0, &bytes);
   if (outcome == Outcome::kDone) served.end(transfer.record(), from.received(), bytes);
-  else served.drop_transfer(transfer.record());
   return outcome;
 }
 
@@ -231,10 +249,11 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
 }
 
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces) {
-  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-    *bytes = counted_bytes(pieces, 1);
-    return reading.read(number, pieces);
-  });
+  return receive(served, served.handle().queues(), from,
+                 [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+                   *bytes = counted_bytes(pieces, 1);
+                   return reading.read(number, pieces);
+                 });
 }
 
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces) {
@@ -245,11 +264,12 @@ Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<
 }
 
 Outcome receive_object(Served& served, ToOne from, Taker& taker) {
-  return receive(served, from, [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
-    const Outcome outcome = reading.read_object(number, taker, bytes);
-    *bytes = std::max(kFrameBytes, *bytes);
-    return outcome;
-  });
+  return receive(served, served.handle().queues(), from,
+                 [&](Reading reading, std::uint64_t number, std::uint64_t* bytes) {
+                   const Outcome outcome = reading.read_object(number, taker, bytes);
+                   *bytes = std::max(kFrameBytes, *bytes);
+                   return outcome;
+                 });
 }
 
 Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker) {
@@ -258,6 +278,38 @@ Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& take
     *bytes = std::max(kFrameBytes, *bytes);
     return outcome;
   });
+}
+
+void set_tensor_forms(const std::uint64_t* forms, int count) {
+  std::copy_n(forms, std::min(count, kDtypes), tensor_forms);
+}
+
+Outcome send_tensor(Served& served, int dst, const PlainTensor& x) {
+  Handle& handle = served.handle();
+  const ToOne to{dst, ToOne::kPlainTensor};
+  const std::uint64_t form = form_of(x);
+  const std::shared_ptr<OpenWriter> open = form == 0 || dst < 0 ? nullptr : handle.tensor_queues().writer(dst);
+  if (open == nullptr || handle.liveness().is_doomed()) return Outcome::kLeft;
+  const InTurn<QueueWriter> turn{*open};
+  if (!turn || !is_free(*open)) return Outcome::kLeft;
+  if (!open->end.has_room(x.bytes)) return Outcome::kNoRoom;
+  const Piece piece{x.data(), x.bytes};
+  if (!open->end.fit(&piece, 1, 0)) return Outcome::kNoRoom;  // a message is half written
+  const Transfer transfer{served, to.counted(), to.rank, to.method};
+  transfer.record().describe(x.dtype, x.sizes, x.dims);
+  open->end.write(form);
+  served.end(transfer.record(), to.counted(), x.bytes);
+  return Outcome::kDone;
+}
+
+Outcome receive_tensor(Served& served, int src, const PlainTensor& out) {
+  const std::uint64_t form = form_of(out);
+  if (form == 0) return Outcome::kLeft;
+  const auto read = [&](Reading reading, std::uint64_t, std::uint64_t* bytes) {
+    *bytes = out.bytes;
+    return reading.read_tensor(form, {out.data(), out.bytes});
+  };
+  return receive(served, served.handle().tensor_queues(), {src, ToOne::kPlainTensor}, read, &out);
 }
 
 }  // namespace parallel_state

@@ -1,10 +1,11 @@
 // Messages between the ranks of a host, for calls that come past Python: lists of tensors and tensor dicts whose head
-// the receiver knows beforehand, and objects without tensors. See open_queue.h.
+// the receiver knows beforehand, objects without tensors, and plain tensors. See open_queue.h.
 //
 // Any thread may call. The pieces are the caller's.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string_view>
 #include <vector>
 
@@ -24,13 +25,17 @@ enum class Outcome : int {
 // A message to one rank: under which name it is counted, and by which method it is sent or received, a number of
 // TRANSFERS in user_call.py.
 struct ToOne {
+  static constexpr int kPlainTensor = -1;  // has no number
+
   int rank;
   int method;
-  Counted counted() const { return counted_as(Counted::kSendMessage, Counted::kSendList); }
-  Counted received() const { return counted_as(Counted::kReceiveMessage, Counted::kReceiveList); }
+  Counted counted() const { return counted_as(Counted::kSendMessage, Counted::kSendList, Counted::kSend); }
+  Counted received() const { return counted_as(Counted::kReceiveMessage, Counted::kReceiveList, Counted::kReceive); }
 
  private:
-  Counted counted_as(Counted message, Counted list) const { return method < 2 ? list : message; }
+  Counted counted_as(Counted message, Counted list, Counted tensor) const {
+    return method == kPlainTensor ? tensor : method < 2 ? list : message;
+  }
 };
 
 constexpr std::uint64_t kMostListHead = 4096;  // lies in the first chunk of any queue of a group
@@ -57,5 +62,22 @@ class Taker {
 };
 Outcome receive_object(Served& served, ToOne from, Taker& taker);
 Outcome receive_broadcast_object(Served& served, Told told, int src, Taker& taker);
+
+// A plain tensor: one message without a head in a queue of its own kind.
+struct PlainTensor {
+  int dtype;  // by torch's number
+  const std::int64_t* sizes;
+  std::size_t dims;
+  std::uint64_t bytes;  // not 0
+  // Where they are, contiguous; asked for once the queue turned out to be free, so that nothing is copied or allocated
+  // in vain.
+  std::function<void*()> data;
+};
+
+void set_tensor_forms(const std::uint64_t* forms, int count);  // see ps_set_tensor_forms
+
+// kNoRoom for one that doesn't fit into the ring at once.
+Outcome send_tensor(Served& served, int dst, const PlainTensor& x);
+Outcome receive_tensor(Served& served, int src, const PlainTensor& out);
 
 }  // namespace parallel_state

@@ -87,7 +87,7 @@ class InTurn {
   std::atomic<std::int64_t>* holder_ = nullptr;
 };
 
-// The open ends of a group's queues for messages, by the rank on the other side.
+// The open ends of a group's queues of one kind, by the rank on the other side.
 class Queues {
  public:
   explicit Queues(int size) : writers_(size + 1), readers_(2 * size) {}

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "messages.h"
+
 namespace parallel_state {
 namespace {
 
@@ -129,6 +131,10 @@ bool provide(Tensor* out, Served& served, at::IntArrayRef sizes, const Tensor& l
 // `x`, contiguous; a copy where `out` shares its memory: others read it while this rank writes.
 Tensor apart(const Tensor& x, const Tensor& out) {
   return x.storage().data() == out.storage().data() ? x.clone(at::MemoryFormat::Contiguous) : x.contiguous();
+}
+
+bool is_other(const Served& served, std::int64_t rank) {
+  return rank >= 0 && rank < served.handle().size() && rank != served.handle().rank();
 }
 
 std::size_t rows_before(const Tensor& x, std::int64_t dim) { return c10::multiply_integers(x.sizes().slice(0, dim)); }
@@ -381,6 +387,29 @@ Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src) {
 Carried barrier(Served& served) {
   const auto call = [](Group& self, double timeout_s) { return self.barrier(timeout_s); };
   return carry(served, Counted::kBarrier, nothing(), told_of(Method::kBarrier, at::IntArrayRef{}, 0), call);
+}
+
+Carried send(Served& served, const Tensor& x, std::int64_t dst) {
+  if (x.numel() == 0 || !is_other(served, dst)) return Carried::kNo;
+  c10::MaybeOwned<Tensor> in;
+  const auto data = [&] {
+    in = x.expect_contiguous();
+    return const_cast<void*>(in->const_data_ptr());
+  };
+  const PlainTensor sent{static_cast<int>(x.scalar_type()), x.sizes().data(), x.sizes().size(), x.nbytes(), data};
+  return send_tensor(served, static_cast<int>(dst), sent) == Outcome::kDone ? Carried::kYes : Carried::kFailed;
+}
+
+Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out) {
+  const bool is_empty = std::any_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size <= 0; });
+  if (is_empty || !is_other(served, src)) return Carried::kNo;
+  const auto data = [&] {
+    *out = empty(served, sizes, dtype);
+    return out->mutable_data_ptr();
+  };
+  const std::size_t bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
+  const PlainTensor expected{static_cast<int>(dtype), sizes.data(), sizes.size(), bytes, data};
+  return receive_tensor(served, static_cast<int>(src), expected) == Outcome::kDone ? Carried::kYes : Carried::kFailed;
 }
 
 }  // namespace parallel_state

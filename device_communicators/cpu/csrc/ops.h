@@ -1,8 +1,9 @@
-// The collectives of CPU tensors on a group that shared memory serves: from tensors to pointers, and results. Who calls
-// them, through torch's dispatcher or past it, is the business of bindings.cpp and direct.cpp.
+// Collectives and transfers of CPU tensors on a group that shared memory serves: from tensors to pointers, and results.
+// Who calls them, through torch's dispatcher or past it, is the business of bindings.cpp and direct.cpp.
 //
-// They run without Python's lock, on any thread. `out` is an undefined tensor, which becomes the result, or the
-// caller's own, contiguous and of the result's sizes and dtype, which is filled. C++ exceptions are torch's own.
+// They need no lock of Python's, and all but `send` wait: on any thread. `out` is an undefined tensor, which becomes
+// the result, or the caller's own, contiguous and of the result's sizes and dtype, which is filled. C++ exceptions are
+// torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +42,10 @@ Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::Scal
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);
 Carried broadcast_in_place(Served& served, const Tensor& x, std::int64_t src);
 Carried barrier(Served& served);
+// To and from one rank, in the order of the calls. A tensor that doesn't fit into the queue at once is left to the
+// twin.
+Carried send(Served& served, const Tensor& x, std::int64_t dst);
+Carried receive(Served& served, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t src, Tensor* out);
 
 // A tensor in memory that all ranks map, which goes back there with it; an ordinary one where there is no room.
 Tensor symmetric(Served& served, at::IntArrayRef sizes, at::ScalarType dtype);

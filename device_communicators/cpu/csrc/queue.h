@@ -70,7 +70,7 @@ struct QueueReport {
   std::int64_t taken = 0;  // 1: the message was the one that `ps_queue_take` was told to expect, and is read; 2: an
                            // object without tensors, whose head is read
   // Of calls that come past Python, see open_queue.h:
-  std::atomic<std::int64_t> reserved{0};  // not 0: Python is to have the next message; written by Python
+  std::atomic<std::int64_t> reserved{0};  // not 0: Python is to have the next message; written for Python
   std::int64_t found = 0;                 // 1: the next message has been looked at, and left to Python
   std::int64_t broken = 0;                // the status of a call that failed; each later one has it
   std::int64_t elapsed_us = 0;            // how long that call took
@@ -148,12 +148,13 @@ class QueueWriter : public RingEnd {
   bool fit(const Piece* pieces, int count, int heads);
   void write(std::uint64_t fingerprint);
   void drop();
+  // Whether so many bytes can be written at once, if no message is half written.
+  bool has_room(std::uint64_t bytes);
 
  private:
   void take_in(const Piece* pieces, int count, int heads);
   bool wants_loans() const;
   bool lend(int heads);
-  bool has_room(std::uint64_t bytes);
   void begin_message(std::uint64_t fingerprint);
   QueueStatus reuse(std::uint64_t chunk);
   void fill(char* slot);

@@ -12,6 +12,7 @@
 
 #include "calling.h"
 #include "handle.h"
+#include "messages.h"
 #include "open_queue.h"
 #include "pack.h"
 #include "queue.h"
@@ -140,22 +141,36 @@ int ps_queue_writer_delete(void* writer) { return close(static_cast<OpenWriter*>
 int ps_queue_reader_delete(void* reader) { return close(static_cast<OpenReader*>(reader)) ? 1 : 0; }
 
 // Lets calls that come past Python find the end of a group's queue: to `dst`, -1 for all others. What they wait for has
-// this timeout; `broadcasts` is the number of messages to all so far.
-void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, double timeout_s, std::uint64_t* broadcasts) {
+// this timeout; `broadcasts` is the number of messages to all so far. Plain tensors, which are never lent, have queues
+// of their own.
+void ps_queue_writer_serve(void* writer, std::uint64_t group, int dst, int of_tensors, double timeout_s,
+                           std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenWriter*>(writer);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+    if (of_tensors != 0) return handle.tensor_queues().add(dst, open->itself);
     open->end.set_lender(handle.lender());
     handle.queues().add(dst, open->itself);
   });
 }
-void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, double timeout_s,
+void ps_queue_reader_serve(void* reader, std::uint64_t group, int src, int of_all, int of_tensors, double timeout_s,
                            std::uint64_t* broadcasts) {
   auto* open = static_cast<OpenReader*>(reader);
   serve(open, group, timeout_s, broadcasts, [=](Handle& handle) {
+    if (of_tensors != 0) return handle.tensor_queues().add(src, false, open->itself);
     open->end.set_lender(handle.arena_of(src));
     handle.queues().add(src, of_all != 0, open->itself);
   });
 }
+
+// Keeps calls that come past Python from the end with this report until as many are taken back. Any thread.
+void ps_queue_reserve(QueueReport* report, int calls) {
+  // Release: who reads the last to be taken back sees all that was received until then.
+  report->reserved.fetch_add(calls, std::memory_order_release);
+}
+
+// The numbers on which sender and receiver of a plain tensor must agree, by its dtype; 0: left to Python. Once, before
+// any end is served.
+void ps_set_tensor_forms(const std::uint64_t* forms, int count) { parallel_state::set_tensor_forms(forms, count); }
 
 // The message of `head` and of `count` pieces after it, the first `more_heads` of which belong to its head.
 // Without a timeout: what fits, and 1 where it isn't all.
