@@ -25,7 +25,7 @@ import command_line
 
 from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks as in_each_rank
-from parallel_state.tools.bench.collectives import COPIES, GLOO, OPERATIONS, OURS, OWN, VLLM
+from parallel_state.tools.bench.collectives import COPIES, GLOO, OPERATIONS, OURS, OWN, PING_PONG, VLLM
 from parallel_state.tools.bench.peers import MPIS, SIZES_OF_VLLM
 from parallel_state.tools.bench.picture import draw
 from parallel_state.tools.bench.report import (
@@ -45,6 +45,7 @@ PAIRS = (
     *(("op, in place", peer) for peer in ("vLLM op, in place", "gloo", "Intel MPI", "MPICH")),
     ("op, in place", "Open MPI (int16)"),
     *(("symmetric op, in place", peer) for peer in ("vLLM op, in place", "Intel MPI")),
+    *(("op", peer) for peer in ("gloo", "Intel MPI")),
     ("coordinator", "vLLM coordinator, in place"),
     ("coordinator", "coordinator, in place"),
     *(("coordinator", peer) for peer in ("vLLM", "gloo", "Intel MPI", "MPICH", "Open MPI", "Open MPI (int16)")),
@@ -132,7 +133,9 @@ def in_ranks(options: argparse.Namespace) -> bool:
 def main() -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 2; on GPUs one for each")
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, help="default: all")
+    parser.add_argument(
+        "--operations", nargs="+", choices=(*OPERATIONS, PING_PONG), help="default: all but ping_pong, of two messages"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes that a rank holds; on GPUs as nccl-tests count")
     parser.add_argument(
         "--offsets", nargs="*", type=int, default=[], help="also with inputs so many bytes behind a page's start"

@@ -66,6 +66,12 @@ def test_collectives(tmp_path: Path) -> None:
     assert picture.read_text().count("<polyline") > 20
 
 
+def test_transfers(tmp_path: Path) -> None:
+    content = run("collectives", tmp_path / "c.json", "--operations", "ping_pong", "--sizes", "1024", "4194304")
+    for loop in ("tight", "produced"):
+        assert names(content, bytes=1024, loop=loop) >= {"op", "coordinator", "gloo"}
+
+
 def test_messages(tmp_path: Path) -> None:
     content = run("messages", tmp_path / "m.json", "--readers", "1", "--objects", "1 KB")
     assert names(content, kind="object", idle_ms=0) == {"parallel_state", "gloo"}

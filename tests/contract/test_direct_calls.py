@@ -47,7 +47,11 @@ CALLS: dict[str, Callable[[Group, Tensor], Any]] = {
     "gather along 0": lambda group, x: group.gather(x, 0, dim=0),
     "scatter": lambda group, x: group.scatter(x, 1, -1, size=(4, 3), dtype=x.dtype),
     "barrier": lambda group, x: group.barrier(),
-}
+    "send and recv": lambda group, x: (
+        group.recv(x.shape, x.dtype, 1) if group.rank_in_group == 0 else group.send(x, 0)),
+    "send to the next, recv from the previous": lambda group, x: (
+        group.send(x) if group.rank_in_group == 0 else group.recv([4, 6], x.dtype)),
+}  # fmt: skip
 
 
 @contextmanager
@@ -225,6 +229,11 @@ def _others() -> None:
         assert went[-4:] == [True] * 4
     leaf = torch.ones(4, requires_grad=True)
     saved = leaf * base
+    if group.rank_in_group == 0:
+        group.send(base, 1)  # which only reads it
+    else:
+        group.recv((4,), torch.float32, 0)
+    saved.sum().backward(retain_graph=True)
     group.all_reduce_(base[1:3])  # a view of what the formula saved
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()

@@ -121,6 +121,8 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
                 group.send_tensor_dict(DICT, 0, spec=SPEC)
             elif rank == 0:
                 group.recv_tensor_dict(1, spec=SPEC)
+        if waits == "recv past Python" and rank < 2:
+            group.send(torch.ones(4), 0) if rank else group.recv((4,), torch.float32, 1)
         group.barrier()
         if rank == 3:
             time.sleep(LOOPS_S)
@@ -129,6 +131,7 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
         told = None
         if rank == 0:
             call = {
+                "recv past Python": lambda: group.recv((4,), torch.float32, 1),
                 "recv": lambda: group.recv((4,), torch.float32, 1),
                 "recv of an object": lambda: group.recv_object(1),
                 "irecv": lambda: group.irecv((4,), torch.float32, 1).wait(),
@@ -146,7 +149,7 @@ def wait_for_a_live_rank(waits: str, route: str, folder: str) -> tuple[Told, flo
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize(("waits", "route"), on_routes(WAITS))
+@pytest.mark.parametrize(("waits", "route"), [*on_routes(WAITS), ("recv past Python", "shared memory")])
 def test_row_04_while_waiting_for_a_live_rank(ranks: Ranks, tmp_path: Path, waits: str, route: str) -> None:
     check_row_04(ranks, tmp_path, waits, route)
 

@@ -95,6 +95,38 @@ def test_row_34_the_writer_dies_in_the_middle_of_a_message(ranks: Ranks, tmp_pat
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
+def _writer_of_tensors_dies(folder: str) -> tuple[list[Outcome], int]:
+    """Rank 1 waits past Python for a tensor of rank 0, which is killed."""
+    with world_over("shared memory") as group:
+        receive = ((4,), torch.float32, 0)
+        for _ in range(2):
+            if group.rank == 0:
+                group.send(torch.ones(4), 1)
+            elif group.rank == 1:
+                group.recv(*receive)
+        group.barrier()
+        if group.rank == 0:
+            time.sleep(0.4)
+            Path(folder, "0").write_text(repr(time.monotonic()))
+            kill_me()
+        if group.rank != 1:
+            time.sleep(1.0)
+            return [], 0
+        past_python = group.context.host_memory.collectives.traffic(group._key)["recv"][0]
+        return [attempt(group.recv, *receive) for _ in range(2)], past_python
+
+
+def test_the_writer_of_tensors_dies(ranks: Ranks, tmp_path: Path) -> None:
+    def trial(folder: Path) -> float:
+        (first, second), past_python = ranks.survivors(_writer_of_tensors_dies, str(folder), timeout_s=DEADLINE_S)[1]
+        assert past_python == 1
+        assert first.kind == "PeerDiedError" and first.suspect_ranks == (0,), first
+        assert second.kind == "GroupFailedError", second
+        return first.seconds - 0.4
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
 def _slow_reader(size: int, pause_s: float) -> list[str]:
     with world_over("shared memory") as group:
         group.barrier()

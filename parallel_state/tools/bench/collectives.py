@@ -28,6 +28,8 @@ from parallel_state.tools.bench.worker import Timing, WrongAnswer
 Call = Callable[[Tensor], Tensor]
 COPIES = "(copies alone)"
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+PING_PONG = "ping_pong"
+"""No collective: rank 1 sends back what rank 0 sends it, two messages one after the other."""
 _PAGE = 4096
 ROWS = 4  # of the matrix that all_gather gathers along its last dim: sequences of a decode batch
 
@@ -262,13 +264,22 @@ def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Ca
         "broadcast": lambda x: group.broadcast(x, 0),
         "all_to_all": lambda x: group.all_to_all(x),
         "barrier": barrier,
-    }
+        PING_PONG: ping_pong(
+            group.rank_in_group, group.send, lambda x, src: group.recv(x.shape, x.dtype, src)),
+    }  # fmt: skip
     in_place: dict[str, Call] = {"all_reduce": group.all_reduce_, "broadcast": lambda x: group.broadcast_(x, 0)}
     return functional[operation], in_place.get(operation)
 
 
 def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, dim: int = 0) -> Call:
     """Returns the registered op as a function of its tensor. `key`: of the route, by default the group's."""
+    if name == PING_PONG:
+        ops, token, route = torch.ops.parallel_state, group._token, key or group._key
+        return ping_pong(
+            group.rank_in_group,
+            lambda x, dst: ops.send(x, token, dst, route),
+            lambda x, src: ops.recv(token, x.shape, x.dtype, x.device, src, route),
+        )
     op = getattr(torch.ops.parallel_state, name)
     values = {"token": group._token, "reduce_op": "sum", "src": 0, "dim": dim, "group": key or group._key}
     if name == "all_to_all":
@@ -286,6 +297,22 @@ def ours_by_op(group: ps.GroupCoordinator, name: str, key: str | None = None, di
 
         return in_place
     return lambda x: op(x, *after)
+
+
+def ping_pong(rank: int, send: Callable[[Tensor, int], object], receive: Callable[[Tensor, int], Tensor]) -> Call:
+    """Returns the call of PING_PONG; `receive` gets a tensor like the one to come."""
+
+    def call(x: Tensor) -> Tensor:
+        if rank == 0:
+            send(x, 1)
+            return receive(x, 1)
+        if rank == 1:
+            found = receive(x, 0)
+            send(found, 0)
+            return found
+        return x
+
+    return call
 
 
 def beside(gathered: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
@@ -323,6 +350,13 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
         dist.barrier(group=group)
         return x
 
+    def receive(x: Tensor, src: int) -> Tensor:
+        out = torch.empty_like(x)
+        dist.recv(out, src, group=group)
+        return out
+
+    if operation == PING_PONG:
+        return ping_pong(dist.get_rank(), lambda x, dst: dist.send(x, dst, group=group), receive)
     call: Call = locals()[operation]
     return call
 
@@ -357,6 +391,7 @@ def answer(operation: str, count: int, rank: int, size: int, dtype: torch.dtype,
         "broadcast": lambda: ramp(count, 0, 1, 0),
         "all_to_all": lambda: torch.cat([ramp(part, rank * part, 1, each) for each in range(size)]),
         "barrier": lambda: ramp(count, 0, 1, rank),
+        PING_PONG: lambda: ramp(count, 0, 1, 0 if rank < 2 else rank),
     }[operation]()
 
 

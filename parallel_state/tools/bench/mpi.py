@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_state.tools.bench import peers
-from parallel_state.tools.bench.collectives import Exchange, TensorTeam, beside
+from parallel_state.tools.bench.collectives import PING_PONG, Exchange, TensorTeam, beside, ping_pong
 
 TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 
@@ -104,5 +104,12 @@ class MpiTeam(TensorTeam):
             communicator.Alltoall([whole[0], x.numel() // size, kind], [there[0], x.numel() // size, kind])
             return out
 
+        def receive(x: Tensor, src: int) -> Tensor:
+            out = output(x, tuple(x.shape))
+            communicator.Recv(of(out), src)
+            return out
+
+        if operation == PING_PONG:
+            return ping_pong(communicator.rank, lambda x, dst: communicator.Send(of(x), dst), receive)
         call: Callable[[Tensor], Tensor] = locals()[operation]
         return call
