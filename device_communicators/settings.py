@@ -208,8 +208,9 @@ ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
 )  # fmt: skip
 CONNECTIONS: Setting[int] = Setting(
     "PARALLEL_STATE_CONNECTIONS", 1, _connections, "a number from 1 to 8",
-    "How many TCP connections two ranks of different hosts have, over the interfaces of GLOO_SOCKET_IFNAME in turn; "
-    "what is larger than 256 KiB goes over all of them. Of two ranks that differ the smaller number counts.",
+    "How many TCP connections two ranks of different hosts have, to the interfaces in GLOO_SOCKET_IFNAME in turn; what "
+    "has 256 KiB or more goes over all of them. Of two ranks that differ the smaller number counts; a rank that lacks "
+    "file descriptors has one.",
 )  # fmt: skip
 EARLY_BYTES: Setting[int] = Setting(
     "PARALLEL_STATE_EARLY_BYTES", 64 << 20, _bytes, "a number of bytes",

@@ -66,8 +66,7 @@ class Hosts:
         leaders, (spin_ns, _) = [ranks[0] for ranks in self.ranks], memory.waiting
         others = [rank for host, ranks in enumerate(self.ranks) if host != self.host for rank in ranks]
         self.is_meshed = context.size <= MOST_MESHED and (
-            context.size <= MESHED_UNASKED
-            or _all_have_descriptors(context, settings.CONNECTIONS.get() * (len(others) + context.size))
+            context.size <= MESHED_UNASKED or _all_have_descriptors(context, len(others) + context.size)
         )
         """True if each rank is connected to all on other hosts; else only the leaders are."""
         if not self.is_meshed:

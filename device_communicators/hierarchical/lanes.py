@@ -2,7 +2,8 @@
 
 A host's ranks reduce a slice each; the ranks of a lane exchange the slices that they have, each combines a part of
 them, and gives the others what came of it; then each host's ranks gather the slices. What crosses is what leaders would
-send for their hosts, but each rank has a core and a connection of its own for it. The bits are those that leaders make.
+send for their hosts, but each rank has a core and a connection of its own for it. The bits are those that leaders make,
+unless sums are rounded between hosts, where each host's own part isn't.
 """
 
 from __future__ import annotations
@@ -24,38 +25,40 @@ def all_reduce(hosts: Hosts, local: NativeGroup, xs: Sequence[Tensor], outs: Seq
     """Reduces flat chunks to `outs`, each of which may be its chunk; all ranks of the group call it alike.
 
     In step i the host's ranks reduce chunk i and send their slices of it, while those of chunk i - 1 are on their way,
-    and the results of chunk i - 2.
+    and the results of chunk i - 2. A step ends when what the one before has sent has left: else this rank might wait
+    for its host, and another one for what this rank has yet to send, in a ring.
     """
     leaders = hosts.leaders
     chunks = [
         _Chunk(hosts, local, how, number % MOST_UNDER_WAY, x, out)
         for number, (x, out) in enumerate(zip(xs, outs, strict=True))
     ]
-    sends: list[int] = []
 
-    def begin_first() -> None:
+    def begin_first() -> list[int]:
         """Compares the calls before anything is read of what others send."""
-        if hosts.is_leader:
-            sends.extend(leaders.begin_exchange({}))
-        sends.extend(chunks[0].send())
+        sends = leaders.begin_exchange({}) if hosts.is_leader else []
+        sends += chunks[0].send()
         hosts.between(lambda: leaders.wait_for(leaders.end_exchange({}, chunks[0].expect)))
         if not hosts.is_leader:
             chunks[0].expect()
+        return sends
 
+    earlier: list[int] = []
     for step in range(len(chunks) + _STAGES - 1):
+        sends: list[int] = []
         if step < len(chunks):
             chunks[step].reduce()
-            if step == 0:
-                begin_first()
-            else:
-                sends += chunks[step].send()
+            sends += begin_first() if step == 0 else chunks[step].send()
             for following in chunks[step + 1 : step + 2]:  # else it would wait in memory of its own
                 following.expect()
         if 1 <= step <= len(chunks):
             sends += chunks[step - 1].combine()
         if step >= 2:
-            chunks[step - 2].share()
-    leaders.wait_for(sends)
+            chunks[step - 2].share(earlier)
+        else:
+            leaders.wait_for(earlier)
+        earlier = sends
+    leaders.wait_for(earlier)
 
 
 class _Chunk:
@@ -121,9 +124,9 @@ class _Chunk:
             self._how.combine([self._parts[host] for host in range(len(self._cuts))], result)
         return [] if self._in_one_round else self._sends(dict.fromkeys(self._peers.values(), result), RESULTS)
 
-    def share(self) -> None:
-        """Gathers the slices of the host's ranks."""
-        self._hosts.leaders.wait_for(self._results)
+    def share(self, sends: Sequence[int]) -> None:
+        """Gathers the slices of the host's ranks, once these sends have left, too: two waits could make a ring."""
+        self._hosts.leaders.wait_for([*self._results, *sends])
         self._local.call("all_gather", self._out.data_ptr(), self._slice.data_ptr(), 1, self._slice.nbytes)
         if self._is_padded:
             self._wanted.copy_(self._out[: self._wanted.numel()])

@@ -25,8 +25,8 @@ Compiled code moves all of it (csrc/streams.h): a hierarchical group has the lib
 asks of it, and how the connections are made.
 
 Addresses, ports and tokens are told over the group's gloo, when the group is made; a connection begins with the token
-of who listens, the rank of who connects, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, over
-the interfaces of GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
+of who listens, the rank of who connects, and its number: with PARALLEL_STATE_CONNECTIONS two ranks have several, to
+the interfaces in GLOO_SOCKET_IFNAME in turn, and a large body goes in stripes over all of them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import errno
 import functools
 import itertools
 import json
+import logging
 import os
 import secrets
 import select
@@ -48,13 +49,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from device_communicators import settings
+from device_communicators import limits, settings
 from device_communicators.cpu import native
 from device_communicators.errors import CommunicationError, plain
 from device_communicators.host import gloo_addresses
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import attributed
 from device_communicators.routing.waiting import all_gather_bytes
+
+logger = logging.getLogger("parallel_state")
 
 FRAME = 0
 """The kind of the message that a call begins with."""
@@ -336,7 +339,7 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
     failure domain has ended, the error that names it.
     """
     started = time.monotonic()
-    token, wanted = secrets.token_bytes(_TOKEN_BYTES), settings.CONNECTIONS.get()
+    token, wanted = secrets.token_bytes(_TOKEN_BYTES), _connections(context, len(peers))
     with contextlib.ExitStack() as stack:
         listeners: list[socket.socket] = []
         problem, at = "", ""
@@ -350,7 +353,7 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
                     listeners.append(stack.enter_context(listener))
             except OSError as error:
                 problem = f"{at!r}: {error}"[: _TOLD_BYTES // 4]
-        ends = [each.getsockname()[:2] for each in listeners]
+        ends = [] if problem else [each.getsockname()[:2] for each in listeners]
         place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
         places = _exchange_places(context, json.dumps(place).encode().ljust(_TOLD_BYTES), started)
         for rank, (*_, what) in enumerate(places):
@@ -383,6 +386,15 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sockets = {other: [made[key] for key in keys if key[0] == other] for other in peers}
     return Streams(sockets, spin_s, {other: places[other][3] for other in peers})
+
+
+def _connections(context: GroupContext, peers: int) -> int:
+    """Returns how many connections to each other rank there may be: as many as are wanted, or one."""
+    wanted = settings.CONNECTIONS.get()
+    shortage = limits.descriptor_shortage(2 * wanted * peers) if wanted > 1 else ""  # the group may have as many again
+    if shortage:
+        logger.warning("%s has one connection to each rank instead of %d: %s", context, wanted, shortage)
+    return 1 if shortage else wanted
 
 
 def _exchange_places(context: GroupContext, told: bytes, started: float) -> list[Any]:

@@ -51,7 +51,7 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
         raise _unproven(problem, deaths, rank, len(places)) from error
     if verdict is not None:
         deaths = [death for death in watch.watcher.await_death_of(range(len(places))) if death.certain]
-        if deaths:  # of which others knew before: they gave up, and nobody reached them
+        if deaths:  # others knew of them before, gave up, and were not reached; that takes a second more to tell
             raise _unproven(describe_deaths(deaths), deaths, rank, len(places))
         raise _not_reached(places, rank, *verdict)
 

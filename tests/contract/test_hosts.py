@@ -250,6 +250,23 @@ def test_each_rank_of_a_host_sends_its_share_of_a_large_sum(on_hosts: OnHosts) -
         assert list(found.values()) == [0]
 
 
+def _large_sums(count: int, placement: Sequence[int]) -> None:
+    group = ps.get_tp_group()
+    inputs = _inputs(count, torch.float32, group.world_size)
+    for _ in range(2):
+        assert torch.equal(group.all_reduce(inputs[group.rank_in_group]), _total(inputs, placement))
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 2, 0, 1, 2)], ids=str)
+def test_ranks_that_wait_for_their_host_and_for_others_never_wait_in_a_ring(placement: tuple[int, ...]) -> None:
+    """Where the kernel takes little at once, most of what was sent is still to be written when the host meets."""
+    with Hosts(max(placement) + 1) as narrow:
+        for host in range(max(placement) + 1):
+            narrow.run_on(host, "sysctl -qw net.ipv4.tcp_wmem='4096 65536 65536' net.ipv4.tcp_rmem='4096 65536 65536'")
+        with narrow.ranks(placement) as ranks:
+            ranks.run(_large_sums, 8_000_000, placement, tp=len(placement), timeout_s=40.0)
+
+
 def _over_connections(count: int, placement: Sequence[int]) -> list[int]:
     """Calls of every kind with large tensors; returns how many connections there are to each rank."""
     group = ps.get_tp_group()

@@ -169,9 +169,9 @@ def test_a_copy_lets_go_on_what_is_sent() -> None:
     near, far = socket.socketpair()
     far.setblocking(False)
     x = torch.arange(3 << 20, dtype=torch.int32).view(1024, -1)
-    with near, far:
+    with contextlib.closing(Streams({1: [near]}, 0.0)) as streams, far:
         context = GroupContext("test", (0, 1), 0, torch.device("cpu"), 1.0)
-        leaders = Leaders(context, (0, 1), 0, Streams({1: [near]}, 0.0))
+        leaders = Leaders(context, (0, 1), 0, streams)
         transfer = leaders.send(x, 1)
         with contextlib.suppress(BlockingIOError):
             while far.recv(x.nbytes):
@@ -190,13 +190,14 @@ def test_splits_of_many_ranks_on_a_host_are_compared(wrong: bool) -> None:
 
     def compare(host: int, end: socket.socket) -> None:
         context = GroupContext("test", tuple(range(256)), ranks[host][0], torch.device("cpu"), 10.0)
-        leaders = Leaders(context, (0, 128), host, Streams({128 * (1 - host): [end]}, 0.0), ranks)
-        leaders.begin(call)
-        leaders.splits = (*splits[:-1], 2) if wrong and host else tuple(splits)
-        leaders.wait_for([*leaders.begin_exchange({}), *leaders.end_exchange({})])
+        with contextlib.closing(Streams({128 * (1 - host): [end]}, 0.0)) as streams:
+            leaders = Leaders(context, (0, 128), host, streams, ranks)
+            leaders.begin(call)
+            leaders.splits = (*splits[:-1], 2) if wrong and host else tuple(splits)
+            leaders.wait_for([*leaders.begin_exchange({}), *leaders.end_exchange({})])
 
     near, far = socket.socketpair()
-    with near, far, ThreadPoolExecutor(1) as other:
+    with ThreadPoolExecutor(1) as other:
         expected = contextlib.nullcontext()
         if wrong:
             expected = pytest.raises(
