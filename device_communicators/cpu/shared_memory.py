@@ -85,7 +85,7 @@ class SharedMemoryCommunicator(Communicator):
         wide_out, op, narrow = reducible_in_memory(out, reduce_op)
         wide_x, _, _ = reducible_in_memory(x, reduce_op)
         inner = wide_out.numel() // outer
-        what = (wide_out.data_ptr(), wide_x.data_ptr(), outer, inner, DTYPES[wide_out.dtype], REDUCE_OPS[op], 0)
+        what = (wide_out.data_ptr(), wide_x.data_ptr(), outer, inner, DTYPES[wide_out.dtype], REDUCE_OPS[op])
         self._group.call("reduce_scatter", *what)
         if narrow is not None:
             narrow.copy_(wide_out)

@@ -105,8 +105,9 @@ class _Chunk:
             self._x[: self._given.numel()].copy_(self._given)
             self._x[self._given.numel() :].zero_()
         how = self._how
-        what = 1, self._part.numel(), DTYPES[how.narrow], REDUCE_OPS[how.op], how.widens
-        self._local.call("reduce_scatter", self._part.data_ptr(), self._x.data_ptr(), *what)
+        name, rows = ("reduce_scatter_part", ()) if how.widens else ("reduce_scatter", (1,))
+        what = self._part.numel(), DTYPES[how.narrow], REDUCE_OPS[how.op]
+        self._local.call(name, self._part.data_ptr(), self._x.data_ptr(), *rows, *what)
 
     def send(self) -> list[int]:
         """Gives the other hosts the parts that they combine."""

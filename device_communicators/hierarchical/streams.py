@@ -166,7 +166,10 @@ class Streams:
         early_bytes: Mapping[int, int] | None = None,
         striped_bytes: int = STRIPED_BYTES,
     ) -> None:
-        """`early_bytes`: how much this rank may send to each other one before that receives it."""
+        """`sockets`: the connections to each rank, in the order of the other side; only `close` closes them.
+
+        `early_bytes`: how much this rank may send to each other one before that receives it.
+        """
         self.functions = _functions()
         self._library = self.functions.library
         self._owner = os.getpid()

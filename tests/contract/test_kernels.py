@@ -81,7 +81,7 @@ def _reduce_scatter(
         given = rank.at(_place(own), each * rank.size, dtype)
     given.copy_(inputs[rank.rank])
     out = torch.empty(each, dtype=dtype)
-    assert rank.call("reduce_scatter", out, given, 1, each, dtype, 0, 0) == 0
+    assert rank.call("reduce_scatter", out, given, 1, each, dtype, 0) == 0
     assert torch.equal(out, torch.stack(inputs).sum(0).to(dtype).chunk(rank.size)[rank.rank])
     return given
 

@@ -333,10 +333,18 @@ int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, 
 }
 
 int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
-                      std::size_t outer, std::size_t inner, int dtype, int op, int wide) {
+                      std::size_t outer, std::size_t inner, int dtype, int op) {
   return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s,
-                               wide != 0);
+    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
+  });
+}
+
+// As a part of a reduction: see PartFunction.
+int ps_reduce_scatter_part(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
+                           std::size_t inner, int dtype, int op) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) {
+    return self.reduce_scatter(out, in, 1, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s,
+                               true);
   });
 }
 
