@@ -161,7 +161,7 @@ class Hosts:
             return torch.add(x, other, out=out)
         part = take(("part", self._parts), x.numel(), reduction.wide)
         if not reduction.is_native:
-            return part.copy_(x).add_(other)
+            return part.copy_(x).add_(other.to(reduction.wide))
         reduction.add_up([x, other], part)
         return part
 

@@ -86,7 +86,7 @@ class Reduction:
         """Writes what the hosts' parts, in their order, come to, to `out`, which may be one of them: rounded once."""
         combine = _COMBINE[self.op]
         # torch's maximum of zeros depends on where they lie, which may not be the same on all hosts.
-        is_exact = self._divisor is None and self.op in ("sum", "product")
+        is_exact = self.is_native and self._divisor is None and self.op in ("sum", "product")
         if is_exact and len(parts) == 2 and parts[0].dtype == parts[1].dtype == out.dtype:
             combine(*parts, out=out)
         elif self.is_native and len(parts) <= _MOST_SOURCES:
