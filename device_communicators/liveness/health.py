@@ -280,9 +280,19 @@ class Watcher:
         return self.deaths_of(ranks)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Reports what the kernel is ending already: until a large process has ended, seconds may go by."""
+        """Reports what the kernel is ending already: until a large process has ended, seconds may go by.
+
+        And what has ended without the thread having had the time to say so.
+        """
+        poll, processes = select.poll(), self._processes
+        for pidfd in processes:
+            poll.register(pidfd, select.POLLIN)
+        ended = {processes[pidfd] for pidfd, event in poll.poll(0) if event & select.POLLIN}
+        if processes is not self._processes:  # closed meanwhile
+            return
         for rank, pid in self._pids.items():
-            if rank in ranks and rank not in self._deaths and is_ending(pid) and not self.has_left(rank):
+            is_late = rank in ranks and rank not in self._deaths and (rank in ended or is_ending(pid))
+            if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
 
     def close(self) -> None:
