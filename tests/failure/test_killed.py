@@ -41,8 +41,8 @@ def killed_in(
     """Calls it until a victim is gone; also how long it takes to let go of everything."""
     with world_over(route, port, LONG_TIMEOUT_S) as group:
         call = calls_of_all(group)[operation]
-        call()
-        if group.rank in victims:
+        if group.rank in victims:  # the others may still be in their first call when it dies
+            call()
             later(LOOPS_S, lambda: (Path(folder, f"{group.rank}").write_text(repr(time.monotonic())), kill_me()))
         told = until_it_fails(group, call)
         left = time.monotonic()
