@@ -27,7 +27,7 @@ from device_communicators.cpu import native
 from device_communicators.hierarchical import hosts as communicator_hosts
 from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
-from tests.hosts import Host, HostRanks, Hosts, problem
+from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
 from tests.programs import FORK_SERVERS, Program
 
 try:
@@ -293,6 +293,29 @@ def test_what_is_large_goes_over_several_connections(hosts: Hosts, placement: tu
     with hosts.ranks(placement, PARALLEL_STATE_CONNECTIONS="3") as ranks:
         for found in ranks.run(_over_connections, 300_004, placement, tp=len(placement)):
             assert found == [3] * (len(placement) // 2)
+
+
+def _other_ends(count: int) -> list[list[str]]:
+    """Returns the addresses at which this rank's connections reach each other rank, after a large call."""
+    group = ps.get_tp_group()
+    assert torch.equal(group.all_reduce(torch.ones(count)), torch.full((count,), float(group.world_size)))
+    connections = group.route.communicators[0].hosts.leaders._streams.sockets.values()
+    return [[each.getpeername()[0] for each in to_one] for to_one in connections]
+
+
+def test_connections_go_to_all_interfaces_that_are_named() -> None:
+    with Hosts(2) as linked:
+        for host in range(2):
+            address = f"ip addr add 10.88.0.{host + 1}/24 dev eth1 && ip link set eth1 up"
+            try:
+                linked.run_on(host, f"ip link add link eth0 name eth1 type macvlan mode bridge && {address}")
+            except HostsFailedError as error:
+                pytest.skip(f"no second interface can be made here: {error}")
+        names = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "PARALLEL_STATE_CONNECTIONS": "3"}
+        with linked.ranks((0, 1), **names) as ranks:
+            for found in ranks.run(_other_ends, 1 << 20, tp=2):
+                (ends,) = found
+                assert [end.split(".")[1] for end in ends] == ["77", "88", "77"]
 
 
 def _rounded(count: int, calls: int) -> Tensor:
