@@ -369,6 +369,8 @@ def main() -> None:
     reason = problem()
     if reason is not None:
         sys.exit(f"no hosts can be made here: {reason}")
+    if not (options.rate_of_connections or "1gbit").endswith(tuple(_MEGABYTES_PER_S)):
+        parser.error("--rate-of-connections must end in mbit or gbit, such as 500mbit")
     if options.mpis and options.dtype != "bfloat16":
         parser.error("--mpis are measured with --dtype bfloat16, the default")
     print(

@@ -4,7 +4,7 @@ The ranks of a host first bring together what they have; the lowest of them, its
 hosts' leaders (`leaders.py`); then all take the result from it (`hosts.py`). So the network carries what a group of one
 rank per host would send, and not what all ranks would.
 
-A large all-reduce over hosts of as many ranks each goes from every rank to those of its place there (`lanes.py`).
+A large all-reduce over hosts of equally many ranks goes from every rank to those of its place there (`lanes.py`).
 
 A reduction goes over the ranks of a host in order, then over the hosts in order, so all ranks have the same bits. Sums
 and products of 16-bit floats stay float32 until the end, between hosts too, and are rounded once: a flat all-reduce

@@ -80,7 +80,7 @@ class Hosts:
         self.mine = self.blocks[self.host]
         self.is_one_rank_each = len(self.ranks) == context.size
         self.has_lanes = self.is_meshed and len({len(each) for each in self.ranks}) == 1 and not self.is_one_rank_each
-        """True if all hosts have as many ranks, several, which are connected."""
+        """True if all hosts have the same number of ranks, more than one, which are connected."""
         self.in_order = order == list(range(context.size))
         self._order = torch.tensor(order, device="cpu")
         self.places = self._order.argsort()

@@ -355,7 +355,7 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
                     listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
                     listeners.append(stack.enter_context(listener))
             except OSError as error:
-                problem = f"{at!r}: {error}"[: _TOLD_BYTES // 4]
+                problem = ascii(f"{at}: {error}")[: _TOLD_BYTES // 4]
         ends = [] if problem else [each.getsockname()[:2] for each in listeners]
         place = [ends, token.hex(), wanted, settings.EARLY_BYTES.get(), problem]
         places = _exchange_places(context, json.dumps(place).encode().ljust(_TOLD_BYTES), started)

@@ -285,7 +285,7 @@ class Watcher:
         And what has ended without the thread having had the time to say so.
         """
         poll, processes = select.poll(), self._processes
-        for pidfd in processes:
+        for pidfd in list(processes):
             poll.register(pidfd, select.POLLIN)
         ended = {processes[pidfd] for pidfd, event in poll.poll(0) if event & select.POLLIN}
         if processes is not self._processes:  # closed meanwhile

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import parallel_state as ps
 from device_communicators import limits
 from device_communicators.cpu import native
+from device_communicators.hierarchical import communicator, lanes
 from device_communicators.hierarchical import hosts as communicator_hosts
 from tests.contract.attempts import Outcome, attempt, world
 from tests.extent import LONG
@@ -295,6 +296,26 @@ def test_what_is_large_goes_over_several_connections(hosts: Hosts, placement: tu
             assert found == [3] * (len(placement) // 2)
 
 
+def _connected_as_each_wants(wanted: Sequence[int]) -> dict[int, int]:
+    """Returns how many connections a new group has to each other rank, after a call of it."""
+    everyone = ps.get_tp_group()
+    os.environ["PARALLEL_STATE_CONNECTIONS"] = str(wanted[everyone.rank_in_group])
+    group = everyone.make_sub_group(range(len(wanted)))
+    assert group is not None
+    x = torch.ones(1 << 20)
+    assert torch.equal(group.all_reduce(x), x * len(wanted))
+    streams = group.route.communicators[0].hosts.leaders._streams
+    return {rank: len(connections) for rank, connections in streams.sockets.items()}
+
+
+def test_two_ranks_have_as_many_connections_as_both_want(hosts: Hosts) -> None:
+    wanted = (1, 4, 3)
+    with hosts.ranks((0, 1, 2)) as ranks:
+        found = ranks.run(_connected_as_each_wants, wanted, tp=3)
+    for rank, connections in enumerate(found):
+        assert connections == {other: min(wanted[rank], wanted[other]) for other in range(3) if other != rank}
+
+
 def _other_ends(count: int) -> list[list[str]]:
     """Returns the addresses at which this rank's connections reach each other rank, after a large call."""
     group = ps.get_tp_group()
@@ -532,7 +553,7 @@ def _until_it_fails(victim: int, count: int) -> Outcome:
     ("placement", "victim", "count"),
     [((0, 0, 1, 1), 0, 10), ((0, 0, 1, 1), 1, 10), ((0, 0, 1, 1), 2, 1_000_000), ((0, 0, 1, 1), 3, 10),
      ((0, 1, 2), 1, 10), ((0, 1, 2), 0, 1_000_000)],
-    ids=["first leader", "its neighbour", "second leader", "its neighbour, large", "alone", "alone, large"],
+    ids=["first leader", "its neighbour", "second leader, large", "its neighbour", "alone", "alone, large"],
 )  # fmt: skip
 def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(
     hosts: Hosts, placement: tuple[int, ...], victim: int, count: int
@@ -547,6 +568,36 @@ def test_a_rank_that_dies_fails_all_ranks_of_all_hosts(
         known = {(victim,)} if same_host else {(victim,), (placement.index(placement[victim]),)}
         assert outcome.suspect_ranks in known, f"rank {rank}: {outcome}"
         assert outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
+
+
+def _dying_in(stage: str, victim: int) -> Outcome:
+    """All-reduces in lanes, within the third of which a rank ends at a stage of a chunk."""
+    with world(_world_size()):
+        group = ps.get_tp_group()
+        if group.rank == victim:
+            run, calls = getattr(lanes._Chunk, stage), itertools.count()
+
+            def run_or_die(*args: object) -> object:
+                if next(calls) == 2 * 8 + 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return run(*args)
+
+            setattr(lanes._Chunk, stage, run_or_die)
+        for _ in range(50):
+            outcome = attempt(group.all_reduce, torch.ones(8 * communicator.LEAST_CHUNK_ELEMENTS))
+            if outcome.kind != "ok":
+                break
+        return outcome
+
+
+@pytest.mark.parametrize(("stage", "victim"), [("reduce", 1), ("send", 0), ("combine", 3), ("share", 2)])
+def test_a_rank_that_dies_within_a_large_sum_fails_all_ranks(hosts: Hosts, stage: str, victim: int) -> None:
+    with hosts.ranks((0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="20") as ranks:
+        outcomes = ranks.survivors(_dying_in, stage, victim, timeout_s=60.0)
+    assert outcomes.keys() == {0, 1, 2, 3} - {victim}
+    for rank, outcome in outcomes.items():
+        assert outcome.kind == "PeerDiedError" and outcome.seconds < SOON_S, f"rank {rank}: {outcome}"
+        assert set(outcome.suspect_ranks) <= {victim, victim // 2 * 2}, f"rank {rank}: {outcome}"
 
 
 @pytest.mark.parametrize("victim", [0, 3])
