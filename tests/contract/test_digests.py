@@ -1,0 +1,58 @@
+"""The bits of every operation, dtype, size class and placement are those of `tests/digests.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests import digests
+from tests.contract.carriers import Member, _run_on_rank
+from tests.digests import PLACEMENTS, Placement
+from tests.hosts import HostRanks
+from tests.workers import WorkerPool
+
+
+def _body(member: Member) -> dict[str, list[str]]:
+    member.cases += 1
+    return digests.digests_of_rank(member.group)
+
+
+def found_on(placement: Placement, ranks: WorkerPool) -> dict[str, str]:
+    """Returns the digests of all cases, computed by `ranks`."""
+    answers = ranks.run(_run_on_rank, placement.row, _body, (), tp=len(placement.hosts))
+    for refused, _, _ in answers:
+        assert refused is None, f"{placement} is unavailable: {refused}"
+    return digests.combined([answer for _, _, answer in answers])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_bits_are_the_stored_ones(
+    placement: Placement,
+    pools: Callable[[int], WorkerPool],
+    request: pytest.FixtureRequest,
+) -> None:
+    on_hosts: Callable[[Sequence[int]], HostRanks]
+    if placement.row == "hierarchical":
+        on_hosts = request.getfixturevalue("on_hosts")
+        found = found_on(placement, on_hosts(placement.hosts))
+    else:
+        found = found_on(placement, pools(len(placement.hosts)))
+    wrong = digests.differences(placement, found)
+    assert not wrong, "\n".join(
+        [*wrong[:20], f"{len(wrong)} digests differ; if meant: python -m tests.digests --reason …"]
+    )
+
+
+def test_a_flipped_bit_and_a_lost_case_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[str, Any] = digests.stored()
+    placement = PLACEMENTS[0]
+    found = dict(held["digests"][str(placement)])
+    assert digests.differences(placement, found) == []
+    case = "all_reduce sum float32"
+    first = found[case]
+    found[case] = f"{int(first[:8], 16) ^ 1:08x}{first[8:]}"
+    assert [case in line for line in digests.differences(placement, found)] == [True]
+    del found[case]
+    assert "not run" in digests.differences(placement, found)[0]
