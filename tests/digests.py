@@ -2,8 +2,8 @@
 
     python -m tests.digests --reason "float32 sums between hosts are pairwise now"      # rewrites digests.json
 
-`digests.json` holds, for each placement of ranks, operation and dtype, one digest per size class, and the reason of
-each rewrite. Inputs come from a seeded generator of Python's and exact conversions, so no library's random numbers matter.
+`digests.json` holds, for each placement of ranks, operation and dtype, one digest per size class, and the reason
+of each rewrite. Inputs come from a seeded generator of Python's and exact conversions, so no library matters.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _integers(count: int, rank: int) -> Tensor:
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Returns the input of `rank`: sums round and integers overflow. The first four floats are ±0, a tiny and infinity."""
+    """Returns the input of `rank`: sums round and integers overflow. The first floats are ±0, a tiny and infinity."""
     integers = _integers(count, rank)
     if not dtype.is_floating_point and not dtype.is_complex:
         return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype)
