@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from tests import workers
+from tests import promises, workers
 from tests.extent import LONG
 from tests.hosts import HostRanks, Hosts, problem
 from tests.workers import WorkerPool
@@ -24,6 +24,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if isinstance(item, pytest.Function) and item.path.parent.name == "failure"
     }
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    promises.note_collected(item.nodeid for item in session.items)
 
 
 @pytest.fixture(scope="session")

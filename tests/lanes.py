@@ -8,8 +8,8 @@
 Each lane is a pytest of its own, whose output lies in `.lanes/NAME.log`. That of a lane which failed is printed at the
 end, of the others the summary. Many tests have ranks that must notice something in time, with six lanes on few cores:
 up to MOST_AGAIN that failed run once more, with the machine to themselves, and those that pass then are named. The last
-line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test. Ctrl-C ends all
-lanes with everything below them.
+line counts all tests in pytest's words. The exit code is 1 where a lane failed for good or ran no test, and where the
+tests of all lanes no longer hold each of `tests/promises.txt`. Ctrl-C ends all lanes with everything below them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import promises
 from tests.failure.leftovers import descendants
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -238,6 +239,9 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
             main((), others) if others else 0
         )
     LOGS.mkdir(exist_ok=True)
+    collected = LOGS / "collected.txt"
+    collected.unlink(missing_ok=True)
+    os.environ[promises.COLLECTED] = str(collected)
     started_s = time.monotonic()
     total: Counter[str] = Counter()
     runs = [Run(lane, options) for lane in lanes]
@@ -260,9 +264,16 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
         print("failed beside the other lanes and passed alone:", *again, sep="\n    ")
         failed = []
         total.update({"passed": len(again), "failed": -total["failed"], "error": -total["error"]})
+    lost = [] if options or not set(LANES) <= set(lanes) else _lost_promises(collected)
+    if lost:
+        print(f"tests/promises.txt isn't what the tests hold, in {len(lost)} lines:", *lost[:20], sep="\n    ")
     print(last_line(total, time.monotonic() - started_s), flush=True)
     ran = total["passed"] > 0 or not any(lane.paths for lane in lanes)
-    return 0 if ran and not failed else 1
+    return 0 if ran and not failed and not lost else 1
+
+
+def _lost_promises(collected: Path) -> list[str]:
+    return promises.problems(promises.promises_of(collected.read_text(encoding="utf-8").splitlines()))
 
 
 def _passes(names: Sequence[str]) -> bool:

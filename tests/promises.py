@@ -1,0 +1,172 @@
+"""The inventory of promises: which fault, call and layout has a test on which transport and through which door.
+
+    python -m tests.promises --write                    # collects the suite and rewrites tests/promises.txt
+
+A promise is one line, made from the name of a collected test, or from a key of `digests.json`:
+
+    row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
+    bits | shared_memory | all_reduce_async | float32   # transport, call (started calls end in _async), dtype
+    compiled | test_graph_breaks | inductor-names3      # file, parameters
+    layout | test_every_group_that_vllm_makes           # test that compares layouts with an engine's own code
+
+A line that no test makes any more must move to the file's last part, below `withdrawn:`, and CHANGELOG.md must quote it
+in backquotes with the reason. `python -m tests.lanes`, which CI runs, compares the file with what the lanes collected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.extent import LONG
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = Path(__file__).with_suffix(".txt")
+COLLECTED = "PARALLEL_STATE_TESTS_COLLECTED"
+"""Names the file to which a run of pytest appends the ids of the tests that it collected."""
+_WITHDRAWN = "withdrawn:"
+_TRANSPORTS = {
+    "shared memory": ("shared memory", "shared_memory"),
+    "gloo": ("gloo", "process_group"),
+    "hosts": ("two hosts", "hierarchical", "hosts", "test_links.py", "row_50"),
+    "simulated": ("simulated",),
+}
+"""Words of test ids and file names that name a transport."""
+_DOORS = {
+    "launcher": ("launch", "torchrun"),
+    "start": ("meeting", "setup", "at_start", "many_jobs"),
+    "torch.distributed": ("c10d", "torch.distributed", "over torch"),
+}
+"""The first that fits counts."""
+_LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layouts.py")
+
+
+def promises_of(test_ids: Iterable[str]) -> set[str]:
+    """Returns the promises that tests of these ids hold, and those of the digests if their test is among them."""
+    rows = _rows_of_the_table()
+    found: set[str] = set()
+    for test_id in test_ids:
+        path, _, name = test_id.partition("::")
+        function, _, parameters = name.partition("[")
+        parameters = parameters.removesuffix("]")
+        named = re.match(r"row (\d+): ", parameters)
+        held = _rows(path, function, rows)
+        for row in held if named is None else held & {int(named[1]), 46} | {int(named[1])}:
+            case = _without_transport(parameters) or function.removeprefix("test_")
+            found.add(
+                f"row {row:02} | {_word(_TRANSPORTS, test_id, 'any')} | {_word(_DOORS, test_id, 'coordinator')} | {case}"
+            )
+        if path.startswith("tests/compile/"):
+            found.add(f"compiled | {Path(path).stem} | {function.removeprefix('test_')} {parameters}".rstrip())
+        elif path in _LAYOUTS:
+            found.add(f"layout | {function} {parameters}".rstrip())
+        elif function == "test_bits_are_the_stored_ones":
+            found |= set(_of_digests(parameters))
+    return found
+
+
+def stored() -> tuple[set[str], set[str]]:
+    """Returns the promises that must hold, and those that were withdrawn."""
+    held, _, withdrawn = FILE.read_text(encoding="utf-8").partition(_WITHDRAWN)
+    return set(held.split("\n")) - {""}, set(withdrawn.split("\n")) - {""}
+
+
+def problems(found: set[str]) -> list[str]:
+    """Returns what is wrong with the file, given the promises that a whole run collected. None if all is well."""
+    held, withdrawn = stored()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    return [
+        *(f"vanished: {line}" for line in sorted(held - found)),
+        *(f"new, so run `python -m tests.promises --write`: {line}" for line in sorted(found - held) if not LONG),
+        *(
+            f"withdrawn, but CHANGELOG.md doesn't quote it: {line}"
+            for line in sorted(withdrawn)
+            if f"`{line}`" not in changes
+        ),
+    ]
+
+
+def _rows(path: str, function: str, rows: dict[int, list[str]]) -> set[int]:
+    place = f"{path.removeprefix('tests/')}::{function}"
+    found = {row for row, patterns in rows.items() if any(fnmatch.fnmatchcase(place, each) for each in patterns)}
+    span = re.search(r"rows?_(\d+)(?:_(to|and)_(\d+))?", function) if path.startswith("tests/failure/") else None
+    if span is not None:
+        first, last = int(span[1]), int(span[3] or span[1])
+        found |= set(range(first, last + 1)) if span[2] != "and" else {first, last}
+    return found
+
+
+def _rows_of_the_table() -> dict[int, list[str]]:
+    """Returns the patterns of tests that docs/failures.md names in each row."""
+    text = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8").partition("## The matrix")[2]
+    lines = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    return {int(cells[1]): re.findall(r"`((?:failure|contract|unit)/[^`]+)`", cells[-2]) for cells in lines}
+
+
+def _word(table: dict[str, tuple[str, ...]], place: str, otherwise: str) -> str:
+    return next((name for name, words in table.items() if any(word in place for word in words)), otherwise)
+
+
+def _without_transport(parameters: str) -> str:
+    words = {word for words in _TRANSPORTS.values() for word in words}
+    return "-".join(part for part in parameters.split("-") if part and part not in words)
+
+
+def _of_digests(placement: str) -> Iterator[str]:
+    from tests import digests
+
+    row, _, _ = placement.partition(" ")
+    for case in digests.stored()["digests"][placement]:
+        call, *reduction, dtype = case.split(" ")
+        yield " | ".join(("bits", row, " ".join((call, *reduction)), dtype))
+
+
+def note_collected(test_ids: Iterable[str]) -> None:
+    """Appends ids to the file that the environment names; does nothing where it names none."""
+    path = os.environ.get(COLLECTED)
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("".join(f"{test_id}\n" for test_id in test_ids))
+
+
+def _collect() -> list[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "tests/failure",
+        "tests/contract",
+        "tests/compile",
+        *_LAYOUTS,
+    ]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in out.splitlines() if "::" in line]
+
+
+def main() -> None:
+    """Rewrites the file, or reports what is wrong with it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write", action="store_true", help="rewrite tests/promises.txt; vanished lines become withdrawn"
+    )
+    write = parser.parse_args().write
+    found = promises_of(_collect())
+    if write:
+        held, withdrawn = stored() if FILE.exists() else (set(), set())
+        withdrawn = (withdrawn | held) - found
+        FILE.write_text("\n".join([*sorted(found), _WITHDRAWN, *sorted(withdrawn), ""]), encoding="utf-8")
+    wrong = problems(found)
+    print(*wrong, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
