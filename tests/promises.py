@@ -59,9 +59,8 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
         held = _rows(path, function, rows)
         for row in held if named is None else held & {int(named[1]), 46} | {int(named[1])}:
             case = _without_transport(parameters) or function.removeprefix("test_")
-            found.add(
-                f"row {row:02} | {_word(_TRANSPORTS, test_id, 'any')} | {_word(_DOORS, test_id, 'coordinator')} | {case}"
-            )
+            transport, door = _word(_TRANSPORTS, test_id, "any"), _word(_DOORS, test_id, "coordinator")
+            found.add(f"row {row:02} | {transport} | {door} | {case}")
         if path.startswith("tests/compile/"):
             found.add(f"compiled | {Path(path).stem} | {function.removeprefix('test_')} {parameters}".rstrip())
         elif path in _LAYOUTS:
