@@ -594,20 +594,24 @@ def with_gradients(rank: int, size: int) -> Any:
     """torch.distributed.nn.functional, all of it: what comes, and the gradient of what went."""
     import torch.distributed.nn.functional as differentiable
 
+    world = dist.group.WORLD  # torch 2.15's defaults are those of the world in which this module was imported
+
     def parts() -> list[Tensor]:
         return [torch.rand(3, 2, requires_grad=True) for _ in range(size)]
 
     calls: dict[str, Callable[[list[Tensor]], Any]] = {
-        "broadcast": lambda xs: differentiable.broadcast(xs[0], 1),
-        "gather": lambda xs: differentiable.gather(xs[0], 1),
-        "scatter": lambda xs: differentiable.scatter(xs, 1),
-        "all_gather": lambda xs: differentiable.all_gather(xs[0]),
-        "all_gather, transposed": lambda xs: differentiable.all_gather(xs[0].t()),
-        "reduce_scatter": lambda xs: differentiable.reduce_scatter(torch.empty(3, 2), xs),
-        "all_to_all": lambda xs: differentiable.all_to_all([torch.empty(3, 2) for _ in xs], xs),
-        "all_to_all_single": lambda xs: differentiable.all_to_all_single(torch.empty(3 * size, 2), torch.cat(xs)),
-        "all_reduce": lambda xs: differentiable.all_reduce(xs[0]),
-        "all_reduce, product": lambda xs: differentiable.all_reduce(xs[0], dist.ReduceOp.MAX),
+        "broadcast": lambda xs: differentiable.broadcast(xs[0], 1, group=world),
+        "gather": lambda xs: differentiable.gather(xs[0], 1, group=world),
+        "scatter": lambda xs: differentiable.scatter(xs, 1, group=world),
+        "all_gather": lambda xs: differentiable.all_gather(xs[0], group=world),
+        "all_gather, transposed": lambda xs: differentiable.all_gather(xs[0].t(), group=world),
+        "reduce_scatter": lambda xs: differentiable.reduce_scatter(torch.empty(3, 2), xs, group=world),
+        "all_to_all": lambda xs: differentiable.all_to_all([torch.empty(3, 2) for _ in xs], xs, group=world),
+        "all_to_all_single": lambda xs: differentiable.all_to_all_single(
+            torch.empty(3 * size, 2), torch.cat(xs), group=world
+        ),
+        "all_reduce": lambda xs: differentiable.all_reduce(xs[0], group=world),
+        "all_reduce, product": lambda xs: differentiable.all_reduce(xs[0], dist.ReduceOp.MAX, group=world),
     }
     found: dict[str, Any] = {}
     for name, call in calls.items():
