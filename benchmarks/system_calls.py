@@ -1,0 +1,145 @@
+"""Counts the system calls and context switches of each call of 8 KiB, beside torch.distributed over gloo.
+
+    python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
+
+Counts hardly depend on what else the machine does, unlike times. They are those of rank 0, taken by `perf trace` over
+many calls, whose answers are checked first; what its other threads do is counted apart. A rank that spins makes none.
+Waits that last longer than a spin make more: on a busy machine futex, poll and sched_yield are upper bounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks import hosts as over_hosts
+from tests.hosts import Hosts, problem
+
+PLACEMENTS = ((0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1))
+BYTES = 8 << 10
+_ATTACH_S = 40.0
+_OF_THE_TOOL = ("clock_nanosleep", "wait4")
+"""System calls with which rank 0 waits for perf."""
+
+
+@contextlib.contextmanager
+def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
+    """Fills `own` with the system calls that the main thread makes inside, and `others` with those of other threads."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report"
+        command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as perf:
+            try:
+                with ThreadPoolExecutor(1) as other:  # what it calls must not be counted as the main thread's
+                    other.submit(_wait_until_attached, perf.pid).result()
+                yield
+            finally:
+                _end(perf)
+        counts = own
+        for line in report.read_text().splitlines():
+            thread = re.match(r" .*\((\d+)\), \d+ events", line)
+            row = re.match(r" +([a-z_0-9]+) +(\d+) +\d+ +[\d.]+ ", line)
+            if thread is not None:
+                counts = own if int(thread[1]) == os.getpid() else others
+            elif row is not None and row[1] not in _OF_THE_TOOL:
+                counts[row[1]] = counts.get(row[1], 0) + int(row[2])
+
+
+def _wait_until_attached(pid: int) -> None:
+    """Returns when the process `pid` sleeps in poll, as perf does once its events are enabled."""
+    deadline = time.monotonic() + _ATTACH_S
+    while "poll" not in Path(f"/proc/{pid}/wchan").read_text():
+        if time.monotonic() > deadline:
+            raise RuntimeError("perf trace didn't attach: it needs root and tracefs")
+        time.sleep(0.05)
+    time.sleep(0.2)
+
+
+def _end(perf: subprocess.Popen[bytes]) -> None:
+    """Has perf write its report. A signal that comes while perf reads its buffers is lost now and then."""
+    for _ in range(10):
+        perf.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            perf.wait(2.0)
+            return
+    perf.kill()
+    raise RuntimeError("perf trace doesn't end")
+
+
+def _switches() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+
+
+def _count(operation: str, way: str, count: int, calls: int) -> dict[str, Any]:
+    """Returns rank 0's system calls by name and voluntary context switches, per call."""
+    group = over_hosts.ps.get_tp_group()
+    call, x = over_hosts._call(operation, way), torch.ones(count, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(20):
+            call(x)
+        own: dict[str, int] = {}
+        others: dict[str, int] = {}
+        with _counted(own, others) if group.is_first_rank else contextlib.nullcontext():
+            group.barrier()
+            before = _switches()
+            for _ in range(calls):
+                call(x)
+            switches = _switches() - before
+        group.barrier()
+    per_call = {name: round(number / calls, 2) for name, number in sorted(own.items()) if number >= calls / 50}
+    return {
+        "system_calls": per_call,
+        "of_other_threads": round(sum(others.values()) / calls, 2),
+        "context_switches": round(switches / calls, 2),
+    }
+
+
+def main() -> None:
+    """Prints a table, and writes it as JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=300, help="calls that are counted (default 300)")
+    parser.add_argument("--operations", nargs="+", default=list(over_hosts.OPERATIONS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    reason = problem()
+    if reason is not None:
+        sys.exit(f"no hosts can be made here: {reason}")
+    rows: list[dict[str, Any]] = []
+    with Hosts(2) as hosts:
+        for placement in PLACEMENTS:
+            with hosts.ranks(placement) as ranks:
+                size = len(placement)
+                count = BYTES // torch.bfloat16.itemsize // size * size
+                for operation in options.operations:
+                    ranks.run(over_hosts._check, operation, count, torch.bfloat16, tp=size)
+                    for way in over_hosts.WAYS:
+                        found = ranks.run(_count, operation, way, count, options.calls, tp=size)[0]
+                        rows.append({"hosts": placement, "operation": operation, "way": way, **found})
+                        calls = ", ".join(f"{name} {number:g}" for name, number in found["system_calls"].items())
+                        rest = f"{found['context_switches']:6} switches, {found['of_other_threads']:6} of other threads"
+                        print(f"{placement} {operation:22} {way:5} {rest}  {calls}", flush=True)
+    if options.json is not None:
+        machine = {"cores": os.cpu_count(), "kernel": platform.release(), "torch": torch.__version__}
+        options.json.write_text(json.dumps({"bytes": BYTES, "machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
