@@ -179,7 +179,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             pool, domain = outer
         try:
             if outer is None:
-                pool.address = address_of(default_store())
+                pool.address = address_of(default_store().raw)
             options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
             place = environment.explicit(pool.rank, pool.world_size, rendezvous=False)
             traits = Traits(given.device, place.local_rank, options, allow_pickle)

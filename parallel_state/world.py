@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators import host, limits, settings
+from device_communicators.bounded_store import LAST_WORD_S
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.errors import (
     CommunicationError,
@@ -281,7 +282,7 @@ def _init_process_group(
         reset_group_count()
         dist.init_process_group(
             options.backend,
-            store=met.store,
+            store=met.store.raw,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=connecting.timeout_s),
@@ -346,26 +347,21 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
-    store = dist.PrefixStore(f"parallel_state{token}/start", default_store())
+    store = default_store().prefixed(f"parallel_state{token}/start")
     own, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
     deadline = time.monotonic() + start_timeout_s
-    store.set(f"process/{place.rank}", json.dumps(own))
     keys = [f"process/{rank}" for rank in range(place.world_size)]
+    bounded = store.until(deadline + LAST_WORD_S)
     try:
-        store.wait(keys, timedelta(seconds=start_timeout_s))
+        bounded.set(keys[place.rank], json.dumps(own))
+        came = bounded.wait_for(keys, start_timeout_s)
+        missing = [] if came else [rank for rank, key in enumerate(keys) if not bounded.check([key])]
+        entries = enumerate(bounded.multi_get(keys) if came else [])
     except dist.DistError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} joins the default group that exists, but ranks "
-            f"{format_ranks(missing)} did not within {start_timeout_s:g} s. Each of them must call "
-            "init_distributed_environment()",
-            operation="init_distributed_environment",
-            rank=place.rank,
-            suspect_ranks=missing,
-            timeout_s=start_timeout_s,
-        ) from error
+        raise _not_joined(place, f"{plain(error)}", [store.served_by or 0], start_timeout_s) from error
+    if missing:
+        raise _not_joined(place, f"ranks {format_ranks(missing)} did not", missing, start_timeout_s)
     processes = Processes(own)
-    entries = enumerate(store.multi_get(keys))
     processes.see({rank: Address.parse(json.loads(each)) for rank, each in entries if rank != place.rank})
     try:
         return StartWatch(store, place.rank, place.world_size, processes, deadline)
@@ -373,6 +369,20 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
         publish_failure(store, place.rank, error)
         processes.close()
         raise
+
+
+def _not_joined(
+    place: ProcessEnvironment, what: str, suspects: Sequence[int], start_timeout_s: float
+) -> RendezvousError:
+    """Returns the error for a default group that not all of its ranks join."""
+    return RendezvousError(
+        f"rank {place.rank} of {place.world_size} joins the default group that exists, but {what} within "
+        f"{start_timeout_s:g} s. Each of its ranks must call init_distributed_environment()",
+        operation="init_distributed_environment",
+        rank=place.rank,
+        suspect_ranks=suspects,
+        timeout_s=start_timeout_s,
+    )
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:

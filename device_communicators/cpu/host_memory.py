@@ -93,11 +93,18 @@ class HostMemory:
         """Returns True if all ranks of the group work in one segment."""
         return self.problem is None and len(self.hosts) == 1
 
-    def attach(self, cpu_group: Any, watcher: Watcher | None = None, watched: Sequence[int] = ()) -> None:
+    def attach(
+        self,
+        cpu_group: Any,
+        watcher: Watcher | None = None,
+        watched: Sequence[int] = (),
+        explain: Callable[[RuntimeError], tuple[type[CommunicationError], str, list[int]]] | None = None,
+    ) -> None:
         """Finds out who shares memory, and maps it; all ranks call it with the gloo group. Raises CommunicationError.
 
         `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
-        wait. The deadline is that of the start.
+        wait. The deadline is that of the start. `explain` returns the class, the cause and the suspects of an error of
+        `cpu_group` that no known death explains.
         """
         if self.attached:
             return
@@ -114,12 +121,16 @@ class HostMemory:
                 raise
             # A connection breaks with its rank, or a moment before that is heard of.
             deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks)
+            kind, why = kind_of_deaths(deaths, CommunicationError), describe_deaths(deaths) or plain(error)
+            suspects = [death.rank for death in deaths]
+            if not deaths and explain is not None:
+                kind, why, suspects = explain(error)
             raise self.members.failure(
-                kind_of_deaths(deaths, CommunicationError),
-                f"the ranks of {self.members} could not look for shared memory together: "
-                f"{describe_deaths(deaths) or plain(error)}. Look for the first rank that failed",
+                kind,
+                f"the ranks of {self.members} could not look for shared memory together: {why}. Look for the first "
+                "rank that failed",
                 "attach",
-                suspect_ranks=[death.rank for death in deaths],
+                suspect_ranks=suspects,
                 elapsed_s=time.monotonic() - started,
                 timeout_s=limit_s,
             ) from error

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")
@@ -64,7 +65,7 @@ class Heartbeats:
         limit_s: float,
     ) -> None:
         """`store`: a connection of its own. `hosts`: global ranks by host; rank 0's is taken to serve the store."""
-        self._store = store
+        self._store = BoundedStore.of(store)
         self._hosts = [_Host(tuple(ranks)) for ranks in hosts]
         self._own = next(host for host in self._hosts if rank in host.ranks)
         self._serving = next(host for host in self._hosts if 0 in host.ranks)

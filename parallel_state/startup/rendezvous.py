@@ -36,6 +36,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -73,7 +74,7 @@ _ROSTER_S = 0.2  # between two rosters of those who came so far
 class Met(NamedTuple):
     """Holds what comes of a meeting: the world's store, its ranks, and those of them that are watched."""
 
-    store: dist.Store
+    store: BoundedStore
     places: dict[int, Address]
     processes: Processes
     deadline: float
@@ -110,7 +111,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(dist.HashStore(), {}, Processes(Address()), deadline, ReservedPort())
+        return Met(BoundedStore(dist.HashStore()), {}, Processes(Address()), deadline, ReservedPort())
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
@@ -127,7 +128,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(store, meeting.places, meeting.processes, deadline, reserved, links)
+        return Met(BoundedStore(store.raw), meeting.places, meeting.processes, deadline, reserved, links)
     except BaseException as error:
         meeting.processes.close()
         reserved.close()
@@ -160,11 +161,15 @@ class _Meeting:
         """Number of ranks in each roster."""
         self.processes = Processes(self.own_place)
 
-    def open_world(self) -> dist.Store:
+    def _bounded(self, store: dist.Store) -> BoundedStore:
+        """Returns this job's part of a store, whose operations end at the deadline of the start."""
+        return BoundedStore(dist.PrefixStore(self.prefix, store)).until(self.deadline + LAST_WORD_S)
+
+    def open_world(self) -> BoundedStore:
         """Opens a world as rank 0, and returns its store once all ranks came."""
         store = self._reach_store()
         name = secrets.token_hex(8)
-        world = dist.PrefixStore(name, store)
+        world = store.prefixed(name)
         self._publish_roster(world)
         store.set(_NAME, name)
         verdict, others = self._judge(world)
@@ -182,15 +187,15 @@ class _Meeting:
             raise self._failure(verdict)
         return world
 
-    def _reach_store(self) -> dist.Store:
+    def _reach_store(self) -> BoundedStore:
         for _ in looks(self.deadline):
             try:
-                return dist.PrefixStore(self.prefix, self.connect())
+                return self._bounded(self.connect())
             except (OSError, dist.DistNetworkError) as error:
                 self.obstacle = str(error).splitlines()[0]
         raise self.not_met()
 
-    def _judge(self, world: dist.Store) -> tuple[str, int]:
+    def _judge(self, world: BoundedStore) -> tuple[str, int]:
         """Waits for every rank. Returns the verdict, and how many may be there to hear it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
         size, published, published_at = self.place.world_size, 1, time.monotonic()
@@ -223,12 +228,12 @@ class _Meeting:
                 return f"{kind} {' '.join(words)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
 
-    def _ended(self, world: dist.Store) -> list[int]:
+    def _ended(self, world: BoundedStore) -> list[int]:
         """Returns ranks that came and ended: which this one sees, and those of which others tell."""
         by_others = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
         return sorted({*self.processes.ended(), *map(int, by_others)})
 
-    def _publish_roster(self, world: dist.Store) -> None:
+    def _publish_roster(self, world: BoundedStore) -> None:
         """Tells the ranks of each host which of them came, where there are new ones: all who can watch each other."""
         rosters: dict[str, dict[str, list[str]]] = {}
         for rank, place in self.places.items():
@@ -238,15 +243,15 @@ class _Meeting:
                 self._published[processes] = len(roster)
                 world.set(f"{_ROSTER}/{processes}", json.dumps(roster))
 
-    def _read_roster(self, world: dist.Store) -> None:
+    def _read_roster(self, world: BoundedStore) -> None:
         key = f"{_ROSTER}/{self.own_place.processes}"
         if world.check([key]):
             self.processes.see(_places(json.loads(world.get(key))))
 
-    def _missing(self, world: dist.Store) -> list[int]:
+    def _missing(self, world: BoundedStore) -> list[int]:
         return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
 
-    def enter_world(self) -> dist.Store:
+    def enter_world(self) -> BoundedStore:
         """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
         entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.own_place])
         store = world = None
@@ -255,14 +260,14 @@ class _Meeting:
         for _ in looks(self.deadline, self.place.world_size):
             try:
                 if store is None:
-                    store, name = dist.PrefixStore(self.prefix, self.connect()), b""
+                    store, name = self._bounded(self.connect()), b""
                     self.obstacle = _NO_WORLD
                 newest = store.get(_NAME) if store.check([_NAME]) else b""
                 # First the verdict of the world that this rank is in, if there is one by now: where the others' start
                 # failed at once and rank 0 is back, this rank's fails with them, and all come to the next together.
                 is_decided = entered and world is not None and world.check([_VERDICT])
                 if newest not in (b"", name) and not is_decided:
-                    name, world = newest, dist.PrefixStore(newest.decode(), store)
+                    name, world = newest, store.prefixed(newest.decode())
                     if self._is_left_behind(world):
                         world, entered = None, False
                     else:
@@ -275,20 +280,23 @@ class _Meeting:
                     return world
                 else:
                     entered = False
-            except (OSError, dist.DistNetworkError) as error:
+            except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
                 if world is None:  # else what was found there says more
                     who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
                     self.obstacle = who + str(error).splitlines()[0]
-        missing = self._missing(world) if store is not None and world is not None and entered else []
+        missing = []
+        if store is not None and world is not None and entered:
+            with contextlib.suppress(dist.DistError):
+                missing = self._missing(world.within(LAST_WORD_S))
         if world is None or not missing:
             raise self.not_met()
         with contextlib.suppress(dist.DistError):
-            world.set(_GAVE_UP, "1")
+            world.within(LAST_WORD_S).set(_GAVE_UP, "1")
         raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}")
 
-    def _is_left_behind(self, world: dist.Store) -> bool:
+    def _is_left_behind(self, world: BoundedStore) -> bool:
         """Returns True for a world whose rank 0 has ended before it gave a verdict; else watches who came there."""
         self.processes.close()
         self.processes = Processes(self.own_place)
@@ -298,7 +306,7 @@ class _Meeting:
         self.obstacle = _NO_WORLD
         return True
 
-    def _enter(self, world: dist.Store, entry: str) -> bool:
+    def _enter(self, world: BoundedStore, entry: str) -> bool:
         """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""
         key = _key(self.place.rank)
         found = world.compare_set(key, "", entry).decode()
@@ -311,7 +319,7 @@ class _Meeting:
         self.obstacle = "rank 0 gave no verdict" if found == entry else "another process came there with this rank"
         return found == entry
 
-    def _is_complete(self, world: dist.Store) -> bool:
+    def _is_complete(self, world: BoundedStore) -> bool:
         """Returns True if the verdict is that all ranks came, False for a smaller world, of some, that goes first.
 
         Raises the error for any other verdict.
@@ -327,7 +335,7 @@ class _Meeting:
         self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
         return False
 
-    def _look_after(self, world: dist.Store) -> None:
+    def _look_after(self, world: BoundedStore) -> None:
         """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
         self._read_roster(world)
         ended = self.processes.ended()
