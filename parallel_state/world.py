@@ -39,7 +39,8 @@ from device_communicators.routing.waiting import Watched
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
-from parallel_state.process_groups.joining import agree_on_token, prepare
+from parallel_state.process_groups.agreement import Agreement
+from parallel_state.process_groups.joining import agree_on_settings, agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
@@ -237,6 +238,10 @@ def make_default_group(
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
             watch.connect(met.places, met.links)
+        if watch is not None:
+            agreement = Agreement(met.store, "start", place.rank, watch.watcher)
+            left_s = max(0.0, met.deadline - time.monotonic())
+            agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
         options = GroupOptions(backend, timeout_s, high_priority_stream)
         _init_process_group(met, place, options, device if bind_device else None, watch)
     except BaseException as error:

@@ -26,7 +26,7 @@ from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.errors import CommunicationError, plain
+from device_communicators.errors import CommunicationError, ConfigMismatchError, plain
 from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import (
@@ -343,12 +343,25 @@ class _Meeting:
                 "area": cores.area_of(frozenset(cores.usable_cores())),
                 "debug": settings.DEBUG.get(),
                 "rounding": settings.ROUND_BETWEEN_HOSTS.get(),
+                "beats": [settings.HEARTBEAT_S.get(), settings.HEARTBEAT_LIMIT_S.get()],
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
             }
         )
+        self._compare_beats()
         self.problem = self.problem or self._others_problem(self._facts)
         self._open_others()
+
+    def _compare_beats(self) -> None:
+        """Raises ConfigMismatchError on all ranks where two would take each other's heartbeats for late."""
+        found = [tuple(facts["beats"]) for facts in self._facts]
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            names = f"{settings.HEARTBEAT_S.name} and {settings.HEARTBEAT_LIMIT_S.name}"
+            raise ConfigMismatchError(
+                f"{names} must be the same on all ranks of {self.members}, but are {found[0]} on rank 0 and "
+                f"{found[other]} on rank {other} of the group; set them alike on all of them"
+            )
 
     def _open_others(self) -> None:
         for rank, facts in enumerate(self._facts):

@@ -158,7 +158,7 @@ class Agreement:
             return self._error(text, CollectiveTimeoutError, missing, started, timeout_s)
         return ConfigMismatchError(
             f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
-            "pass the same arguments on every rank"
+            "pass the same arguments, and set the same environment variables, on every rank"
         )
 
     def meet(

@@ -46,11 +46,11 @@ MAY_HOLD_RAW = {
     "parallel_state/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "parallel_state/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
     "parallel_state/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
-    "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "a caller's, in memory or SGLang's own",
+    "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "in memory, or SGLang's own",
     "parallel_state/compat/sglang/utils.py:set_global_tcp_store": "keeps a store for the caller",
     "parallel_state/compat/sglang/utils.py:get_global_tcp_store": "gives it to the caller",
-    "parallel_state/compat/sglang/utils.py:StatelessProcessGroup.create": "kept as the caller's, used through `bounded`",
-    "parallel_state/compat/vllm/stateless.py:StatelessProcessGroup.create": "kept as the caller's, used through `bounded`",
+    "parallel_state/compat/sglang/utils.py:StatelessProcessGroup.create": "used through `bounded`",
+    "parallel_state/compat/vllm/stateless.py:StatelessProcessGroup.create": "used through `bounded`",
     "parallel_state/compat/vllm/utils.py:create_tcp_store": "the caller's",
     "parallel_state/compat/vllm/utils.py:get_cached_tcp_store_client": "the caller's",
     "parallel_state/compat/vllm/utils.py:stateless_init_torch_distributed_process_group": "given to gloo",
@@ -89,10 +89,9 @@ def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
                     continue
                 if isinstance(child.func, ast.Attribute) and ".raw" in ast.unparse(child.func.value):
                     yield Found(f"{where}: calls a method of `raw`", child.lineno, function)
-            if (isinstance(child, (ast.Attribute, ast.Name)) and ast.unparse(child) in NAMES) or (
-                isinstance(child, ast.Attribute) and child.attr == "raw" and "store" in ast.unparse(child.value)
-            ):
-                yield Found(where, child.lineno, ast.unparse(child))
+            text = ast.unparse(child) if isinstance(child, (ast.Attribute, ast.Name)) else ""
+            if text in NAMES or (text.endswith(".raw") and "store" in text):
+                yield Found(where, child.lineno, text)  # type: ignore[attr-defined]
             yield from walk(child, inside)
 
     return walk(tree, "")
@@ -108,9 +107,8 @@ def operations_in(tree: ast.Module, name: str, functions: set[str]) -> Iterator[
                 inside = f"{scope}.{child.name}".lstrip(".")
             if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
                 receiver, operation = ast.unparse(child.func.value), child.func.attr
-                is_store = (operation in OPERATIONS and receiver != "forks") or (
-                    operation in AMBIGUOUS and "store" in receiver.lower()
-                )
+                is_store = operation in OPERATIONS and receiver != "forks"
+                is_store = is_store or (operation in AMBIGUOUS and "store" in receiver.lower())
                 is_bounded = receiver.startswith("BoundedStore(") or receiver == "bounded"
                 if f"{name}:{inside}" in functions and is_store and not is_bounded:
                     yield Found(f"{name}:{inside}", child.lineno, ast.unparse(child.func))
