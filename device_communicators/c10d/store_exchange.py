@@ -62,7 +62,7 @@ class _Exchange:
     def is_completed(self) -> bool:
         return self._out is None or self._error is not None
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Returns once all is there. Raises RuntimeError when the time is over; it can be waited for again.
 
         An error of the store completes it: each wait raises that error.
@@ -73,7 +73,7 @@ class _Exchange:
         if out is None:
             return
         try:
-            came = self._store.wait_for(self._keys, 0.0 if timeout is None else timeout.total_seconds())
+            came = self._store.wait_for(self._keys, timeout.total_seconds())
             found = b"".join(self._store.multi_get(self._keys)) if came else b""
         except RuntimeError as error:
             self._error = error

@@ -486,7 +486,7 @@ def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: fl
             return
         except RuntimeError:
             if work.is_completed():  # by a failure, or just after the slice
-                work.wait()
+                work.wait(_SLICE)
                 return
             if time.monotonic() >= deadline or (watcher is not None and watcher.deaths_of(ranks)):
                 raise
