@@ -59,6 +59,9 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
+_LATE_S = 0.6  # of that for ranks that have not come yet
+_TOGETHER_S = 0.1  # two that are killed together are named together
+_REFUSED_S = 1.0  # rank 0's port refuses connections for this long: it has ended
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
@@ -69,6 +72,7 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
 )  # fmt: skip
 _ROSTER_S = 0.2  # between two rosters of those who came so far
+_LOOKED_AT_PER_S = 1024  # ranks that rank 0 looks for beyond the first that is missing
 
 
 class Met(NamedTuple):
@@ -179,8 +183,10 @@ class _Meeting:
             world.set(_ROSTER, zlib.compress(everyone.encode()).hex())
         world.set(_VERDICT, verdict)
         if not complete:
-            for _ in looks(time.monotonic() + _FAREWELL_S):
-                if world.add(_HEARD, 0) >= others:
+            began, late = time.monotonic(), 0 if verdict.startswith(_MISSING) else len(self._missing(world))
+            for _ in looks(began + _FAREWELL_S):
+                awaited = others + late if time.monotonic() < began + _LATE_S else others
+                if world.add(_HEARD, 0) >= awaited:
                     break
         store.set(_NAME, "")
         if not complete:
@@ -199,13 +205,19 @@ class _Meeting:
         """Waits for every rank. Returns the verdict, and how many may be there to hear it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
         size, published, published_at = self.place.world_size, 1, time.monotonic()
+        surveyed_at, survey_s = published_at, max(_ROSTER_S, size / _LOOKED_AT_PER_S)
         for rank in range(1, size):
             key = _key(rank)
             for _ in looks(deadline):
                 if world.check([key]):
                     break
-                if ended := self._ended(world):
-                    missing = self._missing(world)
+                if time.monotonic() > surveyed_at + survey_s:
+                    self._survey(world)
+                    surveyed_at = time.monotonic()
+                if self._ended(world):
+                    time.sleep(_TOGETHER_S)
+                    self._survey(world)
+                    ended, missing = self._ended(world), self._missing(world)
                     # A rank that ended as it waited for others in vain isn't the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
                     return f"{kind} {' '.join(map(str, ranks))}", size - 1 - len(missing) - len(ended)
@@ -221,12 +233,21 @@ class _Meeting:
                 return f"{_SIZES} {size} {rank} {other_size}", max(size, other_size) - 1
             self.places[rank] = Address.parse(words[2:])
             self.processes.see({rank: self.places[rank]})
-        if ended := self._ended(world):
+        if self._ended(world):
+            time.sleep(_TOGETHER_S)
+            ended = self._ended(world)
             return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
         for kind, find in _OBSTACLES:
             if words := find(self.places):
                 return f"{kind} {' '.join(words)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
+
+    def _survey(self, world: BoundedStore) -> None:
+        """Watches the processes of all that came, also of those with a higher rank than one that has not."""
+        for rank in range(1, self.place.world_size):
+            if rank not in self.places and world.check([_key(rank)]):
+                self.places[rank] = Address.parse(world.get(_key(rank)).decode().split(" ")[2:])
+                self.processes.see({rank: self.places[rank]})
 
     def _ended(self, world: BoundedStore) -> list[int]:
         """Returns ranks that came and ended: which this one sees, and those of which others tell."""
@@ -255,12 +276,12 @@ class _Meeting:
         """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
         entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.own_place])
         store = world = None
-        name = b""
+        name, refused_at = b"", 0.0
         entered = False
         for _ in looks(self.deadline, self.place.world_size):
             try:
                 if store is None:
-                    store, name = self._bounded(self.connect()), b""
+                    store, name, refused_at = self._bounded(self.connect()), b"", 0.0
                     self.obstacle = _NO_WORLD
                 newest = store.get(_NAME) if store.check([_NAME]) else b""
                 # First the verdict of the world that this rank is in, if there is one by now: where the others' start
@@ -283,6 +304,10 @@ class _Meeting:
             except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
+                if entered and self.rank_0_serves and isinstance(error, ConnectionRefusedError):
+                    refused_at = refused_at or time.monotonic()
+                    if time.monotonic() > refused_at + _REFUSED_S:
+                        raise self._failure(f"{_ENDED} 0") from error
                 if world is None:  # else what was found there says more
                     who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
                     self.obstacle = who + str(error).splitlines()[0]
@@ -340,9 +365,12 @@ class _Meeting:
         self._read_roster(world)
         ended = self.processes.ended()
         if 0 in ended:
-            raise self._failure(f"{_ENDED} 0")
-        if ended:
-            world.set(_ENDED, " ".join(map(str, ended)))
+            time.sleep(_TOGETHER_S)
+            raise self._failure(f"{_ENDED} {' '.join(map(str, self.processes.ended()))}")
+        if ended:  # ranks of other hosts may tell of theirs
+            told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
+            if not set(ended) <= set(map(int, told)):
+                world.set(_ENDED, " ".join(map(str, sorted({*ended, *map(int, told)}))))
 
     def not_met(self) -> RendezvousError:
         """Returns the error for a rank that met nobody."""

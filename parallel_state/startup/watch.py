@@ -38,7 +38,7 @@ _LOOKS_PER_S = 1024
 _SLICE_S = 0.05
 _NEWS_S = 1.0
 """With a look into the store: the time in which the news of a death goes from its host's ranks to those of others."""
-_FAILED = "failed"
+_FAILED, _ENDED = "failed", "ended"
 
 
 class Processes:
@@ -122,6 +122,9 @@ class StartWatch:
         self.watcher.news_s = _NEWS_S + self._look_s
         self._stage = 0
         self._reported: set[int] = set()
+        self._has_failed = False
+        """True once the first failure has been read; further ends of ranks may follow it."""
+        self._ends_read = 0
         self._wake = WakeEvent()
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
@@ -154,9 +157,8 @@ class StartWatch:
 
     def give_up(self, error: BaseException) -> None:
         """Tells the others that this rank can't go on, unless it is one of them that it can't go on without."""
-        if self.watcher.deaths_of(range(self._world_size)):
-            return
-        publish_failure(self._own, self._rank, error)
+        if not self.watcher.deaths_of(range(self._world_size)):
+            publish_failure(self._own, self._rank, error)
         if self._rank == self._served_by:
             time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
 
@@ -194,25 +196,38 @@ class StartWatch:
         store = self._store
         with contextlib.suppress(dist.DistError):
             if store is not None:
-                store.within(LAST_WORD_S).compare_set(_FAILED, "", json.dumps(what))
+                store = store.within(LAST_WORD_S)
+                if store.add(f"{_ENDED}/of/{what['rank']}", 1) == 1:  # one of its neighbours tells
+                    store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", json.dumps(what))
+                store.compare_set(_FAILED, "", json.dumps(what))
 
     def _read_failure(self) -> bool:
-        """Takes in what others tell. Returns False if there is nothing more to hear."""
+        """Takes in the first failure, and all ends of ranks. Returns False if there is nothing more to hear."""
         if self._store is None:
             return True
         store = self._store.within(self._look_s)  # this thread also watches processes
         try:
-            if not store.check([_FAILED]):
-                return True
-            failure = json.loads(store.get(_FAILED))
+            if not self._has_failed:
+                if not store.check([_FAILED]):
+                    return True
+                self._take_in(json.loads(store.get(_FAILED)))
+                self._has_failed = True
+            for number in range(self._ends_read + 1, store.add(_ENDED, 0) + 1):
+                if not store.check([f"{_ENDED}/{number}"]):  # its teller is just writing it
+                    break
+                self._take_in(json.loads(store.get(f"{_ENDED}/{number}")))
+                self._ends_read = number
         except dist.DistNetworkError:
-            self._report_lost_server()
+            if not self._has_failed:  # else the server gave up because of that
+                self._report_lost_server()
             return False
         except dist.DistError:
             return True
+        return True
+
+    def _take_in(self, failure: dict[str, Any]) -> None:
         if failure["rank"] != self._rank:
             self.watcher.report(failure["rank"], failure["reason"], certain=failure.get("ended", False))
-        return False
 
     def _report_lost_server(self) -> None:
         """Reports the rank that served the store: by its process, where this thread can watch that, as it ends.

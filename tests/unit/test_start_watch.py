@@ -50,6 +50,9 @@ class LostStore:
     def set(self, key: str, value: str) -> None:
         raise dist.DistNetworkError("Broken pipe")
 
+    def add(self, key: str, amount: int) -> int:
+        raise dist.DistNetworkError("Broken pipe")
+
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
         raise dist.DistNetworkError("Broken pipe")
 
