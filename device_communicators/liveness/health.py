@@ -187,6 +187,7 @@ class Watcher:
         """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
+        self._left: set[int] = set()
         self._thread: threading.Thread | None = None
         self._wake: WakeEvent | None = None
         self._pid = os.getpid()
@@ -231,6 +232,14 @@ class Watcher:
             self._wake = WakeEvent()
             self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
             self._thread.start()
+
+    def note_left(self, rank: int) -> None:
+        """Notes that a rank of another host left its world on purpose."""
+        self._left = self._left | {rank}
+
+    def left(self, ranks: Iterable[int]) -> list[int]:
+        """Returns those of these global ranks that are known to have left their world on purpose, of any host."""
+        return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
         """Returns True if the end of each of these ranks would be noticed at once: by its pidfd, or by a link."""

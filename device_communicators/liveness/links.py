@@ -321,6 +321,8 @@ class Links:
         link.close()
         if peer not in self._links.values():
             self._watcher.link(peer, False)
+        if word == _LEAVING:
+            self._watcher.note_left(peer)
         if word == _LEAVING or self._closing.is_set() or (code and code not in _GONE):
             return
         if self._is_gone(peer):

@@ -129,6 +129,14 @@ def _verdict(
     # Some may have got through an operation of which others still lack the end.
     if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
         return _mismatch(context, own, reports, different, failure)
+    if context.watcher is not None and (left := context.watcher.left(missing)):
+        who = ", ".join(f"global rank {rank}" for rank in left)
+        text = (
+            f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} has left: it "
+            f"destroyed its group, or its program came to its end. {LOST}; all ranks must make the same calls before they leave"
+        )
+        facts = {"sequence": own.sequence, "suspect_ranks": left}
+        return context.failure(PeerDiedError, text, failure.operation, like=failure, **facts)
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
         # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
