@@ -15,9 +15,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from device_communicators.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.errors import (
@@ -197,6 +198,8 @@ class Watcher:
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
         self.stalls: Any = None
         """The record of this process' long waits, for the others."""
+        self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
+        """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
         """Other sources of the table, which end with it."""
 

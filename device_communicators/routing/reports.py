@@ -133,10 +133,12 @@ def _verdict(
         who = ", ".join(f"global rank {rank}" for rank in left)
         text = (
             f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} has left: it "
-            f"destroyed its group, or its program came to its end. {LOST}; all ranks must make the same calls before they leave"
+            f"destroyed its group, or its program came to its end. {LOST}; all ranks must make the same calls before "
+            "they leave"
         )
-        facts = {"sequence": own.sequence, "suspect_ranks": left}
-        return context.failure(PeerDiedError, text, failure.operation, like=failure, **facts)
+        return context.failure(
+            PeerDiedError, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=left
+        )
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
         # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]
