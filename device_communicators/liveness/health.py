@@ -300,7 +300,8 @@ class Watcher:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
         if found:
-            together_s = _TOGETHER_S if all(self.is_neighbour(death.rank) for death in found) else _HOST_TOGETHER_S
+            is_local = all(self.is_neighbour(death.rank) for death in found) and not self._linked.intersection(ranks)
+            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)

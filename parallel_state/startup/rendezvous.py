@@ -307,7 +307,8 @@ class _Meeting:
                 if entered and self.rank_0_serves and isinstance(error, ConnectionRefusedError):
                     refused_at = refused_at or time.monotonic()
                     if time.monotonic() > refused_at + _REFUSED_S:
-                        raise self._failure(f"{_ENDED} 0") from error
+                        ended = sorted({0, *self.processes.ended()})
+                        raise self._failure(f"{_ENDED} {' '.join(map(str, ended))}") from error
                 if world is None:  # else what was found there says more
                     who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
                     self.obstacle = who + str(error).splitlines()[0]
