@@ -7,17 +7,11 @@ import fcntl
 import functools
 import ipaddress
 import os
-import queue
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
-_REACH_S = 5.0
-_TRY_S = 0.5
 _LINK_LOCAL = "20"  # the scope of an address, in /proc/net/if_inet6
 
 
@@ -51,37 +45,6 @@ def start_time(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
-
-
-def connect_anew(store: Any) -> Any:
-    """Returns a new connection to a store of torch's; None where it gives no other one, or its server has ended.
-
-    torch goes on for many seconds with a server that has ended, so a thread waits for it, which may be left behind. A
-    shorter timeout of `store`, which a new connection takes over, would be that of other threads' waits, too.
-    """
-    server, deadline = store, time.monotonic() + _REACH_S
-    while (underlying := getattr(server, "underlying_store", None)) is not None:
-        server = underlying
-    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            made.put(store.clone())
-        except (AttributeError, RuntimeError):
-            made.put(None)
-
-    thread = threading.Thread(target=connect, daemon=True, name="parallel_state-store")
-    while time.monotonic() < deadline:
-        try:
-            if getattr(server, "host", "") and getattr(server, "port", 0):
-                socket.create_connection((server.host, server.port), timeout=_REACH_S).close()
-        except OSError:
-            return None
-        if thread.ident is None:
-            thread.start()
-        with contextlib.suppress(queue.Empty):
-            return made.get(timeout=_TRY_S)
-    return None
 
 
 def address_towards(server: tuple[str, int] | None) -> str:

@@ -32,6 +32,8 @@ class Setting(Generic[T]):
     parse: Callable[[str], T]
     must_be: str
     help: str
+    equal: bool = False
+    """True if a world's ranks must have equal values, which are compared at start."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         if environ is None and _VARIABLES is not None and self.name.encode() not in _VARIABLES:
@@ -122,7 +124,7 @@ def _log_level(text: str) -> str:
 
 TIMEOUT_S: Setting[float] = Setting(
     "PARALLEL_STATE_TIMEOUT_S", 600.0, _positive_seconds, "a positive number of seconds",
-    "Deadline of one operation of a group where the caller gave no timeout.",
+    "Deadline of one operation of a group where the caller gave no timeout. The same on all ranks.", equal=True,
 )  # fmt: skip
 SLOW_S: Setting[float] = Setting(
     "PARALLEL_STATE_SLOW_S", 60.0, _positive_seconds, "a positive number of seconds",
@@ -138,26 +140,27 @@ BARRIER_TIMEOUT_S: Setting[float] = Setting(
 )  # fmt: skip
 HEARTBEAT_S: Setting[float] = Setting(
     "PARALLEL_STATE_HEARTBEAT_S", 1.0, _positive_seconds, "a positive number of seconds",
-    "How often the hosts of a world show that they live.",
+    "How often the hosts of a world show that they live. The same on all ranks.", equal=True,
 )  # fmt: skip
 HEARTBEAT_LIMIT_S: Setting[float] = Setting(
     "PARALLEL_STATE_HEARTBEAT_LIMIT_S", 20.0, _positive_seconds, "a positive number of seconds",
-    "How long a host may be silent before it is given up.",
+    "How long a host may be silent before it is given up. The same on all ranks.", equal=True,
 )  # fmt: skip
 BACKEND: Setting[str | None] = Setting(
     "PARALLEL_STATE_BACKEND", None, _word, "a torch.distributed backend",
-    "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo.",
+    "Backend of the device groups where the caller gave none: nccl with CUDA, else gloo. The same on all ranks.",
+    equal=True,
 )  # fmt: skip
 CPU_BACKEND: Setting[str] = Setting(
     "PARALLEL_STATE_CPU_BACKEND", "gloo", _one_of("gloo", "parallel_state"), "gloo or parallel_state",
     "Backend of the process groups for CPU tensors that groups give to torch.distributed's own calls (cpu_group, and "
-    "device_group where the device is the CPU). The same on all ranks.",
+    "device_group where the device is the CPU). The same on all ranks.", equal=True,
 )  # fmt: skip
 GROUP_CREATION: Setting[str] = Setting(
     "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
     "auto, local, split or global",
     "Who makes a process group: its members (local), all ranks by splitting a bound communicator (split), or all ranks "
-    "one group after the other (global); auto is what the backend can do best.",
+    "one group after the other (global); auto is what the backend can do best. The same on all ranks.", equal=True,
 )  # fmt: skip
 SHARED_MEMORY: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from device_communicators import forks, limits
+from device_communicators import forks, limits, settings
 from device_communicators.catalog import build_route
 from device_communicators.errors import (
     CommunicationError,
@@ -38,7 +38,7 @@ from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages.calls import MessageCalls
 from parallel_state.messages.messenger import Messenger
 from parallel_state.process_groups.agreement import Request, digest
-from parallel_state.process_groups.joining import GivenGroup, agree_on_token, examine, prepare
+from parallel_state.process_groups.joining import GivenGroup, agree_on_settings, agree_on_token, examine, prepare
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
@@ -179,7 +179,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
             pool, domain = outer
         try:
             if outer is None:
-                pool.address = address_of(default_store())
+                pool.address = address_of(default_store().raw)
+                limit_s = settings.START_TIMEOUT_S.get()
+                agree_on_settings(pool.agreement, given.ranks, given.backend, timeout_s, limit_s)
             options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
             place = environment.explicit(pool.rank, pool.world_size, rendezvous=False)
             traits = Traits(given.device, place.local_rank, options, allow_pickle)

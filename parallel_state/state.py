@@ -42,7 +42,7 @@ from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axi
 from parallel_state.layout.ranks import Layout, check_division, position_in
 from parallel_state.layout.resolution import resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
-from parallel_state.process_groups.joining import agree_on_token
+from parallel_state.process_groups.joining import agree_on_settings, agree_on_token
 from parallel_state.process_groups.options import GroupOptions, check_backend, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
 from parallel_state.startup import environment
@@ -147,6 +147,9 @@ def init_distributed_environment(
             joined=not joined.is_ours,
         )
         pool.address = joined.address
+        if not joined.is_ours:
+            ranks, limit_s = range(place.world_size), settings.START_TIMEOUT_S.get()
+            agree_on_settings(pool.agreement, ranks, pool.default_backend, timeout_s, limit_s)
         if joined.has_made_default_group:
             undo.callback(pool.abandon, failed_only=True)
         world = init_world_group(

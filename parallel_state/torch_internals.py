@@ -22,14 +22,16 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 
+from device_communicators.bounded_store import BoundedStore
+
 _SET_ASIDE: list[torch.device] = []
 """The bound device, while a group of members is made without it."""
 _RENDEZVOUS: Any = import_module("torch.distributed.rendezvous")  # whose name in the package is a function's
 
 
-def default_store() -> dist.Store:
+def default_store() -> BoundedStore:
     """Returns the store through which the default group was made, within that group's own prefix."""
-    return c10d._get_default_store()
+    return BoundedStore(c10d._get_default_store())
 
 
 def is_fake(group: Any = None) -> bool:
@@ -46,7 +48,7 @@ def store_in_words() -> str:
     """Returns which store that is, and who may come to it."""
     if not dist.is_initialized():
         return "none: torch.distributed has no default group"
-    store: Any = default_store()
+    store: Any = default_store().raw
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     from parallel_state.store.client import ControlStore
@@ -88,7 +90,7 @@ def new_group_of_members(
     backend: str,
     timeout_s: float,
     options: Any = None,
-    store: dist.Store | None = None,
+    store: BoundedStore | None = None,
 ) -> Any:
     """Returns a process group of `ranks` (global, ascending), which only they call, under a `name` nobody else uses.
 
@@ -103,7 +105,7 @@ def new_group_of_members(
             list(ranks).index(rank),
             list(ranks),
             dist.Backend(backend),
-            store or default_store(),
+            (store or default_store()).raw,
             name,  # type: ignore[arg-type]
             backend_options=options,
             timeout=timedelta(seconds=timeout_s),

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 # host_memory and transports are what groups import when they are made: an import needs a descriptor, of which
 # none may be left by then.
 from device_communicators import host, limits, settings
+from device_communicators.bounded_store import LAST_WORD_S
 from device_communicators.cpu import host_memory  # noqa: F401
 from device_communicators.errors import (
     CommunicationError,
@@ -38,7 +39,8 @@ from device_communicators.routing.waiting import Watched
 from parallel_state.coordinator import GroupCoordinator
 from parallel_state.groups.same_node import nodes_of
 from parallel_state.messages import transports  # noqa: F401
-from parallel_state.process_groups.joining import agree_on_token, prepare
+from parallel_state.process_groups.agreement import Agreement
+from parallel_state.process_groups.joining import agree_on_settings, agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
@@ -236,6 +238,10 @@ def make_default_group(
         if watch is not None and over_gloo:
             reachability.prove(met.store, place.rank, met.places, watch)
             watch.connect(met.places, met.links)
+        if watch is not None:
+            agreement = Agreement(met.store, "start", place.rank, watch.watcher)
+            left_s = max(0.0, met.deadline - time.monotonic())
+            agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
         options = GroupOptions(backend, timeout_s, high_priority_stream)
         _init_process_group(met, place, options, device if bind_device else None, watch)
     except BaseException as error:
@@ -281,7 +287,7 @@ def _init_process_group(
         reset_group_count()
         dist.init_process_group(
             options.backend,
-            store=met.store,
+            store=met.store.raw,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=connecting.timeout_s),
@@ -346,26 +352,21 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
     """Returns the watch over the start in a default group that somebody else made; every rank calls it."""
     if place.world_size == 1 or is_fake():
         return None
-    store = dist.PrefixStore(f"parallel_state{token}/start", default_store())
+    store = default_store().prefixed(f"parallel_state{token}/start")
     own, start_timeout_s = interfaces.process(), settings.START_TIMEOUT_S.get()
     deadline = time.monotonic() + start_timeout_s
-    store.set(f"process/{place.rank}", json.dumps(own))
     keys = [f"process/{rank}" for rank in range(place.world_size)]
+    bounded = store.until(deadline + LAST_WORD_S)
     try:
-        store.wait(keys, timedelta(seconds=start_timeout_s))
+        bounded.set(keys[place.rank], json.dumps(own))
+        came = bounded.wait_for(keys, start_timeout_s)
+        missing = [] if came else [rank for rank, key in enumerate(keys) if not bounded.check([key])]
+        entries = enumerate(bounded.multi_get(keys) if came else [])
     except dist.DistError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise RendezvousError(
-            f"rank {place.rank} of {place.world_size} joins the default group that exists, but ranks "
-            f"{format_ranks(missing)} did not within {start_timeout_s:g} s. Each of them must call "
-            "init_distributed_environment()",
-            operation="init_distributed_environment",
-            rank=place.rank,
-            suspect_ranks=missing,
-            timeout_s=start_timeout_s,
-        ) from error
+        raise _not_joined(place, f"{plain(error)}", [store.served_by or 0], start_timeout_s) from error
+    if missing:
+        raise _not_joined(place, f"ranks {format_ranks(missing)} did not", missing, start_timeout_s)
     processes = Processes(own)
-    entries = enumerate(store.multi_get(keys))
     processes.see({rank: Address.parse(json.loads(each)) for rank, each in entries if rank != place.rank})
     try:
         return StartWatch(store, place.rank, place.world_size, processes, deadline)
@@ -373,6 +374,20 @@ def _watch_joined(place: ProcessEnvironment, token: str) -> StartWatch | None:
         publish_failure(store, place.rank, error)
         processes.close()
         raise
+
+
+def _not_joined(
+    place: ProcessEnvironment, what: str, suspects: Sequence[int], start_timeout_s: float
+) -> RendezvousError:
+    """Returns the error for a default group that not all of its ranks join."""
+    return RendezvousError(
+        f"rank {place.rank} of {place.world_size} joins the default group that exists, but {what} within "
+        f"{start_timeout_s:g} s. Each of its ranks must call init_distributed_environment()",
+        operation="init_distributed_environment",
+        rank=place.rank,
+        suspect_ranks=suspects,
+        timeout_s=start_timeout_s,
+    )
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:

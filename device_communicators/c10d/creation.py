@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import sys
 import sysconfig
+import time
 import weakref
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from device_communicators import settings
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.build_cache import CacheError
 from device_communicators.c10d.group import Group
 from device_communicators.c10d.store_exchange import StoreExchange
@@ -28,7 +31,14 @@ from device_communicators.cpu import native, native_build
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_build import BuildError, Recipe
 from device_communicators.cpu.native_group import Members
-from device_communicators.errors import UnsupportedError
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    PeerDiedError,
+    UnsupportedError,
+    format_ranks,
+    plain,
+)
 
 _SOURCES = Path(__file__).parent / "csrc"
 _MODULE = "parallel_state_c10d"
@@ -49,16 +59,14 @@ def create(options: Any, backend_options: Any = None) -> Any:
     is_default = not options.global_ranks_in_group
     # Programs make groups of a name, each by its own ranks alone, at the same time: Megatron's ranks do.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    store = dist.PrefixStore(f"ranks/{whose}", options.store)
+    store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
     world = World.of(store, ranks, is_default)
     begins = not world.begun
     memory = HostMemory(members, world.neighbours)
     try:
         if size > 1:
             everyone = sorted(world.domain.ranks)
-            exchange = StoreExchange(store, rank, size)
-            memory.attach(exchange, world.watcher, everyone)
-            exchange.close()
+            _exchange_over(store, memory, world, everyone)
             if begins:
                 world.begin(memory)
             memory.end_waits_at_deaths(world.watcher, world.domain)
@@ -80,6 +88,26 @@ def create(options: Any, backend_options: Any = None) -> Any:
     )
     _GROUPS.add(group)
     return backend
+
+
+def _exchange_over(store: BoundedStore, memory: HostMemory, world: World, watched: list[int]) -> None:
+    """Finds out over the store who shares memory; raises CommunicationError with the cause and the ranks."""
+    members, watcher = memory.members, world.watcher
+    limit_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
+    bounded = store.until(time.monotonic() + limit_s, lambda: bool(watcher.deaths_of(watched)))
+    exchange = StoreExchange(bounded, members.rank, len(members.ranks))
+
+    def explain(error: RuntimeError) -> tuple[type[CommunicationError], str, list[int]]:
+        if not isinstance(error, dist.DistError):
+            missing = [members.ranks[rank] for rank in exchange.missing()]
+            who = f"ranks {format_ranks(missing)} did not come within {limit_s:g} s" if missing else plain(error)
+            return CollectiveTimeoutError if missing else CommunicationError, who, missing
+        kind, why, suspects = watcher.explain_lost_store(store, error, watched)
+        is_closed = kind is CommunicationError and store.served_by is not None
+        return (PeerDiedError if is_closed else kind), why, suspects
+
+    memory.attach(exchange, watcher, watched, explain)
+    exchange.close()
 
 
 @atexit.register

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from device_communicators.c10d.store_exchange import wait_for
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.c10d.world import World
 from device_communicators.cpu import native
 from device_communicators.cpu.channels import KINDS, SHAPE
@@ -35,6 +35,7 @@ from device_communicators.cpu.native_group import (
     timed_out,
 )
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, ForkedError, PeerDiedError, plain
+from device_communicators.helper_threads import Call
 from device_communicators.hierarchical.communicator import over_hosts
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.member import LOST
@@ -79,7 +80,7 @@ class Group:
 
     def __init__(
         self,
-        store: Any,
+        store: BoundedStore,
         members: Members,
         memory: HostMemory,
         timeout: timedelta,
@@ -307,26 +308,56 @@ class Group:
         """Returns the gloo backend of the same ranks, all of which come here with the same call."""
         if self._gloo is not None:
             return self._gloo
-        store = dist.PrefixStore("gloo", self._store)
+        store = self._store.prefixed("gloo")
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [_gloo_device(self._world.address)]
-        gloo = dist.ProcessGroupGloo(store, self._members.rank, len(self._members.ranks), options)
-        gloo._set_sequence_number_for_group()
-        return gloo
+        started, members = time.monotonic(), self._members
+        rank, size = members.rank, len(members.ranks)
+        call = Call(lambda: dist.ProcessGroupGloo(store.raw, rank, size, options))
+        # gloo's own deadline is the same, but its operations at the store have none.
+        deadline = started + self._timeout.total_seconds() + LAST_WORD_S
+        if call.wait(deadline, lambda: bool(self._context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
+            gloo = call.result()
+            gloo._set_sequence_number_for_group()
+            return gloo
+        if self._context.deaths():
+            raise as_torch_error(died(self._context, "new_group", started))
+        silent = StoreSilentError(f"{store} did not let the ranks connect over gloo")
+        raise self._lost_store(silent, "new_group", started)
+
+    def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
+        """Returns the error for an operation of the group's store that failed."""
+        members, elapsed_s = self._members, time.monotonic() - started
+        kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self._context.failure_ranks)
+        text = f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. Look at the process that serves it"
+        failure = members.failure(kind, text, operation, suspect_ranks=suspects, elapsed_s=elapsed_s)
+        failure.__cause__ = error
+        return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Returns once all ranks have come; rank 0 gives them `timeout`, and names the first that didn't, or all.
 
         The ranks meet in the store, so that the group can be used further. Raises CollectiveTimeoutError.
         """
-        members, store, method = self._members, self._store, "monitored_barrier"
+        started = time.monotonic()
+        try:
+            self._meet_in_store(timeout, wait_all_ranks, started)
+        except dist.DistError as error:
+            if isinstance(error, CommunicationError):
+                raise
+            raise self._lost_store(error, "monitored_barrier", started) from error
+
+    def _meet_in_store(self, timeout: timedelta, wait_all_ranks: bool, started: float) -> None:
+        members, method = self._members, "monitored_barrier"
+        limit_s = (timeout if members.rank == 0 else self._timeout).total_seconds()
+        store = self._store.until(started + limit_s + LAST_WORD_S, lambda: bool(self._context.deaths()))
         self._barriers += 1
         keys = [f"{method}/{self._barriers}/{rank}" for rank in range(len(members.ranks))]
         if members.rank == 0:
             late = (
                 []
-                if wait_for(store, keys[1:], timeout)
+                if store.wait_for(keys[1:], limit_s)
                 else [i for i, k in enumerate(keys) if i and not store.check([k])]
             )
             suspects = late if wait_all_ranks else late[:1]
@@ -340,7 +371,7 @@ class Group:
         else:
             store.set(keys[members.rank], "")
             suspects = [0]
-            if wait_for(store, keys[:1], self._timeout):
+            if store.wait_for(keys[:1], limit_s):
                 suspects = [int(rank) for rank in store.get(keys[0]).decode().split(",") if rank]
             if not suspects:
                 return

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.watching import watch_ranks
-from device_communicators.host import address_towards, connect_anew
+from device_communicators.host import address_towards
 from device_communicators.liveness.health import FailureDomain, Watcher
 
 
@@ -26,19 +27,19 @@ class World:
     _current: ClassVar[World | None] = None
     """The one of all ranks; guarded by _LOCK."""
 
-    def __init__(self, store: Any, ranks: Sequence[int]) -> None:
+    def __init__(self, store: BoundedStore, ranks: Sequence[int]) -> None:
         """`ranks`: global. `store`: that of the group with which it begins, and ends."""
         self.watcher = Watcher()
         self.domain = FailureDomain(ranks)
-        self.address = address_of(store)
+        self.address = address_of(store.raw)
         """The address at which other hosts reach this process, if known."""
         self.neighbours: tuple[int, ...] = ()
         """The cores of each rank on this host, a bit each."""
         self.begun = False
-        self._store = store
+        self._store: BoundedStore | None = store
 
     @classmethod
-    def of(cls, store: Any, ranks: Sequence[int], is_default: bool) -> World:
+    def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
         """Returns the world that a new group of global `ranks` belongs to, which may begin with it."""
         with _LOCK:
             current = cls._current
@@ -64,10 +65,10 @@ class World:
         self._store = None
         self.watcher.close()
 
-    def _open_store(self) -> Any:
+    def _open_store(self) -> BoundedStore | None:
         """Returns a connection of its own to the store; None if it can't give another one."""
-        own = None if self._store is None else connect_anew(self._store)
-        return None if own is None else dist.PrefixStore("world", own)
+        own = None if self._store is None else self._store.connect_anew()
+        return None if own is None else own.prefixed("world")
 
 
 def address_of(store: Any) -> str:

@@ -26,7 +26,7 @@ from device_communicators.cpu.channels import Channels, QueueMemory
 from device_communicators.cpu.native import NativeLibrary
 from device_communicators.cpu.native_group import Members, NativeGroup
 from device_communicators.cpu.segment import DIRECTORY, Segment, SegmentError
-from device_communicators.errors import CommunicationError, plain
+from device_communicators.errors import CommunicationError, ConfigMismatchError, plain
 from device_communicators.host import local_namespace
 from device_communicators.limits import describe_address_space
 from device_communicators.liveness.health import (
@@ -93,11 +93,18 @@ class HostMemory:
         """Returns True if all ranks of the group work in one segment."""
         return self.problem is None and len(self.hosts) == 1
 
-    def attach(self, cpu_group: Any, watcher: Watcher | None = None, watched: Sequence[int] = ()) -> None:
+    def attach(
+        self,
+        cpu_group: Any,
+        watcher: Watcher | None = None,
+        watched: Sequence[int] = (),
+        explain: Callable[[RuntimeError], tuple[type[CommunicationError], str, list[int]]] | None = None,
+    ) -> None:
         """Finds out who shares memory, and maps it; all ranks call it with the gloo group. Raises CommunicationError.
 
         `watcher`: hears of ranks that end or give up meanwhile; of `watched`, by default the group's, each ends the
-        wait. The deadline is that of the start.
+        wait. The deadline is that of the start. `explain` returns the class, the cause and the suspects of an error of
+        `cpu_group` that no known death explains.
         """
         if self.attached:
             return
@@ -114,12 +121,16 @@ class HostMemory:
                 raise
             # A connection breaks with its rank, or a moment before that is heard of.
             deaths = [] if watcher is None else watcher.await_death_of(watched or self.members.ranks)
+            kind, why = kind_of_deaths(deaths, CommunicationError), describe_deaths(deaths) or plain(error)
+            suspects = [death.rank for death in deaths]
+            if not deaths and explain is not None:
+                kind, why, suspects = explain(error)
             raise self.members.failure(
-                kind_of_deaths(deaths, CommunicationError),
-                f"the ranks of {self.members} could not look for shared memory together: "
-                f"{describe_deaths(deaths) or plain(error)}. Look for the first rank that failed",
+                kind,
+                f"the ranks of {self.members} could not look for shared memory together: {why}. Look for the first "
+                "rank that failed",
                 "attach",
-                suspect_ranks=[death.rank for death in deaths],
+                suspect_ranks=suspects,
                 elapsed_s=time.monotonic() - started,
                 timeout_s=limit_s,
             ) from error
@@ -332,12 +343,25 @@ class _Meeting:
                 "area": cores.area_of(frozenset(cores.usable_cores())),
                 "debug": settings.DEBUG.get(),
                 "rounding": settings.ROUND_BETWEEN_HOSTS.get(),
+                "beats": [settings.HEARTBEAT_S.get(), settings.HEARTBEAT_LIMIT_S.get()],
                 "symmetric_bytes": settings.SYMMETRIC_BYTES.get(),
                 "problem": self.problem,
             }
         )
+        self._compare_beats()
         self.problem = self.problem or self._others_problem(self._facts)
         self._open_others()
+
+    def _compare_beats(self) -> None:
+        """Raises ConfigMismatchError on all ranks where two would take each other's heartbeats for late."""
+        found = [tuple(facts["beats"]) for facts in self._facts]
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            names = f"{settings.HEARTBEAT_S.name} and {settings.HEARTBEAT_LIMIT_S.name}"
+            raise ConfigMismatchError(
+                f"{names} must be the same on all ranks of {self.members}, but are {found[0]} on rank 0 and "
+                f"{found[other]} on rank {other} of the group; set them alike on all of them"
+            )
 
     def _open_others(self) -> None:
         for rank, facts in enumerate(self._facts):
@@ -462,7 +486,7 @@ def _wait(work: Any, ranks: Sequence[int], watcher: Watcher | None, deadline: fl
             return
         except RuntimeError:
             if work.is_completed():  # by a failure, or just after the slice
-                work.wait()
+                work.wait(_SLICE)
                 return
             if time.monotonic() >= deadline or (watcher is not None and watcher.deaths_of(ranks)):
                 raise

@@ -191,7 +191,8 @@ class NativeGroup:
         if status == _TIMED_OUT:
             return timed_out(members, operation, suspect, elapsed_s)
         if status == _PEER_DIED:
-            return peer_died(members, operation, suspect, elapsed_s, "has ended")
+            has_left = place >= 0 and self.has_left(self.local_ranks[place])
+            return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
         difference, facts = self._difference(list(words), suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 
@@ -335,6 +336,9 @@ def timed_out(members: Members, operation: str, suspect: int, elapsed_s: float) 
         f"{operation} of {members} timed out after {elapsed_s:.3f} s (the timeout is {members.timeout_s:g} s): global "
         f"rank {suspect} has not come. {LOST}; look at that rank (its log, `py-spy dump`), or raise the timeout",
     )  # fmt: skip
+
+
+LEFT = "has left: it destroyed its group, or its program came to its end"
 
 
 def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, how: str) -> PeerDiedError:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from device_communicators import settings
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.heartbeat import Heartbeats
@@ -21,7 +21,9 @@ _BEATS_IN_LIMIT = 4
 """A host may miss some before it is given up, however long the interval is."""
 
 
-def watch_ranks(memory: HostMemory, watcher: Watcher, open_store: Callable[[], Any], address: str) -> None:
+def watch_ranks(
+    memory: HostMemory, watcher: Watcher, open_store: Callable[[], BoundedStore | None], address: str
+) -> None:
     """Has `watcher` hear of the ends of a group's ranks; each of them calls it once, after `memory` was attached.
 
     `open_store`: gives a connection of its own to the group's store, or None. `address`: where other hosts reach this

@@ -178,6 +178,8 @@ class Streams:
         if not self.address:
             raise MemoryError("there is no memory for the connections to other hosts")
         self.sockets = dict(sockets)
+        self._unanswered: dict[socket.socket, float] = {}
+        """Connections on which the other kernel owes an acknowledgement, and since when."""
         for rank in sorted(self.sockets):
             first, *others = self.sockets[rank]
             room = 0 if early_bytes is None else early_bytes[rank]
@@ -321,6 +323,28 @@ class Streams:
         self._library.ps_streams_facts(self.address, rank, words)
         return tuple(words)
 
+    def silent_peers(self, limit_s: float) -> list[int]:
+        """Returns the ranks whose kernel has acknowledged nothing on a connection for this long, though it was sent to.
+
+        Call it several times within `limit_s`. A rank that only doesn't read is not among them: its kernel answers.
+        """
+        found, now = [], time.monotonic()
+        for rank, connections in list(self.sockets.items()):
+            for connection in connections:
+                try:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                except OSError:  # just closed
+                    continue
+                retransmits, probes, unacked, last_ack_ms = _TCP_INFO.unpack(info)
+                since = self._unanswered.get(connection, now)
+                if (not (unacked and retransmits) and probes < _PROBES) or last_ack_ms / 1000 < now - since:
+                    self._unanswered.pop(connection, None)
+                    continue
+                self._unanswered[connection] = since
+                if now - since > limit_s and rank not in found:
+                    found.append(rank)
+        return found
+
     def close(self) -> None:
         """Ends the connections, and all waits. Twice is fine."""
         if os.getpid() == self._owner:  # a fork of this process may hold the sockets, too
@@ -331,6 +355,10 @@ class Streams:
         self.sockets = {}
 
 
+_TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
+"""Of Linux' tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
+_PROBES = 2
+"""Unanswered probes of a full receiver, from which on its kernel owes an answer."""
 _SLICE_US = int(1e6 * SLICE_S)
 
 
@@ -388,7 +416,10 @@ def connect(context: GroupContext, peers: Sequence[int], spin_s: float, address:
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sockets = {other: [made[key] for key in keys if key[0] == other] for other in peers}
-    return Streams(sockets, spin_s, {other: places[other][3] for other in peers})
+    streams = Streams(sockets, spin_s, {other: places[other][3] for other in peers})
+    if context.watcher is not None:
+        context.watcher.connections[streams] = context.ranks
+    return streams
 
 
 def _connections(context: GroupContext, peers: int) -> int:

@@ -15,11 +15,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from device_communicators.errors import CommunicationError, PeerDiedError
+from device_communicators.bounded_store import BoundedStore, StoreSilentError
+from device_communicators.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    HostUnreachableError,
+    PeerDiedError,
+)
+from device_communicators.helper_threads import Call
+from device_communicators.liveness.condition import condition_of
 
 logger = logging.getLogger("parallel_state")
 
@@ -86,8 +95,14 @@ def describe_deaths(deaths: Iterable[Death]) -> str:
 
 
 def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError]) -> type[CommunicationError]:
-    """Returns the class of the error for a wait that these deaths ended: PeerDiedError if one of them is certain."""
-    return PeerDiedError if any(death.certain for death in deaths) else otherwise
+    """Returns the class of the error for a wait that these deaths ended.
+
+    PeerDiedError if one of them is certain, HostUnreachableError if a host doesn't answer, else `otherwise`.
+    """
+    deaths = list(deaths)
+    if any(death.certain for death in deaths):
+        return PeerDiedError
+    return HostUnreachableError if any(death.unreachable for death in deaths) else otherwise
 
 
 class FailureDomain:
@@ -128,32 +143,32 @@ def _thread_is_ending(stat: str) -> bool:
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
     """Returns what `question()` does, asked by a thread; None if it takes longer, or its store or network fails."""
-    answers: list[Any] = []
-
-    def ask() -> None:
+    call = Call(question)
+    if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no answer; no store
-            answers.append(question())
-
-    thread = threading.Thread(target=ask, daemon=True, name="parallel_state-ask")
-    thread.start()
-    thread.join(limit_s)
-    return answers[0] if answers else None
+            return call.result()
+    return None
 
 
 class Farewells:
     """Records in the store, over a connection of its own, which ranks end on purpose."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        """`store`: None if there is none."""
+        self._store = None if store is None else BoundedStore.of(store)
 
     def announce(self, rank: int) -> None:
-        key = f"left/{rank}"
-        # A set is not answered: only what the same connection asks then tells that the others can see it.
-        answer_within(_FAREWELL_S, lambda: (self._store.set(key, "1"), self._store.check([key])))
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                store, key = self._store.within(_FAREWELL_S), f"left/{rank}"
+                store.set(key, "1")
+                store.check([key])  # a set has no answer: this one's tells that the others can see it
 
     def was_announced(self, rank: int) -> bool:
         """Returns True if the rank announced its end; False if the store, gone with it perhaps, is silent."""
-        return bool(answer_within(_FAREWELL_S, lambda: self._store.check([f"left/{rank}"])))
+        with contextlib.suppress(RuntimeError):
+            return self._store is not None and self._store.within(_FAREWELL_S).check([f"left/{rank}"])
+        return False
 
 
 class Watcher:
@@ -173,15 +188,18 @@ class Watcher:
         """The time from a broken connection to the news of a death: over hosts, the heartbeats' limit."""
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a rank of this host, global, ended on purpose."""
+        self._left: set[int] = set()
         self._thread: threading.Thread | None = None
         self._wake: WakeEvent | None = None
         self._pid = os.getpid()
-        self.open_store: Callable[[], Any] | None = None
+        self.open_store: Callable[[], BoundedStore | None] | None = None
         """Gives a connection of its own to the world's store, for questions after a failure."""
         self.on_death: list[Callable[[], None]] = []
         """Told of each death, in the thread that noticed it: for waits that can't look here."""
         self.stalls: Any = None
         """The record of this process' long waits, for the others."""
+        self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
+        """Data connections to other hosts, with `silent_peers`, and the global ranks of their groups."""
         self.on_close: list[Callable[[], None]] = []
         """Other sources of the table, which end with it."""
 
@@ -217,6 +235,14 @@ class Watcher:
             self._wake = WakeEvent()
             self._thread = threading.Thread(target=self._watch, daemon=True, name="parallel_state-health")
             self._thread.start()
+
+    def note_left(self, rank: int) -> None:
+        """Notes that a rank of another host left its world on purpose."""
+        self._left = self._left | {rank}
+
+    def left(self, ranks: Iterable[int]) -> list[int]:
+        """Returns those of these global ranks that are known to have left their world on purpose, of any host."""
+        return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
         """Returns True if the end of each of these ranks would be noticed at once: by its pidfd, or by a link."""
@@ -274,7 +300,8 @@ class Watcher:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
         if found:
-            together_s = _TOGETHER_S if all(self.is_neighbour(death.rank) for death in found) else _HOST_TOGETHER_S
+            is_local = all(self.is_neighbour(death.rank) for death in found) and not self._linked.intersection(ranks)
+            together_s = _TOGETHER_S if is_local else _HOST_TOGETHER_S
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
         return self.deaths_of(ranks)
@@ -294,6 +321,29 @@ class Watcher:
             is_late = rank in ranks and rank not in self._deaths and (rank in ended or is_ending(pid))
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
+
+    def explain_lost_store(
+        self, store: BoundedStore, error: Exception, ranks: Iterable[int]
+    ) -> tuple[type[CommunicationError], str, list[int]]:
+        """Returns the class, the cause in words and the suspects of an error for a `store` operation that failed.
+
+        The cause is a death of `ranks` or of the rank that serves the store, if one is known. A connection can break
+        before the end of its process is known, so that one is waited for; the deadline of a silent store has passed.
+        """
+        server = store.served_by
+        watched = set(ranks) | ({server} if server is not None else set())
+        is_silent = isinstance(error, StoreSilentError)
+        deaths = self.deaths_of(watched) if is_silent else self.await_death_of(watched)
+        if deaths:
+            return kind_of_deaths(deaths, CommunicationError), describe_deaths(deaths), [each.rank for each in deaths]
+        text = str(error).splitlines()[0]
+        if not is_silent:
+            text = f"{store} closed the connection or can't be reached ({text})"
+        pid = self._pids.get(-1 if server is None else server)
+        if pid is not None and (obstacle := condition_of(pid)):
+            text += f"; global rank {server} is {obstacle}"
+        suspects = [] if server is None else [server]
+        return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
         """Ends the thread. Twice is fine."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")
@@ -64,7 +65,7 @@ class Heartbeats:
         limit_s: float,
     ) -> None:
         """`store`: a connection of its own. `hosts`: global ranks by host; rank 0's is taken to serve the store."""
-        self._store = store
+        self._store = BoundedStore.of(store)
         self._hosts = [_Host(tuple(ranks)) for ranks in hosts]
         self._own = next(host for host in self._hosts if rank in host.ranks)
         self._serving = next(host for host in self._hosts if 0 in host.ranks)
@@ -73,6 +74,8 @@ class Heartbeats:
         self._interval_s = interval_s
         self.limit_s = limit_s
         self._reached = self._looked = time.monotonic()
+        self._judges_at = 0.0
+        """Before this time nobody is given up: this process itself was paused, and reads the others' beats first."""
         self._broken = False
         self._stop = threading.Event()
         self._news = threading.Event()
@@ -164,6 +167,8 @@ class Heartbeats:
         while not self._stop.wait(self._interval_s / _LOOKS_PER_INTERVAL):
             now = time.monotonic()
             self._skip_pause(now)
+            if now < self._judges_at:
+                continue
             silent_s = now - self._reached
             server_ended = any(death.certain for death in self._watcher.deaths_of((0,)))
             if silent_s > self.limit_s and self._serving is not self._own and not server_ended:
@@ -172,6 +177,21 @@ class Heartbeats:
                 # A host is judged by what the store says, so only for as long as the store answers.
                 if host is not self._own and self._reached - host.seen > self.limit_s:
                     self._give_up(host, _silence(self._reached - host.seen))
+            self._look_at_connections()
+
+    def _look_at_connections(self) -> None:
+        """Gives up hosts that are unreachable on the way of the data, which may be another one than to the store."""
+        for connections, ranks in list(self._watcher.connections.items()):
+            silent = {ranks[peer] for peer in connections.silent_peers(self.limit_s)}
+            for host in self._hosts:
+                if silent.intersection(host.ranks) and host is not self._own:
+                    self._give_up(
+                        host,
+                        f"has acknowledged nothing on a data connection for {self.limit_s:g} s: look at the network "
+                        "between the hosts, at each interface that the connections take",
+                    )
+        if any(host.given_up and host.ranks[0] not in self._own.gave_up for host in self._hosts):
+            self._news.set()  # the others learn of it at once
 
     def _skip_pause(self, now: float) -> None:
         """Leaves out the time for which this process itself was stopped, or didn't come to its threads."""
@@ -179,6 +199,7 @@ class Heartbeats:
         self._looked = now
         if paused_s > self._interval_s:
             logger.warning("rank %d was paused for %.1f s", self._rank, paused_s)
+            self._judges_at = now + self._interval_s
             self._reached = min(now, self._reached + paused_s)
             for host in self._hosts:
                 host.seen = min(now, host.seen + paused_s)

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.liveness.health import Watcher
 
 logger = logging.getLogger("parallel_state")
@@ -105,7 +106,7 @@ class Links:
 
         That is a connection of its own.
         """
-        self._store = store
+        self._store = None if store is None else BoundedStore.of(store)
         self._ranks = frozenset(each for host in hosts for each in host)
         self._peers = peers_of(hosts, rank)
         self._rank = rank
@@ -320,6 +321,8 @@ class Links:
         link.close()
         if peer not in self._links.values():
             self._watcher.link(peer, False)
+        if word == _LEAVING:
+            self._watcher.note_left(peer)
         if word == _LEAVING or self._closing.is_set() or (code and code not in _GONE):
             return
         if self._is_gone(peer):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from device_communicators.helper_threads import end_idle_threads
 from device_communicators.process_group.checked_calls import Call, Frames, Gather, call_of, exchange, room_for
 from device_communicators.process_group.checked_pairs import CheckedPairs
 from device_communicators.process_group.plain import PlainProcessGroup
@@ -19,7 +20,6 @@ from device_communicators.process_group.started_calls import Exchange, StartedCa
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, Work, reduce_in_rank_order
 from device_communicators.routing.reductions import as_bytes, reducible
 from device_communicators.routing.user_call import current, overlap_error
-from device_communicators.routing.waiting import end_idle_threads
 
 _PLAIN = 0
 """The kind of tag of plain sends and receives; messages have headers of their own."""

@@ -11,7 +11,6 @@ from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupFailedError,
-    HostUnreachableError,
     PeerDiedError,
 )
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
@@ -52,9 +51,8 @@ def is_of_transport(error: Exception) -> bool:
 def died(context: GroupContext, operation: str, started: float) -> CommunicationError:
     """Returns the error for an operation that was given up because ranks of the failure domain have ended."""
     deaths = context.deaths()
-    uncertain = HostUnreachableError if any(death.unreachable for death in deaths) else CollectiveTimeoutError
     return context.failure(
-        kind_of_deaths(deaths, uncertain),
+        kind_of_deaths(deaths, CollectiveTimeoutError),
         f"{operation} of {context} failed after {time.monotonic() - started:.3f} s: {describe_deaths(deaths)}. {LOST}; "
         "look at that rank's log",
         operation,

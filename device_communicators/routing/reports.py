@@ -12,8 +12,8 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import CollectiveTimeoutError, CommunicationError, PeerDiedError
 from device_communicators.member import LOST
 from device_communicators.routing.communicator import GroupContext
@@ -68,7 +68,7 @@ def _prefix(context: GroupContext) -> str:
     return f"report/{group_key(context)}"
 
 
-def _write(store: Any, context: GroupContext, own: Report) -> None:
+def _write(store: BoundedStore, context: GroupContext, own: Report) -> None:
     store.set(f"{_prefix(context)}/{context.rank}", json.dumps([own.sequence, own.call, own.timed_out, own.before]))
 
 
@@ -88,7 +88,7 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
     return failure
 
 
-def _exchange(store: Any, context: GroupContext, own: Report) -> dict[int, Report]:
+def _exchange(store: BoundedStore, context: GroupContext, own: Report) -> dict[int, Report]:
     """Writes this rank's report, and returns those that came within `_REPORTS_WAIT_S`, by rank."""
     reports: dict[int, Report] = {context.rank: own}
     until = time.monotonic() + _REPORTS_WAIT_S
@@ -129,6 +129,16 @@ def _verdict(
     # Some may have got through an operation of which others still lack the end.
     if different := [rank for rank, each in sorted(reports.items()) if each != own and each.sequence == own.sequence]:
         return _mismatch(context, own, reports, different, failure)
+    if context.watcher is not None and (left := context.watcher.left(missing)):
+        who = ", ".join(f"global rank {rank}" for rank in left)
+        text = (
+            f"{failure.operation} of {context} failed after {failure.elapsed_s or 0:.3f} s: {who} has left: it "
+            f"destroyed its group, or its program came to its end. {LOST}; all ranks must make the same calls before "
+            "they leave"
+        )
+        return context.failure(
+            PeerDiedError, text, failure.operation, like=failure, sequence=own.sequence, suspect_ranks=left
+        )
     if isinstance(failure, PeerDiedError) and context.watcher is not None:
         # Who would be known to have ended has not: it gave up, or knows of what this rank will hear.
         missing = [rank for rank in missing if not context.watcher.watches([rank])]

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from device_communicators import settings
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import CollectiveMismatchError, CommunicationError
 from device_communicators.liveness import questions, stacks
 from device_communicators.liveness.condition import condition_of
@@ -130,7 +131,7 @@ class Stalls:
         self._watcher = watcher
         self.rank = rank
         self._routes: weakref.WeakSet[Route] = weakref.WeakSet()
-        self._store: Any = None
+        self._store: BoundedStore | None = None
         self._published: State | None = None
         self._published_at = 0.0
         self._moved_s = _MOVED_S
@@ -427,7 +428,7 @@ def _state_of(route: Route, operation: Operation, thread: int | None) -> State:
     return State(group_key(route.context), route.context.name, call_in_words(route.context, operation), place)
 
 
-def _read_states(store: Any, ranks: Iterable[int]) -> dict[int, State]:
+def _read_states(store: BoundedStore, ranks: Iterable[int]) -> dict[int, State]:
     """Returns what these global ranks have published, and what others of their hosts have of them."""
     states: dict[int, State] = {}
     for rank in ranks:
@@ -484,7 +485,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
     key = group_key(context)
     elsewhere = {rank for rank in suspects if rank not in watcher.pids and rank != context.global_rank}
 
-    def exchange(store: Any) -> dict[int, State]:
+    def exchange(store: BoundedStore) -> dict[int, State]:
         if own is not None:
             store.set(f"stall/{context.global_rank}", json.dumps(own))
         until = time.monotonic() + _ANSWER_S

@@ -9,8 +9,6 @@ left behind where somebody died.
 from __future__ import annotations
 
 import contextlib
-import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from device_communicators.errors import CommunicationError
+from device_communicators.helper_threads import run_in_thread
 from device_communicators.liveness.health import NOTICE_S
 from device_communicators.routing.communicator import GroupContext, Work
 from device_communicators.routing.failures import died
@@ -111,54 +110,6 @@ class TransferError(RuntimeError):
         self.peer = peer
 
 
-class _Helpers:
-    """Threads for waits, one each: kept for the next ones, as a start takes longer than many a transfer."""
-
-    def __init__(self) -> None:
-        self._idle: list[tuple[threading.Thread, queue.SimpleQueue[Callable[[], object] | None]]] = []
-        self._ends = 0
-        os.register_at_fork(after_in_child=self._idle.clear)
-
-    def run(self, job: Callable[[], object]) -> None:
-        try:
-            _, jobs = self._idle.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(jobs,), daemon=True, name="parallel_state-gloo").start()
-        jobs.put(job)
-
-    def _serve(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-        while (job := jobs.get()) is not None:
-            ends = self._ends
-            job()
-            del job  # with it the caller's tensors
-            if ends != self._ends:
-                return
-            self._idle.append((threading.current_thread(), jobs))
-
-    def end_idle(self) -> None:
-        self._ends += 1
-        while self._idle:
-            with contextlib.suppress(IndexError):  # another thread was first
-                thread, jobs = self._idle.pop()
-                jobs.put(None)
-                thread.join(_END_S)
-
-
-_END_S = 1.0
-_HELPERS = _Helpers()
-
-
-def run_in_thread(job: Callable[[], object]) -> None:
-    """Runs `job`, which raises nothing, in a thread that may be used again."""
-    _HELPERS.run(job)
-
-
-def end_idle_threads() -> None:
-    """Ends the threads that wait for the next wait: when a group that had some is closed."""
-    _HELPERS.end_idle()
-
-
 class ByThread:
     """A work that a thread sees to its end, from `begin` or the first `wait` on, and which then may be left behind.
 
@@ -180,7 +131,7 @@ class ByThread:
 
     def begin(self) -> None:
         if self._take():
-            _HELPERS.run(self._run_to_end)
+            run_in_thread(self._run_to_end)
 
     def run_in_this_thread(self) -> None:
         """Sees the work to its end in this thread, without a deadline; its error is kept for `wait`."""

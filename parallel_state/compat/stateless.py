@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import InvalidArgumentError
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.wire import bytes_of, flat_bytes
 
 _LENGTH = struct.Struct("<q")
+ANSWER_S = 1.0
 
 
 def _to_bytes(obj: Any) -> bytes:
@@ -61,6 +63,12 @@ class StoreGroup:
             raise InvalidArgumentError(f"rank must be in 0 … {self.world_size - 1}, but is {self.rank}")
         for counter in (self.send_dst_counter, self.recv_src_counter, self.broadcast_recv_src_counter):
             counter.update(dict.fromkeys(range(self.world_size), 0))
+        self._bounded = BoundedStore(self.store)
+
+    @property
+    def bounded(self) -> BoundedStore:
+        """Returns the store with the deadline of one operation: the store's timeout, and a second for its answer."""
+        return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:
         """Leaves an object for rank `dst`; returns at once."""
@@ -91,12 +99,12 @@ class StoreGroup:
     def expire_data(self) -> None:
         """Deletes from the store what this rank put there `data_expiration_seconds` ago."""
         while self.entries and time.perf_counter() - self.entries[0][1] > self.data_expiration_seconds:
-            self.store.delete_key(self.entries.popleft()[0])
+            self.bounded.delete_key(self.entries.popleft()[0])
 
     def _put(self, key: str, obj: Any) -> None:
         self.expire_data()
-        self.store.set(key, _to_bytes(obj))
+        self.bounded.set(key, _to_bytes(obj))
         self.entries.append((key, time.perf_counter()))
 
     def _get(self, key: str) -> Any:
-        return _from_bytes(self.store.get(key))
+        return _from_bytes(self.bounded.get(key))

@@ -392,6 +392,7 @@ class _Division:
             "eager": str(self.eager),
             "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
             "creation strategy": settings.GROUP_CREATION.get(),
+            "backend of CPU groups": settings.CPU_BACKEND.get(),
             "adopted groups": ", ".join(self.adopted) or "none",
             "options of the groups": "; ".join(f"{name}: {options}" for name, options in self.non_default_options()),
             "embedding ranks": f"{str(ends)[:80]} ({digest(ends)})",

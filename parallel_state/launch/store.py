@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from device_communicators import settings
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.errors import InvalidArgumentError, RendezvousError
 from parallel_state.startup.stores import listen_on
 from parallel_state.store.client import ControlStore
@@ -126,10 +127,11 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
     """Keeps the node that hosts the store until the ranks of all nodes are done with it."""
     done, world = 0, config.world_size or 1
     try:
-        done = store.add("parallel_state/launch/done", config.nproc)
+        bounded = BoundedStore(store)
+        done = bounded.add("parallel_state/launch/done", config.nproc or 0)
         while config.rank_offset == 0 and done < world and time.monotonic() < deadline:
             time.sleep(0.02)
-            done = store.add("parallel_state/launch/done", 0)
+            done = bounded.add("parallel_state/launch/done", 0)
     except RuntimeError:  # the store's node failed, but the ranks here have their results
         logger.warning("the node of rank 0 left before the ranks of this one were done")
     if config.rank_offset == 0 and done < world:

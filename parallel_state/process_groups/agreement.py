@@ -19,10 +19,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
+    HostUnreachableError,
     PeerDiedError,
     UsageError,
     format_ranks,
@@ -50,10 +52,10 @@ def digest(value: object) -> str:
 class Agreement:
     """The questions that the ranks of one world have asked each other: the same ones in the same order on each."""
 
-    def __init__(self, store: dist.Store, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, watcher: Watcher, alone: bool = False) -> None:
         """`alone`: the other ranks are imagined, and ask for whatever this one does."""
         self.alone = alone
-        self._store = store
+        self.store = BoundedStore.of(store)
         self._watcher = watcher
         self._prefix = f"{prefix}/agree"
         self._rank = rank
@@ -61,6 +63,17 @@ class Agreement:
         self._names: dict[str, str] = {}
         """By key of a meeting, the last name under which this rank was there: it doesn't come there again."""
         self._attempts: Counter[str] = Counter()
+
+    @property
+    def silent_s(self) -> float:
+        """Returns for how long the store has not answered an operation whose deadline has passed; 0.0 if it does."""
+        return self.store.silent_s
+
+    def _until(self, deadline: float, watched: Collection[int]) -> BoundedStore:
+        """Returns the store for a question: until its deadline, or the death of a rank that must answer or serves."""
+        server = self.store.served_by
+        ranks = {*watched} if server is None else {*watched, server}
+        return self.store.until(deadline, lambda: bool(self._watcher.deaths_of(ranks)))
 
     def resolve_and_agree(
         self,
@@ -126,7 +139,7 @@ class Agreement:
                 f"rank {self._rank} asks for {what} ({_words(mine)}), but of the ranks that must ask too, "
                 f"{verdict['text']}. Ask for groups without them, or start again with those that are left "
                 "(reinitialize)",
-                PeerDiedError,
+                HostUnreachableError if verdict.get("unreachable") else PeerDiedError,
                 verdict["ranks"],
                 started,
                 timeout_s,
@@ -145,7 +158,7 @@ class Agreement:
             return self._error(text, CollectiveTimeoutError, missing, started, timeout_s)
         return ConfigMismatchError(
             f"all ranks must ask for the same {what}, but {verdict['text']} (this is rank {self._rank}); "
-            "pass the same arguments on every rank"
+            "pass the same arguments, and set the same environment variables, on every rank"
         )
 
     def meet(
@@ -165,16 +178,16 @@ class Agreement:
         key = f"{self._prefix}/meet/{digest((what, tuple(ranks)))}"
         started = time.monotonic()
         deadline = started + timeout_s
-        name = ""
+        name, store = "", self._until(deadline, watched)
         try:
             if self._rank == ranks[0]:
                 self._attempts[key] += 1
                 name = str(self._attempts[key])
-                self._store.set(key, name)
+                store.set(key, name)
                 problem = self._gather(f"{key}/{name}", ranks, problem, watched, deadline)
             else:
                 name = self._come(key, watched, deadline, problem)
-                problem = self._store.get(f"{key}/{name}/all").decode()
+                problem = store.get(f"{key}/{name}/all").decode()
         except dist.DistStoreError as error:
             raise self._nobody(what, key, name, ranks, watched, started, timeout_s) from error
         except dist.DistError as error:
@@ -195,30 +208,30 @@ class Agreement:
 
     def _gather(self, name: str, ranks: Sequence[int], problem: str, watched: Sequence[int], deadline: float) -> str:
         """Gives the word, once all others came: that they are ready, or the first rank's problem, which is returned."""
-        others = [f"{name}/{rank}" for rank in ranks[1:]]
+        others, store = [f"{name}/{rank}" for rank in ranks[1:]], self._until(deadline, watched)
         for key in others:
-            self._wait(key, watched, deadline, name)
-        problems = [problem or _READY, *(problem.decode() for problem in self._store.multi_get(others))]
+            self._wait(store, key, watched, deadline, name)
+        problems = [problem or _READY, *(problem.decode() for problem in store.multi_get(others))]
         found = ((rank, each) for rank, each in zip(ranks, problems, strict=True) if each != _READY)
         word = next((f"{rank} {each}" for rank, each in found), _READY)
-        self._store.set(f"{name}/all", word)
+        self.store.within(LAST_WORD_S).set(f"{name}/all", word)
         return word
 
     def _come(self, key: str, watched: Sequence[int], deadline: float, problem: str) -> str:
-        pause_s = _PAUSE_S
+        pause_s, store = _PAUSE_S, self._until(deadline, watched)
         while True:
-            self._wait(key, watched, deadline)
-            name = self._store.get(key).decode()
+            self._wait(store, key, watched, deadline)
+            name = store.get(key).decode()
             if name == self._names.get(key):  # of the last attempt
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _SLICE_S)
                 if time.monotonic() >= deadline or self._watcher.deaths_of(watched):
                     raise dist.DistStoreError("no new name")
                 continue
-            self._store.set(f"{key}/{name}/{self._rank}", problem or _READY)
-            while self._store.get(key).decode() == name:
+            store.set(f"{key}/{name}/{self._rank}", problem or _READY)
+            while store.get(key).decode() == name:
                 try:
-                    self._wait(f"{key}/{name}/all", watched, min(deadline, time.monotonic() + _SLICE_S))
+                    self._wait(store, f"{key}/{name}/all", watched, min(deadline, time.monotonic() + _SLICE_S))
                     self._names[key] = name
                     return name
                 except dist.DistStoreError:
@@ -229,14 +242,15 @@ class Agreement:
                     ):
                         self._names[key] = name
                         raise
-            if self._store.check([f"{key}/{name}/all"]):  # somebody can't, and the first rank tries anew already
+            if store.check([f"{key}/{name}/all"]):  # somebody can't, and the first rank tries anew already
                 self._names[key] = name
                 return name
 
     def _name_at(self, key: str) -> str:
         """Returns the name that the first rank has opened last; "" if none."""
         with contextlib.suppress(dist.DistError):
-            return self._store.get(key).decode() if self._store.check([key]) else ""
+            store = self.store.within(LAST_WORD_S)
+            return store.get(key).decode() if store.check([key]) else ""
         return ""
 
     def fail(self, name: str, reason: str) -> None:
@@ -244,13 +258,14 @@ class Agreement:
         if self.alone:
             return
         with contextlib.suppress(dist.DistError):
-            self._store.compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
+            self.store.within(LAST_WORD_S).compare_set(f"{name}/failed", "", json.dumps([self._rank, reason[:500]]))
 
     def failure(self, name: str) -> tuple[int, str] | None:
         """Returns the rank that can't go on with what was met for, and why; None if there is none."""
         with contextlib.suppress(dist.DistError):
-            if self._store.check([f"{name}/failed"]):
-                rank, reason = json.loads(self._store.get(f"{name}/failed"))
+            store = self.store.within(LAST_WORD_S)
+            if store.check([f"{name}/failed"]):
+                rank, reason = json.loads(store.get(f"{name}/failed"))
                 return rank, reason
         return None
 
@@ -258,7 +273,7 @@ class Agreement:
         """Takes away what a meeting left in the store, as nobody waits there any more; its first rank does."""
         if self._rank == ranks[0] and not self.alone and len(ranks) > 1:
             with contextlib.suppress(dist.DistError):
-                self._forget(*(f"{name}/{rank}" for rank in ranks[1:]), f"{name}/all")
+                self._forget(self.store, *(f"{name}/{rank}" for rank in ranks[1:]), f"{name}/all")
 
     def _nobody(
         self,
@@ -293,7 +308,8 @@ class Agreement:
             )
         came = {self._rank}
         with contextlib.suppress(dist.DistError):
-            came |= {rank for rank in ranks[1:] if name and self._store.check([f"{key}/{name}/{rank}"])}
+            store = self.store.within(LAST_WORD_S)
+            came |= {rank for rank in ranks[1:] if name and store.check([f"{key}/{name}/{rank}"])}
         # The first rank's name may be that of an attempt before: then it is not the first who is waited for, if any.
         missing = [rank for rank in ranks if rank not in came and (rank != ranks[0] or came >= set(ranks[1:]))]
         return self._error(
@@ -327,13 +343,12 @@ class Agreement:
         self, what: str, words: str, watched: Collection[int], started: float, timeout_s: float, error: Exception
     ) -> CommunicationError:
         asked = f" ({words})" if words else ""
-        deaths = self._watcher.await_death_of(watched)  # a connection breaks a moment before its server's end
+        kind, why, suspects = self._watcher.explain_lost_store(self.store, error, watched)
         return self._error(
             f"rank {self._rank} asks for {what}{asked}, but the store through which the ranks agree doesn't answer: "
-            f"{describe_deaths(deaths) or str(error).splitlines()[0]}. Look at the process that serves it: rank 0, or "
-            "the launcher",
-            kind_of_deaths(deaths, CommunicationError),
-            [death.rank for death in deaths],
+            f"{why}. Look at the process that serves it: rank 0, or the launcher",
+            kind,
+            suspects,
             started,
             timeout_s,
         )
@@ -341,32 +356,37 @@ class Agreement:
     def _verdict(
         self, scope: str, number: int, ranks: Sequence[int], mine: Request, deadline: float, watched: Collection[int]
     ) -> Any:
-        store, key, before = self._store, f"{scope}/{number}", f"{scope}/{number - 1}"
+        store, key, before = self._until(deadline, watched), f"{scope}/{number}", f"{scope}/{number - 1}"
         store.set(f"{key}/{self._rank}", json.dumps(mine))
         if number > 1 and self._rank != ranks[0]:
-            self._forget(f"{before}/{self._rank}")
+            self._forget(store, f"{before}/{self._rank}")
         try:
-            if self._read(f"{key}/{ranks[0]}", watched, deadline) != mine:
+            if self._read(store, f"{key}/{ranks[0]}", watched, deadline) != mine:
                 store.set(f"{key}/differs", "1")
             if store.add(f"{key}/count", 1) == len(ranks):
                 if not store.check([f"{key}/verdict"]):  # others may have waited in vain before this one came
-                    self._decide(key, self._compare(key, ranks))
+                    self._decide(store, key, self._compare(store, key, ranks))
                 if number > 1:  # all ranks are here, so all have read what was said before
                     shared = ("count", "verdict", "differs", str(ranks[0]))
-                    self._forget(*(f"{before}/{name}" for name in shared))
-            return self._read(f"{key}/verdict", watched, deadline)
+                    self._forget(store, *(f"{before}/{name}" for name in shared))
+            return self._read(store, f"{key}/verdict", watched, deadline)
         except dist.DistStoreError:
+            store = self.store.within(LAST_WORD_S)
             deaths = self._watcher.deaths_of(watched)
             if deaths:
-                dead = {"ranks": [death.rank for death in deaths], "text": describe_deaths(deaths)}
-                return self._decide(key, {"kind": "dead", **dead})
+                dead = {
+                    "ranks": [death.rank for death in deaths],
+                    "text": describe_deaths(deaths),
+                    "unreachable": kind_of_deaths(deaths, CommunicationError) is HostUnreachableError,
+                }
+                return self._decide(store, key, {"kind": "dead", **dead})
             missing = [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-            return self._decide(key, {"kind": "missing", "ranks": missing})
+            return self._decide(store, key, {"kind": "missing", "ranks": missing})
 
-    def _compare(self, key: str, ranks: Sequence[int]) -> dict[str, Any]:
-        if not self._store.check([f"{key}/differs"]):
+    def _compare(self, store: BoundedStore, key: str, ranks: Sequence[int]) -> dict[str, Any]:
+        if not store.check([f"{key}/differs"]):
             return {"kind": "same"}
-        requests = [json.loads(self._store.get(f"{key}/{rank}")) for rank in ranks]
+        requests = [json.loads(store.get(f"{key}/{rank}")) for rank in ranks]
         if all(_WRONG in request for request in requests):
             return {"kind": _WRONG}
         first = requests[0]
@@ -377,24 +397,26 @@ class Agreement:
         text = f"the {name} is {sides[0]} on rank {ranks[0]} and {sides[1]} on rank {other}"
         return {"kind": "different", "text": text}
 
-    def _decide(self, key: str, verdict: dict[str, Any]) -> Any:
+    def _decide(self, store: BoundedStore, key: str, verdict: dict[str, Any]) -> Any:
         """Publishes a verdict; returns the first one, which counts."""
-        return json.loads(self._store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
+        return json.loads(store.compare_set(f"{key}/verdict", "", json.dumps(verdict)))
 
-    def _forget(self, *keys: str) -> None:
+    def _forget(self, store: BoundedStore, *keys: str) -> None:
         with contextlib.suppress(NotImplementedError):  # not every store can
             for key in keys:
-                self._store.delete_key(key)
+                store.delete_key(key)
 
-    def _read(self, key: str, watched: Collection[int], deadline: float) -> Any:
+    def _read(self, store: BoundedStore, key: str, watched: Collection[int], deadline: float) -> Any:
         """Returns a key's value; DistStoreError at the deadline, or if one of the `watched` ends before."""
-        self._wait(key, watched, deadline)
-        return json.loads(self._store.get(key))
+        self._wait(store, key, watched, deadline)
+        return json.loads(store.get(key))
 
-    def _wait(self, key: str, watched: Collection[int], deadline: float, meeting: str = "") -> None:
+    def _wait(
+        self, store: BoundedStore, key: str, watched: Collection[int], deadline: float, meeting: str = ""
+    ) -> None:
         """Waits for a key as `_read`; ends also where a rank can't go on with the `meeting` of this name."""
         pause_s = _PAUSE_S
-        while not self._store.check([key]):  # the store's own wait logs each time that it waits in vain
+        while not store.check([key]):  # the store's own wait logs each time that it waits in vain
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"{key} was not there in time")
             if self._watcher.deaths_of(watched):

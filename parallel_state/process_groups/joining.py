@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
+from parallel_state.process_groups.agreement import Agreement, Request
 from parallel_state.torch_internals import is_fake, is_registered
 
 logger = logging.getLogger("parallel_state")
@@ -134,6 +136,23 @@ def prepare(world_size: int) -> None:
 
         with contextlib.suppress(UnsupportedError):  # raised where the first group is made
             creation.load()
+
+
+def agree_on_settings(
+    agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
+) -> None:
+    """Compares the settings that must be equal on `ranks` (global), each of which calls it within `limit_s`.
+
+    `backend` and `timeout_s` are those in effect: an argument counts as the setting that it replaces. Raises
+    ConfigMismatchError on all ranks where two differ, and as `Agreement.agree`.
+    """
+
+    def own() -> tuple[None, Request]:
+        values = {setting.name: str(setting.get()) for setting in settings.ALL if setting.equal}
+        values |= {settings.BACKEND.name: backend, settings.TIMEOUT_S.name: f"{timeout_s:g}"}
+        return None, values
+
+    agreement.resolve_and_agree("settings", ranks, own, limit_s)
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:

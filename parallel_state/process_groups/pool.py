@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 
 from device_communicators import limits, settings
+from device_communicators.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.errors import (
     CommunicationError,
     GroupDestroyedError,
@@ -34,7 +35,6 @@ from device_communicators.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.host import connect_anew
 from device_communicators.liveness.health import Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
@@ -116,7 +116,7 @@ class ProcessGroupPool:
         default: _Key = (tuple(range(self.world_size)), self.default_options, False, "")
         self.watcher = watcher or Watcher()
         self.watcher.open_store = self.private_store
-        store = dist.HashStore() if alone_over else default_store()
+        store = BoundedStore(dist.HashStore()) if alone_over else default_store()
         self.agreement = Agreement(store, self._prefix, self.rank, self.watcher, alone=is_fake())
         self.address = ""
         """The address at which other hosts reach this process; "" if unknown."""
@@ -130,7 +130,7 @@ class ProcessGroupPool:
         self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
         self._alone: dict[GroupOptions, Any] = {}
-        self._stores: list[Any] = []
+        self._stores: list[BoundedStore] = []
         """Connections to the store over which no group is being made: gloo waits on one, and blocks it meanwhile."""
         self._division: tuple[int, ...] = ()
         self._closed = False
@@ -219,13 +219,13 @@ class ProcessGroupPool:
         self._users.update(keys)
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
-    def private_store(self) -> Any:
+    def private_store(self) -> BoundedStore | None:
         """Returns a new connection to the store of this world; None if the store can't give another one."""
         try:
-            own = connect_anew(default_store())
+            own = default_store().connect_anew()
         except (RuntimeError, ValueError):
             return None
-        return None if own is None else dist.PrefixStore(self._prefix, own)
+        return None if own is None else own.prefixed(self._prefix)
 
     def next_channel(self, ranks: Sequence[int]) -> int:
         """Returns a number that no other user of a group of these ranks has: their transfers have other tags.
@@ -307,7 +307,7 @@ class ProcessGroupPool:
             if connects:
                 with self._lock:
                     store = self._stores.pop() if self._stores else None
-                store = store or connect_anew(default_store())
+                store = store or default_store().connect_anew()
             group = new_group_of_members(
                 name, ranks, str(options.backend), connecting.timeout_s, connecting.for_backend(), store
             )
@@ -320,7 +320,7 @@ class ProcessGroupPool:
             return group
 
         def has_failed() -> bool:
-            return self.agreement.failure(name) is not None
+            return self.agreement.failure(name) is not None or self.agreement.silent_s > timeout_s
 
         try:
             if options.meets:
@@ -345,19 +345,23 @@ class ProcessGroupPool:
         limit_s = settings.START_TIMEOUT_S.get()
         elapsed_s = time.monotonic() - started
         deaths = self.watcher.await_death_of(self.watched_with(ranks))
-        who = {death.rank: death.reason for death in deaths}
+        kind, who = kind_of_deaths(deaths, CommunicationError), {death.rank: death.reason for death in deaths}
         failure = self.agreement.failure(name)
         if not who and failure is not None and failure[0] != self.rank:
             who = {failure[0]: f"could not ({failure[1]})"}
         if who:
             why = "; ".join(f"global rank {rank} {reason}" for rank, reason in who.items())
+        elif (silent_s := self.agreement.silent_s) > 0:
+            silent = StoreSilentError(f"{self.agreement.store} has not answered for {silent_s:.1f} s")
+            kind, why, suspects = self.watcher.explain_lost_store(self.agreement.store, silent, ranks)
+            who = dict.fromkeys(suspects, why)
         elif isinstance(error, AbandonedError):
             why = f"they did not connect within {limit_s:g} s"
         else:
             why = plain(error)
             if any(os.strerror(number) in why for number in (errno.EAGAIN, errno.ENOMEM)):
                 why += f"; {limits.describe_address_space()}"  # a thread needs some
-        return kind_of_deaths(deaths, CommunicationError)(
+        return kind(
             f"rank {self.rank} could not make {what} of global ranks {format_ranks(ranks)}: {why}. Look at the log of "
             "that rank, and at the network between the hosts; all of them may try again. For a slow network, raise "
             f"{settings.START_TIMEOUT_S.name}",

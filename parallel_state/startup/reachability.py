@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
 from device_communicators.errors import CommunicationError, RendezvousError, format_ranks
 from device_communicators.liveness.health import Death, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
@@ -34,7 +35,7 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 4096
 """Of all ranks together at the one store, in large worlds."""
 
 
-def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
+def prove(store: Any, rank: int, places: Mapping[int, Address], watch: StartWatch) -> None:
     """Returns once all hosts reach each other, or where there is one only. Every rank calls it.
 
     Raises RendezvousError on all ranks, with hosts, interfaces and addresses, where one doesn't reach another one;
@@ -43,6 +44,8 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
     leaders = leaders_of(places)
     if len(leaders) < 2:
         return
+    everyone = range(len(places))
+    store = BoundedStore.of(store).until(watch.deadline + LAST_WORD_S, lambda: bool(watch.watcher.deaths_of(everyone)))
     try:
         verdict = _find_out(store, rank, places, watch, leaders)
     except dist.DistError as error:  # the store is lost, with the rank that serves it, most likely
@@ -57,7 +60,7 @@ def prove(store: dist.Store, rank: int, places: Mapping[int, Address], watch: St
 
 
 def _find_out(
-    store: dist.Store, rank: int, places: Mapping[int, Address], watch: StartWatch, leaders: Sequence[int]
+    store: BoundedStore, rank: int, places: Mapping[int, Address], watch: StartWatch, leaders: Sequence[int]
 ) -> Any:
     """Returns rank 0's verdict: None, or who doesn't reach whom and why."""
 
@@ -90,7 +93,7 @@ def _find_out(
     return json.loads(store.get("reach/verdict"))
 
 
-def _read(store: dist.Store, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
+def _read(store: BoundedStore, prefix: str, ranks: Sequence[int]) -> dict[int, Any]:
     """Returns what all of these ranks have told, in one request."""
     told = store.multi_get([f"{prefix}{rank}" for rank in ranks])
     return dict(zip(ranks, map(json.loads, told), strict=True))
@@ -194,7 +197,12 @@ def _not_reached(places: Mapping[int, Address], rank: int, by: int, to: int, why
 
 
 def _wait_for(
-    ready: Callable[[], bool], store: dist.Store, watch: StartWatch, rank: int, world_size: int, leaders: Sequence[int]
+    ready: Callable[[], bool],
+    store: BoundedStore,
+    watch: StartWatch,
+    rank: int,
+    world_size: int,
+    leaders: Sequence[int],
 ) -> None:
     """Waits until it is so in the store, or a rank of the start ends or gives up, or until the start's deadline."""
     pause_s, everyone = max(_SHORTEST_S, world_size / _FIRST_LOOKS_PER_S), range(world_size)
@@ -203,6 +211,7 @@ def _wait_for(
         if deaths or time.monotonic() >= watch.deadline:
             missing: list[int] = []
             others = [leader for leader in leaders if leader != rank]
+            store = store.within(LAST_WORD_S)
             with contextlib.suppress(dist.DistError):  # who doesn't listen keeps the others from finding anything
                 for key in ("found", "at"):
                     missing = [leader for leader in others if not store.check([f"reach/{key}/{leader}"])] or missing

@@ -36,6 +36,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore, StoreSilentError
 from device_communicators.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -58,6 +59,9 @@ logger = logging.getLogger("parallel_state")
 
 _OWN_NAME_S = 2.0  # for this host's own name to resolve
 _FAREWELL_S = 1.0  # a rank 0 that gives up, and takes its server with it, stays this long for the others to hear why
+_LATE_S = 0.6  # of that for ranks that have not come yet
+_TOGETHER_S = 0.1  # two that are killed together are named together
+_REFUSED_S = 1.0  # rank 0's port refuses connections for this long: it has ended
 
 _NAME, _VERDICT, _HEARD, _ROSTER, _ENDED = "world", "verdict", "heard", "roster", "ended"
 _GAVE_UP = "gave up"
@@ -68,12 +72,13 @@ _OBSTACLES: tuple[tuple[str, Callable[[dict[int, Address]], list[str]]], ...] = 
     (_LOOPBACK, interfaces.unreachable), (_SAME, interfaces.shared_address), (_CORES, binding.different_cores),
 )  # fmt: skip
 _ROSTER_S = 0.2  # between two rosters of those who came so far
+_LOOKED_AT_PER_S = 1024  # ranks that rank 0 looks for beyond the first that is missing
 
 
 class Met(NamedTuple):
     """Holds what comes of a meeting: the world's store, its ranks, and those of them that are watched."""
 
-    store: dist.Store
+    store: BoundedStore
     places: dict[int, Address]
     processes: Processes
     deadline: float
@@ -110,7 +115,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """
     deadline = time.monotonic() + timeout_s
     if place.world_size == 1:
-        return Met(dist.HashStore(), {}, Processes(Address()), deadline, ReservedPort())
+        return Met(BoundedStore(dist.HashStore()), {}, Processes(Address()), deadline, ReservedPort())
     own_place = _whereabouts(deadline) if over_gloo else interfaces.process()
     way = find_store(init_method, place, timeout_s, deadline)
     reserved = ReservedPort() if way.server is None else ReservedPort.beside(way.server, place.rank)
@@ -127,7 +132,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     try:
         store = meeting.open_world() if place.rank == 0 else meeting.enter_world()
         store.set_timeout(timedelta(seconds=timeout_s))
-        return Met(store, meeting.places, meeting.processes, deadline, reserved, links)
+        return Met(BoundedStore(store.raw), meeting.places, meeting.processes, deadline, reserved, links)
     except BaseException as error:
         meeting.processes.close()
         reserved.close()
@@ -160,11 +165,15 @@ class _Meeting:
         """Number of ranks in each roster."""
         self.processes = Processes(self.own_place)
 
-    def open_world(self) -> dist.Store:
+    def _bounded(self, store: dist.Store) -> BoundedStore:
+        """Returns this job's part of a store, whose operations end at the deadline of the start."""
+        return BoundedStore(dist.PrefixStore(self.prefix, store)).until(self.deadline + LAST_WORD_S)
+
+    def open_world(self) -> BoundedStore:
         """Opens a world as rank 0, and returns its store once all ranks came."""
         store = self._reach_store()
         name = secrets.token_hex(8)
-        world = dist.PrefixStore(name, store)
+        world = store.prefixed(name)
         self._publish_roster(world)
         store.set(_NAME, name)
         verdict, others = self._judge(world)
@@ -174,33 +183,41 @@ class _Meeting:
             world.set(_ROSTER, zlib.compress(everyone.encode()).hex())
         world.set(_VERDICT, verdict)
         if not complete:
-            for _ in looks(time.monotonic() + _FAREWELL_S):
-                if world.add(_HEARD, 0) >= others:
+            began, late = time.monotonic(), 0 if verdict.startswith(_MISSING) else len(self._missing(world))
+            for _ in looks(began + _FAREWELL_S):
+                awaited = others + late if time.monotonic() < began + _LATE_S else others
+                if world.add(_HEARD, 0) >= awaited:
                     break
         store.set(_NAME, "")
         if not complete:
             raise self._failure(verdict)
         return world
 
-    def _reach_store(self) -> dist.Store:
+    def _reach_store(self) -> BoundedStore:
         for _ in looks(self.deadline):
             try:
-                return dist.PrefixStore(self.prefix, self.connect())
+                return self._bounded(self.connect())
             except (OSError, dist.DistNetworkError) as error:
                 self.obstacle = str(error).splitlines()[0]
         raise self.not_met()
 
-    def _judge(self, world: dist.Store) -> tuple[str, int]:
+    def _judge(self, world: BoundedStore) -> tuple[str, int]:
         """Waits for every rank. Returns the verdict, and how many may be there to hear it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)  # what is left is for the others to hear
         size, published, published_at = self.place.world_size, 1, time.monotonic()
+        surveyed_at, survey_s = published_at, max(_ROSTER_S, size / _LOOKED_AT_PER_S)
         for rank in range(1, size):
             key = _key(rank)
             for _ in looks(deadline):
                 if world.check([key]):
                     break
-                if ended := self._ended(world):
-                    missing = self._missing(world)
+                if time.monotonic() > surveyed_at + survey_s:
+                    self._survey(world)
+                    surveyed_at = time.monotonic()
+                if self._ended(world):
+                    time.sleep(_TOGETHER_S)
+                    self._survey(world)
+                    ended, missing = self._ended(world), self._missing(world)
                     # A rank that ended as it waited for others in vain isn't the cause.
                     kind, ranks = (_MISSING, missing) if missing and world.check([_GAVE_UP]) else (_ENDED, ended)
                     return f"{kind} {' '.join(map(str, ranks))}", size - 1 - len(missing) - len(ended)
@@ -216,19 +233,28 @@ class _Meeting:
                 return f"{_SIZES} {size} {rank} {other_size}", max(size, other_size) - 1
             self.places[rank] = Address.parse(words[2:])
             self.processes.see({rank: self.places[rank]})
-        if ended := self._ended(world):
+        if self._ended(world):
+            time.sleep(_TOGETHER_S)
+            ended = self._ended(world)
             return f"{_ENDED} {' '.join(map(str, ended))}", size - 1 - len(ended)
         for kind, find in _OBSTACLES:
             if words := find(self.places):
                 return f"{kind} {' '.join(words)}", size - 1
         return f"{_COMPLETE} {size}", size - 1
 
-    def _ended(self, world: dist.Store) -> list[int]:
+    def _survey(self, world: BoundedStore) -> None:
+        """Watches the processes of all that came, also of those with a higher rank than one that has not."""
+        for rank in range(1, self.place.world_size):
+            if rank not in self.places and world.check([_key(rank)]):
+                self.places[rank] = Address.parse(world.get(_key(rank)).decode().split(" ")[2:])
+                self.processes.see({rank: self.places[rank]})
+
+    def _ended(self, world: BoundedStore) -> list[int]:
         """Returns ranks that came and ended: which this one sees, and those of which others tell."""
         by_others = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
         return sorted({*self.processes.ended(), *map(int, by_others)})
 
-    def _publish_roster(self, world: dist.Store) -> None:
+    def _publish_roster(self, world: BoundedStore) -> None:
         """Tells the ranks of each host which of them came, where there are new ones: all who can watch each other."""
         rosters: dict[str, dict[str, list[str]]] = {}
         for rank, place in self.places.items():
@@ -238,31 +264,31 @@ class _Meeting:
                 self._published[processes] = len(roster)
                 world.set(f"{_ROSTER}/{processes}", json.dumps(roster))
 
-    def _read_roster(self, world: dist.Store) -> None:
+    def _read_roster(self, world: BoundedStore) -> None:
         key = f"{_ROSTER}/{self.own_place.processes}"
         if world.check([key]):
             self.processes.see(_places(json.loads(world.get(key))))
 
-    def _missing(self, world: dist.Store) -> list[int]:
+    def _missing(self, world: BoundedStore) -> list[int]:
         return [rank for rank in range(1, self.place.world_size) if not world.check([_key(rank)])]
 
-    def enter_world(self) -> dist.Store:
+    def enter_world(self) -> BoundedStore:
         """Enters rank 0's world as one of the other ranks, and returns its store once all came."""
         entry = " ".join([str(self.place.world_size), secrets.token_hex(8), *self.own_place])
         store = world = None
-        name = b""
+        name, refused_at = b"", 0.0
         entered = False
         for _ in looks(self.deadline, self.place.world_size):
             try:
                 if store is None:
-                    store, name = dist.PrefixStore(self.prefix, self.connect()), b""
+                    store, name, refused_at = self._bounded(self.connect()), b"", 0.0
                     self.obstacle = _NO_WORLD
                 newest = store.get(_NAME) if store.check([_NAME]) else b""
                 # First the verdict of the world that this rank is in, if there is one by now: where the others' start
                 # failed at once and rank 0 is back, this rank's fails with them, and all come to the next together.
                 is_decided = entered and world is not None and world.check([_VERDICT])
                 if newest not in (b"", name) and not is_decided:
-                    name, world = newest, dist.PrefixStore(newest.decode(), store)
+                    name, world = newest, store.prefixed(newest.decode())
                     if self._is_left_behind(world):
                         world, entered = None, False
                     else:
@@ -275,20 +301,28 @@ class _Meeting:
                     return world
                 else:
                     entered = False
-            except (OSError, dist.DistNetworkError) as error:
+            except (OSError, dist.DistNetworkError, StoreSilentError) as error:
                 # Nobody listens yet; or the server, of an earlier world, was just being closed.
                 store = None
+                if entered and self.rank_0_serves and isinstance(error, ConnectionRefusedError):
+                    refused_at = refused_at or time.monotonic()
+                    if time.monotonic() > refused_at + _REFUSED_S:
+                        ended = sorted({0, *self.processes.ended()})
+                        raise self._failure(f"{_ENDED} {' '.join(map(str, ended))}") from error
                 if world is None:  # else what was found there says more
                     who = "rank 0 doesn't answer there: " if self.rank_0_serves else ""
                     self.obstacle = who + str(error).splitlines()[0]
-        missing = self._missing(world) if store is not None and world is not None and entered else []
+        missing = []
+        if store is not None and world is not None and entered:
+            with contextlib.suppress(dist.DistError):
+                missing = self._missing(world.within(LAST_WORD_S))
         if world is None or not missing:
             raise self.not_met()
         with contextlib.suppress(dist.DistError):
-            world.set(_GAVE_UP, "1")
+            world.within(LAST_WORD_S).set(_GAVE_UP, "1")
         raise self._failure(f"{_MISSING} {' '.join(map(str, missing))}")
 
-    def _is_left_behind(self, world: dist.Store) -> bool:
+    def _is_left_behind(self, world: BoundedStore) -> bool:
         """Returns True for a world whose rank 0 has ended before it gave a verdict; else watches who came there."""
         self.processes.close()
         self.processes = Processes(self.own_place)
@@ -298,7 +332,7 @@ class _Meeting:
         self.obstacle = _NO_WORLD
         return True
 
-    def _enter(self, world: dist.Store, entry: str) -> bool:
+    def _enter(self, world: BoundedStore, entry: str) -> bool:
         """Returns True if this process is its rank in that world: unless another one is, that hasn't ended."""
         key = _key(self.place.rank)
         found = world.compare_set(key, "", entry).decode()
@@ -311,7 +345,7 @@ class _Meeting:
         self.obstacle = "rank 0 gave no verdict" if found == entry else "another process came there with this rank"
         return found == entry
 
-    def _is_complete(self, world: dist.Store) -> bool:
+    def _is_complete(self, world: BoundedStore) -> bool:
         """Returns True if the verdict is that all ranks came, False for a smaller world, of some, that goes first.
 
         Raises the error for any other verdict.
@@ -327,14 +361,17 @@ class _Meeting:
         self.obstacle = f"rank 0 opened a world of {verdict.split()[1]} ranks there"
         return False
 
-    def _look_after(self, world: dist.Store) -> None:
+    def _look_after(self, world: BoundedStore) -> None:
         """Tells rank 0 of processes of this host that have ended; raises where that is rank 0."""
         self._read_roster(world)
         ended = self.processes.ended()
         if 0 in ended:
-            raise self._failure(f"{_ENDED} 0")
-        if ended:
-            world.set(_ENDED, " ".join(map(str, ended)))
+            time.sleep(_TOGETHER_S)
+            raise self._failure(f"{_ENDED} {' '.join(map(str, self.processes.ended()))}")
+        if ended:  # ranks of other hosts may tell of theirs
+            told = world.get(_ENDED).decode().split() if world.check([_ENDED]) else []
+            if not set(ended) <= set(map(int, told)):
+                world.set(_ENDED, " ".join(map(str, sorted({*ended, *map(int, told)}))))
 
     def not_met(self) -> RendezvousError:
         """Returns the error for a rank that met nobody."""

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from device_communicators.host import connect_anew, start_time
+from device_communicators.bounded_store import LAST_WORD_S, BoundedStore
+from device_communicators.host import start_time
 from device_communicators.liveness.health import NEWS_S, NOTICE_S, WakeEvent, Watcher
 from device_communicators.liveness.links import LinkPlace, LinkPort, Links
 from parallel_state.startup.interfaces import Address
@@ -37,7 +38,7 @@ _LOOKS_PER_S = 1024
 _SLICE_S = 0.05
 _NEWS_S = 1.0
 """With a look into the store: the time in which the news of a death goes from its host's ranks to those of others."""
-_FAILED = "failed"
+_FAILED, _ENDED = "failed", "ended"
 
 
 class Processes:
@@ -100,7 +101,7 @@ class StartWatch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         rank: int,
         world_size: int,
         processes: Processes,
@@ -108,11 +109,11 @@ class StartWatch:
         served_by: int | None = None,
     ) -> None:
         """`served_by`: the rank that serves the store, if one does."""
-        self._own: Any = store
+        self._own: BoundedStore | None = BoundedStore.of(store)
         self.watcher = Watcher()
         """The world's, from its beginning."""
         self.deadline = deadline
-        self._store: Any = connect_anew(store)
+        self._store: BoundedStore | None = self._own.connect_anew()
         self._rank = rank
         self._world_size = world_size
         self._processes = processes
@@ -121,6 +122,9 @@ class StartWatch:
         self.watcher.news_s = _NEWS_S + self._look_s
         self._stage = 0
         self._reported: set[int] = set()
+        self._has_failed = False
+        """True once the first failure has been read; further ends of ranks may follow it."""
+        self._ends_read = 0
         self._wake = WakeEvent()
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="parallel_state-start")
@@ -148,13 +152,13 @@ class StartWatch:
         """Tells how far this rank has come: who is furthest behind at the deadline is who the others waited for."""
         self._stage = number
         with contextlib.suppress(dist.DistError):
-            self._own.set(f"stage/{self._rank}", str(number))
+            if self._own is not None:
+                self._own.within(LAST_WORD_S).set(f"stage/{self._rank}", str(number))
 
     def give_up(self, error: BaseException) -> None:
         """Tells the others that this rank can't go on, unless it is one of them that it can't go on without."""
-        if self.watcher.deaths_of(range(self._world_size)):
-            return
-        publish_failure(self._own, self._rank, error)
+        if not self.watcher.deaths_of(range(self._world_size)):
+            publish_failure(self._own, self._rank, error)
         if self._rank == self._served_by:
             time.sleep(2 * self._look_s)  # the store goes with this rank: the others are to hear why
 
@@ -189,26 +193,41 @@ class StartWatch:
             self._reported.add(rank)
 
     def _publish(self, what: dict[str, Any]) -> None:
-        with contextlib.suppress(dist.DistError, AttributeError):
-            self._store.compare_set(_FAILED, "", json.dumps(what))
+        store = self._store
+        with contextlib.suppress(dist.DistError):
+            if store is not None:
+                store = store.within(LAST_WORD_S)
+                if store.add(f"{_ENDED}/of/{what['rank']}", 1) == 1:  # one of its neighbours tells
+                    store.set(f"{_ENDED}/{store.add(_ENDED, 1)}", json.dumps(what))
+                store.compare_set(_FAILED, "", json.dumps(what))
 
     def _read_failure(self) -> bool:
-        """Takes in what others tell. Returns False if there is nothing more to hear."""
-        store = self._store
-        if store is None:
+        """Takes in the first failure, and all ends of ranks. Returns False if there is nothing more to hear."""
+        if self._store is None:
             return True
+        store = self._store.within(self._look_s)  # this thread also watches processes
         try:
-            if not store.check([_FAILED]):
-                return True
-            failure = json.loads(store.get(_FAILED))
+            if not self._has_failed:
+                if not store.check([_FAILED]):
+                    return True
+                self._take_in(json.loads(store.get(_FAILED)))
+                self._has_failed = True
+            for number in range(self._ends_read + 1, store.add(_ENDED, 0) + 1):
+                if not store.check([f"{_ENDED}/{number}"]):  # its teller is just writing it
+                    break
+                self._take_in(json.loads(store.get(f"{_ENDED}/{number}")))
+                self._ends_read = number
         except dist.DistNetworkError:
-            self._report_lost_server()
+            if not self._has_failed:  # else the server gave up because of that
+                self._report_lost_server()
             return False
         except dist.DistError:
             return True
+        return True
+
+    def _take_in(self, failure: dict[str, Any]) -> None:
         if failure["rank"] != self._rank:
             self.watcher.report(failure["rank"], failure["reason"], certain=failure.get("ended", False))
-        return False
 
     def _report_lost_server(self) -> None:
         """Reports the rank that served the store: by its process, where this thread can watch that, as it ends.
@@ -226,9 +245,9 @@ class StartWatch:
             self.watcher.report(served_by, "has closed the store of the start, which it serves")
 
     def _report_ranks_behind(self) -> None:
-        store = self._store
-        if store is None:
+        if self._store is None:
             return
+        store = self._store.within(LAST_WORD_S)
         with contextlib.suppress(dist.DistError):
             keys = {rank: f"stage/{rank}" for rank in range(self._world_size) if rank != self._rank}
             published = [rank for rank, key in keys.items() if store.check([key])]
@@ -238,12 +257,13 @@ class StartWatch:
                     self.watcher.report(rank, "did not go on with the start until its deadline", certain=False)
 
 
-def publish_failure(store: Any, rank: int, error: BaseException) -> None:
+def publish_failure(store: BoundedStore | None, rank: int, error: BaseException) -> None:
     """Tells the watches of other ranks that `rank` gives up its start; the first failure counts."""
     text = str(error).partition("\n")[0]
     failure = {"rank": rank, "reason": f"gave up its start ({type(error).__name__}: {text})"[:500]}
     with contextlib.suppress(dist.DistError):
-        store.compare_set(_FAILED, "", json.dumps(failure))
+        if store is not None:
+            store.within(LAST_WORD_S).compare_set(_FAILED, "", json.dumps(failure))
 
 
 class AbandonedError(RuntimeError):

@@ -39,7 +39,8 @@ def torch_world(
     try:
         yield OverTorch()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():  # else the body has left by itself
+            dist.destroy_process_group()
 
 
 def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:

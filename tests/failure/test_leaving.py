@@ -55,6 +55,32 @@ def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
     assert found[0] == found[1] == ["ok "] * 3
 
 
+def _one_leaves_and_lives(route: str, folder: str) -> Outcome | None:
+    """Rank 1 leaves its group and lives on, while the others wait for it."""
+    with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
+        group.barrier()
+        if group.rank == 1:
+            dist.destroy_process_group() if route == OVER_TORCH else ps.destroy_distributed_environment()
+            until = time.monotonic() + DEADLINE_S / 2
+            while len(list(Path(folder).iterdir())) < 3 and time.monotonic() < until:
+                time.sleep(0.01)
+            return None
+        told = attempt(group.all_reduce, torch.ones(3))
+        Path(folder, str(group.rank)).touch()
+        return told
+
+
+@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+def test_who_leaves_and_lives_is_not_told_as_ended(ranks: Ranks, tmp_path: Path, route: str) -> None:
+    found = ranks.survivors(_one_leaves_and_lives, route, str(tmp_path), timeout_s=DEADLINE_S)
+    assert sorted(found) == [0, 1, 2, 3]
+    for rank in (0, 2, 3):
+        told = found[rank]
+        assert told.kind == "PeerDiedError" and told.suspect_ranks == (1,), told
+        assert "global rank 1 has left" in told.text and "has ended" not in told.text, told
+        assert told.seconds < LONG_TIMEOUT_S / 2, told
+
+
 WAITING: dict[str, Callable[[Any], object]] = {
     "all_reduce": lambda group: group.all_reduce(torch.ones(3)),
     "barrier": lambda group: group.barrier(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
-from tests.hosts import INTERFACE, Host, HostRanks, Hosts, problem
+from tests.hosts import INTERFACE, Host, HostRanks, Hosts, HostsFailedError, problem
 
 pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0
@@ -34,9 +35,12 @@ def _two_hosts() -> Hosts:
     return Hosts(2)
 
 
-def _ranks(hosts: Hosts, placement: tuple[int, ...], limit_s: float = LIMIT_S) -> HostRanks:
+def _ranks(
+    hosts: Hosts, placement: tuple[int, ...], limit_s: float = LIMIT_S, environment: Mapping[str, str] | None = None
+) -> HostRanks:
     return hosts.ranks(
         placement,
+        **(environment or {}),
         PARALLEL_STATE_TIMEOUT_S=TIMEOUT_S,
         PARALLEL_STATE_HEARTBEAT_S=str(BEAT_S),
         PARALLEL_STATE_HEARTBEAT_LIMIT_S=str(limit_s),
@@ -106,6 +110,49 @@ def test_row_18_the_link_goes_down(tmp_path: Path, placement: tuple[int, ...], k
             if rank == placement.index(placement[rank]):  # who leads its host knows by whose silence
                 assert f"parallel-state-host-{1 - placement[rank]}" in bad.text or "its host" in bad.text, bad
         return _check(results, placement)
+
+    assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
+
+
+def _one_interface_goes_down(command: str) -> tuple[Outcome, Outcome]:
+    """Large sums over two interfaces of each host, one of which fails."""
+    ps.init_distributed_environment()
+    group = ps.get_world_group()
+    time.sleep(3 * BEAT_S)  # all hosts have been heard
+    x = torch.ones(1 << 20)
+    good = attempt(lambda: group.all_reduce(x).sum().item())
+    if group.rank == 2:
+        _shell(command)
+    started = time.monotonic()
+    told = attempt(group.all_reduce, x)
+    while told.kind == "ok" and time.monotonic() < started + DEADLINE_S / 2:
+        told = attempt(group.all_reduce, x)
+    told = told._replace(seconds=time.monotonic() - started)
+    ps.destroy_distributed_environment()
+    return good, told
+
+
+def test_one_of_two_interfaces_goes_down(tmp_path: Path) -> None:
+    """The store is reached by the other one, so heartbeats go on: the data's own acknowledgements tell."""
+    names = {"GLOO_SOCKET_IFNAME": "eth0,eth1", "PARALLEL_STATE_CONNECTIONS": "2"}
+
+    def trial(_: Path) -> float:
+        with _two_hosts() as two:
+            for host in (0, 1):
+                address = f"ip addr add 10.88.0.{host + 1}/24 dev eth1 && ip link set eth1 up"
+                try:
+                    two.run_on(host, f"ip link add link eth0 name eth1 type macvlan mode bridge && {address}")
+                except HostsFailedError as error:
+                    pytest.skip(f"no second interface can be made here: {error}")
+            with _ranks(two, TWO_EACH, environment=names) as ranks:
+                results = ranks.survivors(_one_interface_goes_down, "ip link set eth1 down", timeout_s=DEADLINE_S)
+        assert sorted(results) == [0, 1, 2, 3]
+        for rank, (good, told) in results.items():
+            assert good.kind == "ok", (rank, good)
+            assert told.kind == "HostUnreachableError", (rank, told)
+            others = {2, 3} if rank < 2 else {0, 1}
+            assert told.suspect_ranks and set(told.suspect_ranks) <= others, (rank, told)
+        return max(told.seconds for _, told in results.values())
 
     assert_in_time(trial, tmp_path, LIMIT_S + 1.0)
 

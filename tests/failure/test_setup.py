@@ -5,13 +5,17 @@ More of the kind, with every argument, is in the contract tests of the division 
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import Outcome, attempt, world
+from device_communicators import settings
+from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.failure.calls import calls_on
+from tests.failure.over_torch import torch_world
 from tests.failure.ranks import Ranks
 
 TIMEOUT_S = 5.0
@@ -38,6 +42,44 @@ def test_row_13_different_sizes(ranks: Ranks) -> None:
         assert told.seconds < TIMEOUT_S
         assert none.kind == "GroupNotInitializedError"
         assert total == 4.0
+
+
+OF_ONE_RANK = {
+    "PARALLEL_STATE_TIMEOUT_S": "7",
+    "PARALLEL_STATE_HEARTBEAT_S": "0.5",
+    "PARALLEL_STATE_HEARTBEAT_LIMIT_S": "9",
+    "PARALLEL_STATE_BACKEND": "parallel_state",
+    "PARALLEL_STATE_CPU_BACKEND": "parallel_state",
+    "PARALLEL_STATE_GROUP_CREATION": "local",
+}
+
+
+def _settings_of_one_rank(joins: bool) -> dict[str, Outcome]:
+    """Starts once with each setting on rank 2 alone, in a world of its own or in torch's default group."""
+    told, rank = {}, int(os.environ["RANK"])
+    for name, value in OF_ONE_RANK.items():
+        if joins and name == "PARALLEL_STATE_BACKEND":  # torch's group has one already
+            continue
+        with torch_world(backend="gloo") if joins else nullcontext():
+            with environment(**({name: value} if rank == 2 else {})):
+                told[name] = attempt(ps.init_distributed_environment)
+            ps.destroy_distributed_environment()
+    with environment(PARALLEL_STATE_HEARTBEAT_S="0.5" if rank == 2 else None):
+        told["backend"] = attempt(lambda: torch_world().__enter__())
+    return told
+
+
+def test_row_13_a_setting_that_must_be_equal(ranks: Ranks) -> None:
+    """Of each of them every rank hears at start, before anybody waits for a group that the others don't make."""
+    assert set(OF_ONE_RANK) == {each.name for each in settings.ALL if each.equal}
+    for joins in (False, True):
+        for outcomes in ranks.run(_settings_of_one_rank, joins, timeout_s=DEADLINE_S):
+            for name, told in outcomes.items():
+                where = f"{name}, {'joined' if joins else 'own world'}: {told}"
+                assert told.kind == "ConfigMismatchError", where
+                assert ("PARALLEL_STATE_HEARTBEAT_S" if name == "backend" else name) in told.text, where
+                assert "on rank 0" in told.text and "on rank 2" in told.text, where
+                assert told.seconds < TIMEOUT_S, where
 
 
 def _different_order() -> dict[str, Outcome]:

@@ -88,9 +88,9 @@ def test_the_first_verdict_counts() -> None:
 def test_a_verdict_is_not_replaced() -> None:
     world = World()
     first, second = {"kind": "missing", "ranks": [3]}, {"kind": "same"}
-    assert world.ranks[0]._decide("world/agree/x/1", first) == first
-    assert world.ranks[1]._decide("world/agree/x/1", second) == first
-    assert world.ranks[0]._read("world/agree/x/1/verdict", (), time.monotonic()) == first
+    assert world.ranks[0]._decide(world.ranks[0].store, "world/agree/x/1", first) == first
+    assert world.ranks[1]._decide(world.ranks[0].store, "world/agree/x/1", second) == first
+    assert world.ranks[0]._read(world.ranks[0].store, "world/agree/x/1/verdict", (), time.monotonic()) == first
 
 
 def test_questions_leave_no_more_than_the_last_one_s_keys() -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from device_communicators.bounded_store import BoundedStore
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.watching import watch_ranks
 from device_communicators.errors import CommunicationError, PeerDiedError
-from device_communicators.host import connect_anew, start_time
+from device_communicators.host import start_time
 from device_communicators.liveness import health
 from device_communicators.liveness.health import Farewells, Watcher
 from device_communicators.liveness.links import LinkPort, Links
@@ -47,6 +48,9 @@ class LostStore:
         raise dist.DistNetworkError("Connection reset by peer")
 
     def set(self, key: str, value: str) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    def add(self, key: str, amount: int) -> int:
         raise dist.DistNetworkError("Broken pipe")
 
     def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
@@ -175,9 +179,10 @@ def test_no_second_connection_to_a_store_that_has_ended() -> None:
     """torch would try for as long as the store waits for anything, or longer."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.PrefixStore("start", dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=DEADLINE_S)))
-    again = connect_anew(store)
+    again = BoundedStore(store).connect_anew()
+    assert again is not None
     again.set("key", "value")
-    assert again.timeout == store.timeout == timedelta(seconds=DEADLINE_S)
+    assert again.raw.timeout == store.timeout == timedelta(seconds=DEADLINE_S)
     del server
-    assert _seconds(lambda: connect_anew(store)) < SOON_S
-    assert connect_anew(store) is None
+    assert _seconds(lambda: BoundedStore(store).connect_anew()) < SOON_S
+    assert BoundedStore(store).connect_anew() is None

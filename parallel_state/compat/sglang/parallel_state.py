@@ -96,7 +96,7 @@ def init_distributed_environment(
     if dist.get_world_size() != world.world_size:
         raise AlreadyInitializedError(f"the world has {world.world_size} ranks, torch's group {dist.get_world_size()}")
     if moe_a2a_backend == "nixl":
-        utils.set_global_tcp_store(default_store())
+        utils.set_global_tcp_store(default_store().raw)
     if "world_group" not in _made:
         _made["world_group"] = GroupCoordinator.over(world)
     get_parallel().override_permanently(world_group=_made["world_group"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from device_communicators.cpu.segment import Segment, SegmentError
 from device_communicators.errors import CollectiveTimeoutError
-from parallel_state.compat.stateless import StoreGroup
+from parallel_state.compat.stateless import ANSWER_S, StoreGroup
 
 _REDUCE: dict[Any, Any] = {
     dist.ReduceOp.SUM: torch.add,
@@ -60,13 +60,15 @@ class StatelessProcessGroup(StoreGroup):
         self._meetings += 1
         for phase in ("came", "left"):
             keys = [f"barrier/{self._meetings}/{phase}/{rank}" for rank in range(self.world_size)]
-            self.store.set(keys[self.rank], b"1")
+            store = self.bounded
+            store.set(keys[self.rank], b"1")
             if phase == "left" and self.rank != 0:
                 return
             deadline = time.monotonic() + timeout
-            while not self.store.check(keys):
+            store = self._bounded.until(deadline + ANSWER_S)
+            while not store.check(keys):
                 if time.monotonic() > deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise CollectiveTimeoutError(
                         f"barrier of {self.world_size} ranks timed out after {timeout:g} s: ranks {missing} haven't "
                         f"{phase}. Look for the first that failed",

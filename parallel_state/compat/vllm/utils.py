@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_communicators.cpu.segment import DIRECTORY
+from device_communicators.errors import CollectiveTimeoutError
+from device_communicators.helper_threads import Call
 from parallel_state import state, utilities
 
 SHM_PATH = DIRECTORY
@@ -123,8 +126,22 @@ def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Returns a gloo group that torch.distributed doesn't know; every rank of it calls it."""
-    gloo = dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout)
+    """Returns a gloo group that torch.distributed doesn't know; every rank of it calls it.
+
+    Raises CollectiveTimeoutError a second after `timeout`.
+    """
+    # gloo's operations at the store have no deadline.
+    call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
+    limit_s = timeout.total_seconds()
+    if not call.wait(time.monotonic() + limit_s + 1.0, lambda: False):
+        raise CollectiveTimeoutError(
+            f"rank {group_rank} of {group_size} could not make a gloo group within {limit_s:g} s: its store doesn't "
+            "answer. Look at the process that serves it",
+            operation="init_gloo_process_group",
+            rank=group_rank,
+            timeout_s=limit_s,
+        )
+    gloo = call.result()
     group = dist.ProcessGroup(prefix_store, group_rank, group_size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

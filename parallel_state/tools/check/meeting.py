@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from device_communicators.bounded_store import BoundedStore
 from parallel_state.startup.stores import listen_on
 from parallel_state.startup.watch import in_thread
 from parallel_state.store.client import JOB_STORE
@@ -60,7 +61,7 @@ class Meeting:
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
         """`leads`: whether this rank does; None: the first that arrives."""
-        self._store = dist.PrefixStore(prefix, store)
+        self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # torch's prefix doesn't keep a store of Python's alive
         self.arrival = 0
         self._leads = leads
@@ -187,7 +188,7 @@ def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
     who = f"port {address[1]} of {socket.gethostname()}"
     try:
         store = _within(_HANDSHAKE_S + _GRACE_S, _tcp_store(address, _HANDSHAKE_S))
-        if dist.PrefixStore(prefix, store).check(["arrivals"]):
+        if BoundedStore(dist.PrefixStore(prefix, store)).check(["arrivals"]):
             return store
         text = f"{who} is held by the store of another job"
     except (OSError, RuntimeError):

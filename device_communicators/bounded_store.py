@@ -1,0 +1,215 @@
+"""The one way to a store: every operation ends, with an answer or at its deadline.
+
+A client of torch's TCPStore waits for an answer without a deadline: behind a dead link until TCP gives up, after about
+16 minutes; while the server's process is stopped, for ever. It holds a lock meanwhile, so that the store's other
+threads wait as well. So each operation runs in a helper thread, which its caller leaves behind at the deadline.
+
+No other file calls a method of a torch store (tests/unit/test_bounded_store.py). `raw` is for torch's own functions.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from device_communicators.helper_threads import Call
+
+OPERATION_S = 5.0
+"""An operation without a deadline of its caller's fails after this time."""
+LAST_WORD_S = 0.5
+"""Publishing a verdict after a deadline takes at most this long in total, so that an error comes within T + 1 s."""
+_REACH_S = 5.0
+_TRY_S = 0.5
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
+
+
+class StoreSilentError(dist.DistError):
+    """A store did not answer an operation before its deadline."""
+
+
+def _never() -> bool:
+    return False
+
+
+class _Line:
+    """One connection to a server, of which one operation may be left behind."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pending: Call | None = None
+        """The oldest operation without an answer whose caller has stopped waiting."""
+
+    def left_behind(self) -> Call | None:
+        with self.lock:
+            if self.pending is not None and self.pending.is_done():
+                self.pending = None
+            return self.pending
+
+    def leave(self, call: Call) -> None:
+        with self.lock:
+            if self.pending is None or self.pending.is_done():
+                self.pending = call
+
+
+class BoundedStore:
+    """A store whose operations raise StoreSilentError at a deadline, and DistError as torch's do. From any thread.
+
+    `get` and `multi_get` are for keys that are known to be there: a missing key takes until the deadline.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        limit_s: float = OPERATION_S,
+        deadline: float = float("inf"),
+        ended: Callable[[], object] = _never,
+        line: _Line | None = None,
+    ) -> None:
+        """`limit_s`: of each operation. `deadline`: of all. `ended`: ends an operation that waits, when it is true."""
+        self.raw = store
+        """The store itself, for torch's own functions: torch's calls are bounded where those are made."""
+        self._limit_s = limit_s
+        self._deadline = deadline
+        self._ended = ended
+        self._line = line or _Line()
+        self._is_local = isinstance(_server_of(store), dist.HashStore)
+
+    @classmethod
+    def of(cls, store: Any) -> BoundedStore:
+        """Returns `store` as a bounded one, which it may be already."""
+        return store if isinstance(store, BoundedStore) else cls(store)
+
+    def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
+        """Returns the same connection, with operations that end at `deadline`, or when `ended()` is true."""
+        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, line=self._line)
+
+    def within(self, limit_s: float) -> BoundedStore:
+        """Returns the same connection, whose next operations end within `limit_s` seconds in total."""
+        return self.until(time.monotonic() + limit_s)
+
+    def prefixed(self, prefix: str) -> BoundedStore:
+        """Returns the same connection for keys with this prefix."""
+        return BoundedStore(
+            dist.PrefixStore(prefix, self.raw),
+            limit_s=self._limit_s,
+            deadline=self._deadline,
+            ended=self._ended,
+            line=self._line,
+        )
+
+    def connect_anew(self) -> BoundedStore | None:
+        """Returns a new connection to the same server; None if the store gives none, or its server doesn't answer.
+
+        Takes at most 5 s. torch goes on for many seconds with a server that has ended, hence the probes.
+        """
+        server, deadline = _server_of(self.raw), time.monotonic() + _REACH_S
+        made: Call | None = None
+        while time.monotonic() < deadline:
+            try:
+                if getattr(server, "host", "") and getattr(server, "port", 0):
+                    left_s = max(0.01, deadline - time.monotonic())
+                    socket.create_connection((server.host, server.port), timeout=left_s).close()
+            except OSError:
+                return None
+            made = made or Call(self.raw.clone)
+            if made.wait(min(deadline, time.monotonic() + _TRY_S), _never):
+                try:
+                    return BoundedStore(made.result())
+                except (AttributeError, RuntimeError):
+                    return None
+        return None
+
+    @property
+    def silent_s(self) -> float:
+        """Returns for how long an operation has had no answer after its caller stopped waiting; 0.0 if none."""
+        pending = self._line.left_behind()
+        return 0.0 if pending is None else time.monotonic() - pending.started_s
+
+    @property
+    def served_by(self) -> int | None:
+        """Returns the global rank whose process serves the store: rank 0; None for a launcher's, a file's, a dict's."""
+        server = _server_of(self.raw)
+        if not isinstance(server, dist.TCPStore):
+            return None
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return None if by_agent and str(server.port) == os.environ.get("MASTER_PORT", "").strip() else 0
+
+    def __str__(self) -> str:
+        server = _server_of(self.raw)
+        host, port = getattr(server, "host", ""), getattr(server, "port", 0)
+        if not host:
+            host, port = getattr(server, "address", ("", 0))
+        if not host:
+            return f"the store ({type(server).__name__})"
+        return f"the store at {host}:{port}, which {'the launcher' if self.served_by is None else 'rank 0'} serves,"
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask("get", key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._ask("multi_get", list(keys)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask("check", list(keys)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._ask("compare_set", key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Returns True once all keys are set, False after `timeout_s`. torch logs each wait of its own that fails."""
+        deadline, nap_s = time.monotonic() + timeout_s, _SHORTEST_NAP_S
+        while keys and not self.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets what torch's own waits at this store take. Sends nothing."""
+        self.raw.set_timeout(timeout)
+
+    def _ask(self, operation: str, *args: Any) -> Any:
+        """Runs an operation in a helper thread; raises StoreSilentError at the deadline."""
+        if self._is_local:
+            return getattr(self.raw, operation)(*args)
+        started = time.monotonic()
+        deadline = min(self._deadline, started + self._limit_s)
+        before = self._line.left_behind()
+        if before is not None and not before.wait(deadline, self._ended):
+            raise self._silent(operation, before.started_s)
+        call = Call(lambda: getattr(self.raw, operation)(*args))
+        try:
+            if not call.wait(max(deadline, started + _SHORTEST_NAP_S), self._ended):
+                raise self._silent(operation, started)
+        except BaseException:  # also Ctrl-C
+            self._line.leave(call)
+            raise
+        return call.result()
+
+    def _silent(self, operation: str, since: float) -> StoreSilentError:
+        return StoreSilentError(f"{self} has not answered ({operation}) for {time.monotonic() - since:.1f} s")
+
+
+def _server_of(store: Any) -> Any:
+    """Returns the store below all prefixes."""
+    while (underlying := getattr(store, "underlying_store", None)) is not None:
+        store = underlying
+    return store

@@ -1,0 +1,193 @@
+"""Row 56: rank 0, which serves the store, is killed during init, at each stage; alone, and with another rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import parallel_state as ps
+from device_communicators.c10d.store_exchange import StoreExchange
+from device_communicators.cpu.host_memory import HostMemory
+from parallel_state import state, world
+from parallel_state.startup import reachability
+from parallel_state.startup.rendezvous import _Meeting
+from tests.contract.attempts import Outcome, attempt, environment
+from tests.contract.test_rendezvous import held_port
+from tests.failure.over_torch import torch_world
+from tests.failure.ranks import Ranks
+from tests.failure.trials import assert_in_time
+from tests.failure.worlds import DEADLINE_S, kill_me, later, some
+from tests.hosts import HostRanks, Hosts, problem
+from tests.workers import WorkerPool
+
+pytestmark = pytest.mark.side_by_side
+SOON_S = 2.0
+START_S = 30.0
+MEETING_S = 0.8
+STAGES: dict[str, tuple[Any, str]] = {
+    "meeting": (_Meeting, "_judge"),
+    "reachability": (reachability, "prove"),
+    "default group": (world, "_init_process_group"),
+    "shared memory": (HostMemory, "attach"),
+    "first call": (state, "prove"),
+    "exchange of the backend": (StoreExchange, "_allgather_base"),
+}
+"""By stage the function at whose call rank 0 is killed."""
+NEEDS_CONTROL_PLANE = "two ranks that nobody watches yet: the control plane is to name both"
+
+
+def _die_at(stage: str, victims: tuple[int, ...], folder: str) -> None:
+    """Has rank 0 kill the victims, itself the last, when it comes to a stage."""
+    rank = int(os.environ["RANK"])
+    Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+    if rank != 0:
+        return
+    owner, name = STAGES[stage]
+    function = getattr(owner, name)
+
+    def kill() -> None:
+        Path(folder, "killed").write_text(repr(time.time()))
+        for victim in reversed(victims):
+            os.kill(int(Path(folder, f"pid-{victim}").read_text()), signal.SIGKILL)
+
+    def and_kill(*args: Any, **kwargs: Any) -> Any:
+        if stage == "meeting":  # which goes on meanwhile, as one rank is missing
+            later(MEETING_S, kill)
+        else:
+            kill()
+        return function(*args, **kwargs)
+
+    setattr(owner, name, and_kill)
+
+
+def _start(stage: str, victims: tuple[int, ...], port: int | None, folder: str) -> tuple[Outcome, float] | None:
+    """What a survivor is told, and when after the kill; None for the rank that doesn't come to the meeting."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if stage == "meeting" and rank == 3:
+        return None
+    _die_at(stage, victims, folder)
+    with environment(PARALLEL_STATE_START_TIMEOUT_S=str(START_S)):
+        if stage == "exchange of the backend":
+            told = attempt(lambda: torch_world(port).__enter__())
+        else:
+            method = "env://" if port is None else f"tcp://127.0.0.1:{port}"
+            told = attempt(ps.init_distributed_environment, size, rank, method, timeout=START_S)
+        told_s = time.time()
+        while told.kind == "ok" and time.time() < told_s + DEADLINE_S / 2:  # it had started: row 1
+            told = attempt(dist.barrier if stage == "exchange of the backend" else ps.get_world_group().barrier)
+        told_s = time.time()
+        ps.destroy_distributed_environment()
+    return told, told_s - float(Path(folder, "killed").read_text())
+
+
+def _check(results: dict[int, tuple[Outcome, float] | None], victims: tuple[int, ...]) -> float:
+    assert sorted(results) == [rank for rank in range(4) if rank not in victims]
+    survivors = {rank: each for rank, each in results.items() if each is not None}
+    for rank, (told, _) in survivors.items():
+        assert told.kind == "PeerDiedError", (rank, told)
+        assert set(told.suspect_ranks) == set(victims), (rank, told)
+    return max(told_s for _, told_s in survivors.values())
+
+
+def _trial(make: Callable[[], WorkerPool], stage: str, victims: tuple[int, ...], folder: Path) -> float:
+    ranks = make()
+    try:
+        if isinstance(ranks, HostRanks):
+            results = ranks.survivors(_start, stage, victims, None, str(folder), timeout_s=DEADLINE_S)
+        else:
+            with held_port() as port:
+                results = ranks.survivors(_start, stage, victims, port, str(folder), timeout_s=DEADLINE_S)
+    finally:
+        ranks.kill()
+    return _check(results, victims)
+
+
+@pytest.mark.parametrize(
+    ("stage", "victims"),
+    some(
+        [
+            ("meeting", (0, 2)), ("default group", (0, 2)), ("shared memory", (0, 2)), ("first call", (0, 2)),
+            ("exchange of the backend", (0,)), ("meeting", (0,)), ("default group", (0,)), ("shared memory", (0,)),
+            ("first call", (0,)),
+        ],
+        6,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_row_56_rank_0_is_killed_during_init(tmp_path: Path, stage: str, victims: tuple[int, ...]) -> None:
+    assert_in_time(lambda folder: _trial(lambda: Ranks(4), stage, victims, folder), tmp_path, SOON_S)
+
+
+@pytest.mark.xfail(strict=True, reason=NEEDS_CONTROL_PLANE)
+def test_row_56_two_are_killed_while_the_backend_s_ranks_meet(tmp_path: Path) -> None:
+    _trial(lambda: Ranks(4), "exchange of the backend", (0, 2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "victims"),
+    some(
+        [
+            ("meeting", (0, 2)), ("reachability", (0,)), ("default group", (0, 2)), ("first call", (0, 2)),
+            ("shared memory", (0, 2)),
+        ],
+        4,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_row_56_rank_0_of_two_hosts_is_killed_during_init(tmp_path: Path, stage: str, victims: tuple[int, ...]) -> None:
+    if problem() is not None:
+        pytest.skip(f"no hosts can be made here: {problem()}")
+
+    def trial(folder: Path) -> float:
+        with Hosts(2) as two:
+            return _trial(lambda: two.ranks((0, 0, 1, 1)), stage, victims, folder)
+
+    assert_in_time(trial, tmp_path, SOON_S)
+
+
+def _come_late(late_s: float, port: int, folder: str) -> tuple[Outcome, float] | None:
+    """Rank 2 is killed in the meeting, where rank 3 comes only then."""
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if rank == 2:
+        enter = _Meeting._enter
+
+        def enter_and_die(*args: Any) -> bool:
+            enter(*args)
+            Path(folder, "killed").write_text(repr(time.time()))
+            kill_me()
+            return True
+
+        _Meeting._enter = enter_and_die  # type: ignore[method-assign]
+    if rank == 3:
+        while not Path(folder, "killed").exists():
+            time.sleep(0.002)
+        time.sleep(late_s)
+    with environment(PARALLEL_STATE_START_TIMEOUT_S="6"):
+        told = attempt(ps.init_distributed_environment, size, rank, f"tcp://127.0.0.1:{port}")
+        told_s = time.time() - float(Path(folder, "killed").read_text())
+        until = time.monotonic() + 8.0  # the others live on
+        Path(folder, f"told-{rank}").touch()
+        while len(list(Path(folder).glob("told-*"))) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+    return told, told_s
+
+
+def test_who_comes_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path) -> None:
+    def trial(folder: Path) -> float:
+        with held_port() as port:
+            return _check(ranks.survivors(_come_late, 0.2, port, str(folder), timeout_s=DEADLINE_S), (2,))
+
+    assert_in_time(trial, tmp_path, SOON_S, before=ranks.kill)
+
+
+@pytest.mark.xfail(strict=True, reason="rank 0's store is gone with its start: the control plane is to tell of it")
+def test_who_comes_long_after_rank_0_gave_up_is_told_why(ranks: Ranks, tmp_path: Path) -> None:
+    with held_port() as port:
+        _check(ranks.survivors(_come_late, 1.5, port, str(tmp_path), timeout_s=DEADLINE_S), (2,))

@@ -1,0 +1,207 @@
+"""Stores: each operation ends at its deadline, and no file but one calls a torch store's methods."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from device_communicators.bounded_store import BoundedStore, StoreSilentError
+from tests.unit.test_import_direction import SOURCES, Source
+
+DOOR = "device_communicators/bounded_store.py"
+SERVERS = "parallel_state/store/"
+RAW = ("Store", "TCPStore", "PrefixStore", "FileStore", "HashStore", "rendezvous")
+NAMES = {*(f"dist.{name}" for name in RAW), *RAW[1:4], "ControlStore", "c10d._get_default_store"}
+OPERATIONS = ("check", "multi_get", "multi_set", "compare_set", "delete_key", "num_keys")
+AMBIGUOUS = ("get", "set", "add", "wait", "append")
+"""Also methods of dicts, sets and works: of a receiver with "store" in its name they are a store's."""
+
+MAY_HOLD_RAW = {
+    "device_communicators/c10d/group.py:Group.split": "torch's options of a new backend take a store",
+    "device_communicators/c10d/group.py:Group.make_gloo": "gloo takes a store; a helper thread makes it, with a limit",
+    "device_communicators/c10d/world.py:World.__init__": "reads an address",
+    "device_communicators/c10d/world.py:address_of": "reads an address",
+    "parallel_state/world.py:_make_fake_group": "torch's fake backend; in memory",
+    "parallel_state/world.py:_init_process_group.init": "torch's init; run_watched runs it in a thread",
+    "parallel_state/process_groups/pool.py:ProcessGroupPool.alone": "torch's init of one rank; in memory",
+    "parallel_state/startup/rendezvous.py:_Meeting": "the type of what makes a store",
+    "parallel_state/startup/rendezvous.py:_Meeting._bounded": "makes it bounded",
+    "parallel_state/startup/stores.py:StoreWay": "the type of what makes a store",
+    "parallel_state/startup/stores.py:find_store": "the type of what makes a store",
+    "parallel_state/startup/stores.py:_torch_rendezvous": "made by torch, within a deadline",
+    "parallel_state/startup/stores.py:_serve": "made within a deadline",
+    "parallel_state/startup/stores.py:_connect": "made within a deadline",
+    "parallel_state/startup/stores.py:_store_of_launch": "made at start",
+    "parallel_state/startup/stores.py:_tcp_store": "made within a deadline",
+    "parallel_state/torch_internals.py:store_in_words": "reads its type and address",
+    "parallel_state/torch_internals.py:new_group_of_members": "torch's groups take a store; run_watched runs it",
+    "parallel_state/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
+    "parallel_state/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
+    "parallel_state/coordinator.py:GroupCoordinator.from_process_group": "reads an address",
+    "parallel_state/compat/sglang/parallel_state.py:init_distributed_environment": "in memory, or SGLang's own",
+    "parallel_state/compat/sglang/utils.py:set_global_tcp_store": "keeps a store for the caller",
+    "parallel_state/compat/sglang/utils.py:get_global_tcp_store": "gives it to the caller",
+    "parallel_state/compat/sglang/utils.py:StatelessProcessGroup.create": "used through `bounded`",
+    "parallel_state/compat/vllm/stateless.py:StatelessProcessGroup.create": "used through `bounded`",
+    "parallel_state/compat/vllm/utils.py:create_tcp_store": "the caller's",
+    "parallel_state/compat/vllm/utils.py:get_cached_tcp_store_client": "the caller's",
+    "parallel_state/compat/vllm/utils.py:stateless_init_torch_distributed_process_group": "given to gloo",
+    "parallel_state/tools/check/meeting.py:open_meeting": "given to Meeting, which makes it bounded",
+    "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",
+    "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
+    "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
+    "parallel_state/tools/check/meeting.py:_tcp_store": "made within a deadline",
+    "parallel_state/tools/bench/teams.py:Team.__init__": "serves a store, asks it nothing",
+    "parallel_state/tools/bench/teams.py:Team._torch_variables": "serves a store, asks it nothing",
+    "parallel_state/launch/worker.py:_take_secret": "kept for the rank",
+    "parallel_state/launch/store.py:meeting_point": "serves a store; asked through a bounded one",
+    "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
+}
+"""Functions in which a store of torch's is made, named or handed on, each with what bounds its operations."""
+
+
+class Found(NamedTuple):
+    where: str
+    line: int
+    what: str
+
+
+def raw_stores(tree: ast.Module, name: str) -> Iterator[Found]:
+    """Yields each place where a store of torch's appears outside of `BoundedStore(…)`."""
+
+    def walk(node: ast.AST, scope: str) -> Iterator[Found]:
+        for child in ast.iter_child_nodes(node):
+            inside = scope
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                inside = f"{scope}.{child.name}".lstrip(".")
+            where = f"{name}:{inside}"
+            if isinstance(child, ast.Call):
+                function = ast.unparse(child.func)
+                if function in ("BoundedStore", "BoundedStore.of"):
+                    continue
+                if isinstance(child.func, ast.Attribute) and ".raw" in ast.unparse(child.func.value):
+                    yield Found(f"{where}: calls a method of `raw`", child.lineno, function)
+            text = ast.unparse(child) if isinstance(child, (ast.Attribute, ast.Name)) else ""
+            if text in NAMES or (text.endswith(".raw") and "store" in text):
+                yield Found(where, child.lineno, text)  # type: ignore[attr-defined]
+            yield from walk(child, inside)
+
+    return walk(tree, "")
+
+
+def operations_in(tree: ast.Module, name: str, functions: set[str]) -> Iterator[Found]:
+    """Yields calls that look like a store's operation in `functions`, which may hold a store of torch's."""
+
+    def walk(node: ast.AST, scope: str) -> Iterator[Found]:
+        for child in ast.iter_child_nodes(node):
+            inside = scope
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                inside = f"{scope}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Attribute):
+                receiver, operation = ast.unparse(child.func.value), child.func.attr
+                is_store = operation in OPERATIONS and receiver != "forks"
+                is_store = is_store or (operation in AMBIGUOUS and "store" in receiver.lower())
+                is_bounded = receiver.startswith("BoundedStore(") or receiver == "bounded"
+                if f"{name}:{inside}" in functions and is_store and not is_bounded:
+                    yield Found(f"{name}:{inside}", child.lineno, ast.unparse(child.func))
+            yield from walk(child, inside)
+
+    return walk(tree, "")
+
+
+def _others() -> list[Source]:
+    return [each for each in SOURCES if each.name != DOOR and not each.name.startswith(SERVERS)]
+
+
+def test_no_store_of_torch_is_used_but_through_the_bounded_one() -> None:
+    found = [each for source in _others() for each in raw_stores(source.tree, source.name)]
+    unknown = [each for each in found if each.where not in MAY_HOLD_RAW]
+    assert not unknown, "make it a BoundedStore at once, or add a row with what bounds its operations"
+    assert {each.where for each in found} == set(MAY_HOLD_RAW), "a row of the table is stale"
+    used = [each for source in _others() for each in operations_in(source.tree, source.name, set(MAY_HOLD_RAW))]
+    assert not used, "an operation without a deadline: call it on a BoundedStore"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(self):\n    self.door.raw.check(['key'])",
+        "def f(options):\n    store = dist.PrefixStore('a', options.store)\n    store.set('a', 'b')",
+        "def f(store: dist.Store):\n    return store.get('key')",
+        "def f():\n    return c10d._get_default_store().get('key')",
+    ],
+)
+def test_the_lint_finds(code: str) -> None:
+    assert list(raw_stores(ast.parse(code), "file.py"))
+
+
+class SilentStore:
+    """A store whose server is stopped until `answer` is set."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+        self.asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        self.answer.wait(30.0)
+        return True
+
+
+def test_an_operation_without_an_answer_ends_at_its_deadline() -> None:
+    silent = SilentStore()
+    store = BoundedStore(silent)
+    started = time.monotonic()
+    with pytest.raises(StoreSilentError, match="has not answered"):
+        store.within(0.2).check(["key"])
+    assert 0.2 <= time.monotonic() - started < 1.0
+    assert store.silent_s > 0.2
+    with pytest.raises(StoreSilentError):  # waits for the first one's answer: torch's lock is held by that
+        store.within(0.1).check(["key"])
+    assert silent.asked == 1
+    silent.answer.set()
+    assert store.within(5.0).check(["key"])
+    assert store.silent_s == 0.0 and silent.asked == 2
+
+
+def test_a_death_ends_an_operation_without_an_answer() -> None:
+    dead = threading.Event()
+    silent = SilentStore()
+    threading.Timer(0.1, dead.set).start()
+    started = time.monotonic()
+    with pytest.raises(StoreSilentError):
+        BoundedStore(silent).until(started + 30.0, dead.is_set).check(["key"])
+    assert time.monotonic() - started < 1.0
+    silent.answer.set()
+
+
+def test_errors_of_a_store_are_raised_as_they_are() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = BoundedStore(dist.TCPStore("127.0.0.1", server.port))
+    store.set("key", "value")
+    assert store.get("key") == b"value" and store.served_by == 0
+    del server
+    with pytest.raises(dist.DistNetworkError):
+        for _ in range(3):
+            store.check(["key"])
+
+
+def test_an_idle_helper_holds_no_store() -> None:
+    """A server closes its port with its last reference."""
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bounded = BoundedStore(server)
+    bounded.set("key", "value")
+    assert bounded.check(["key"])
+    alive = weakref.ref(bounded)
+    del bounded
+    time.sleep(0.05)  # the helper thread comes to its next job
+    gc.collect()
+    assert alive() is None
