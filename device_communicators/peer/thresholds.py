@@ -38,6 +38,8 @@ ALGORITHMS = ("push", "pull", "two_shot")
 
 PACKAGED = Path(__file__).with_name("thresholds.json")
 FORMAT = 1
+_FORMER = ("symmetric", "multimem")
+"""Columns of rows that 0.2.0 and earlier versions wrote; ignored."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,6 @@ class Thresholds:
     reduce_scatter_push: int
     fused: int
     """all_reduce_add_rms_norm in one kernel, which pushes; beyond it an all_reduce and a norm."""
-    symmetric: int
-    """torch's symmetric memory, behind two_shot."""
-    multimem: bool
-    """True if that goes by the switches' multicast instead of two-shot."""
     measured: bool
     source: str
     # The conditions of a measurement, as `Conditions`; empty where the figures are cited.
@@ -144,7 +142,7 @@ def dump(rows: list[Thresholds], path: Path, origin: str) -> None:
 
 
 def _row(facts: dict[str, Any]) -> Thresholds:
-    row = Thresholds(**facts)
+    row = Thresholds(**{name: value for name, value in facts.items() if name not in _FORMER})
     for field in fields(row):
         value = getattr(row, field.name)
         if type(value).__name__ != field.type or (isinstance(value, int) and value < 0):

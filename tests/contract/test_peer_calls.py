@@ -59,7 +59,7 @@ BOUNDS = {
 def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
     """The environment of ranks, with a table of small sizes."""
     folder = tmp_path_factory.mktemp("peers")
-    row = Thresholds(arch="9.0", world_size=8, symmetric=0, multimem=False, measured=True, source="a test", **BOUNDS)
+    row = Thresholds(arch="9.0", world_size=8, measured=True, source="a test", **BOUNDS)
     peer_thresholds.dump([row], folder.parent / f"{folder.name}.json", "a test")
     return {
         peer_stand_in.FOLDER: str(folder),
@@ -703,7 +703,7 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
 ) -> None:
     told = {"world_size": 2, "one_gpu_each": True, "link": "NV?", "proven_calls": 100_000}
     told |= {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0", **row}
-    measured = Thresholds(arch="9.0", symmetric=0, multimem=False, measured=True, source="a test", **BOUNDS, **told)
+    measured = Thresholds(arch="9.0", measured=True, source="a test", **BOUNDS, **told)
     peer_thresholds.dump([measured], tmp_path / "rows.json", "a test")
     for is_on, explained in pools(2).run(_auto_body, env, str(tmp_path / "rows.json"), changes, tp=2):
         assert is_on == (reason is None), explained

@@ -20,7 +20,7 @@ from device_communicators.peer.thresholds import Conditions, Thresholds, conditi
 VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)
 ROW = Thresholds(
-    "9.0", 8, *[1024] * 9, multimem=False, measured=True, source="a test",
+    "9.0", 8, *[1024] * 8, measured=True, source="a test",
     one_gpu_each=True, link="NV18", proven_calls=100_000, own_nccl=True, **VERSIONS,
 )  # fmt: skip
 CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
@@ -95,6 +95,14 @@ def test_the_users_rows_go_before_the_packages_and_a_named_table_alone(
     peer_thresholds.dump([dataclasses.replace(ROW, push=1)], named, "a test")
     monkeypatch.setenv(settings.PEER_MEMORY_TABLE.name, str(named))
     assert [row.push for row in peer_thresholds.load().rows] == [1]
+
+
+def test_a_row_with_columns_of_an_earlier_version_still_counts(user: Path) -> None:
+    peer_thresholds.dump([ROW], user, "a test")
+    former = json.loads(user.read_text())
+    former["rows"][0].update(symmetric=1024, multimem=False)
+    user.write_text(json.dumps(former))
+    assert covering(peer_thresholds.load().rows, HERE) == ROW
 
 
 @pytest.mark.parametrize("setting", [settings.NCCL, settings.PEER_MEMORY], ids=lambda setting: setting.name)
