@@ -194,7 +194,7 @@ PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
 )  # fmt: skip
 PEER_MEMORY_TABLE: Setting[str | None] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_TABLE", None, _word, "the path of a table of thresholds",
-    "Up to which size which kernel is used, as a tuning writes it; else the user's rows and the package's table.",
+    "Up to which size which kernel is used, as a tuning writes it; else the user's rows.",
 )  # fmt: skip
 ROUND_BETWEEN_HOSTS: Setting[bool] = Setting(
     "PARALLEL_STATE_ROUND_BETWEEN_HOSTS", False, _on_off, "on or off",

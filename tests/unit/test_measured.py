@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,15 +81,15 @@ def test_kinds_of_links() -> None:
     assert not conditions_of("9.0", topology(18, shared=((0, 1),)), VERSIONS).one_gpu_each
 
 
-def test_the_users_rows_go_before_the_packages_and_a_named_table_alone(
+def test_the_users_rows_are_found_and_a_named_table_goes_in_their_place(
     user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = peer_thresholds.load()
+    assert before.rows == ()
     peer_thresholds.dump([ROW], user, "a test")
-    both = peer_thresholds.load()
-    assert both.rows == (ROW, *before.rows)
-    assert both.digest != before.digest, "ranks with and without it would choose differently"
-    assert both.find("9.0", 8) is both.rows[0]
+    own = peer_thresholds.load()
+    assert own.rows == (ROW,)
+    assert own.digest != before.digest, "ranks with and without it would choose differently"
     named = tmp_path / "named.json"
     peer_thresholds.dump([dataclasses.replace(ROW, push=1)], named, "a test")
     monkeypatch.setenv(settings.PEER_MEMORY_TABLE.name, str(named))
@@ -183,9 +182,3 @@ def test_own_nccl_is_on_where_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(settings.NCCL.name, "on")
     monkeypatch.setattr(peer_thresholds, "agreed_row", lambda context, setting: pytest.fail("asked"))
     assert catalog._unmeasured_nccl(CONTEXT) is None
-
-
-def test_the_packages_table_has_no_measured_row_yet() -> None:
-    assert not any(row.measured for row in peer_thresholds.load(peer_thresholds.PACKAGED).rows)
-    assert json.loads(peer_thresholds.PACKAGED.read_text())["origin"] == "cited, not measured here"
-    assert SimpleNamespace(**dataclasses.asdict(ROW)).proven_calls >= 100_000
