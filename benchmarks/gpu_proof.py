@@ -112,7 +112,7 @@ STAGES: tuple[tuple[str, tuple[Step, ...]], ...] = (
     )),
     ("topology", (
         _tests("what the driver says", 120, "topology", "the_driver_tells_its_gpus", "the_command[--json -]",
-               "the_command[--probe]", "a_record_of_this_machine_says_the_same", "the_ranks_agree[2]"),
+               "a_record_of_this_machine_says_the_same", "the_ranks_agree[2]"),
         _tests("ways of sharing memory", 120, "peer_memory", "both_ways_of_sharing_memory"),
     )),
     ("peer memory", (

@@ -265,7 +265,7 @@ def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
         for name, value in each.items():
             if value != facts[0][name]:
                 return f"{setting} is auto, and {name} is {facts[0][name]} on rank 0, but {value} on rank {rank}"
-    topology = agree_on_topology(context, read_topology(), uuid_of(context.device), probe=False)
+    topology = agree_on_topology(context, read_topology(), uuid_of(context.device))
     names = {field.name for field in fields(Conditions)}
     found = conditions_of(mine["arch"], topology, {name: mine[name] for name in mine if name in names - {"arch"}})
     return covering(table.rows, found) or auto_refusal(found, setting)
