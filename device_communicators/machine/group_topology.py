@@ -72,8 +72,6 @@ class GroupTopology:
     nvlink_full_mesh: Vote
     """Every two GPUs of the group are connected by NVLink, directly or through switches, and nothing that the driver
     says speaks against using it. Ranks on one GPU count as connected."""
-    one_fabric: Vote
-    """All GPUs are in one NVLink domain that spans hosts (MNNVL), and in one clique of it."""
     peer_access: Vote
     """Every GPU can use every other's memory, as the driver of each rank reports it."""
 
@@ -107,15 +105,12 @@ def _device_record(topology: Topology, uuid: str | None) -> Facts:
         problem = topology.problem or ("it has no GPU" if uuid is None else f"NVML doesn't know its device {uuid}")
         return {"problem": problem}
     gpu, part = found
-    fabric = gpu.fabric
     return {
         "uuid": part.uuid if part is not None else None if gpu.mig else gpu.uuid,
         "gpu_uuid": gpu.uuid,
         "pci_id": gpu.pci_id,
         "name": gpu.name,
         "numa_node": gpu.numa_node,
-        "fabric": None if fabric is None else [fabric.cluster, fabric.clique],
-        "fabric_problem": gpu.unknown.get("fabric", "not told") if fabric is None else fabric.problem,
     }
 
 
@@ -159,7 +154,6 @@ def combine(devices: Sequence[Facts], views: Sequence[Facts]) -> GroupTopology:
         tuple(tuple(ranks) for ranks in users.values() if len(ranks) > 1),
         tuple(tuple(_nvlinks(views, rank, other) for other in range(size)) for rank in range(size)),
         _vote_on_mesh(gpus, views),
-        _vote_on_fabric(gpus, devices),
         _vote_on_peers(gpus, views),
     )
 
@@ -201,18 +195,6 @@ def _vote_on_mesh(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:
         links = _nvlinks(views, rank, other)
         fewest = links if fewest is None or links is None else min(fewest, links)
     return Vote(True, "there is one GPU" if fewest is None else f"{fewest} or more NVLinks between any two")
-
-
-def _vote_on_fabric(gpus: Sequence[RankGpu], devices: Sequence[Facts]) -> Vote:
-    if (vote := _no_gpu(gpus)) is not None:
-        return vote
-    for rank, device in enumerate(devices):
-        if device["fabric_problem"] is not None:
-            return Vote(False, f"rank {rank}: {device['fabric_problem']}")
-        if device["fabric"] != devices[0]["fabric"]:
-            one, two = (" clique ".join(map(str, each["fabric"])) for each in (devices[0], device))
-            return Vote(False, f"rank 0 is in the NVLink domain {one}, rank {rank} in {two}")
-    return Vote(True, "all are in the NVLink domain {} clique {}".format(*devices[0]["fabric"]))
 
 
 def _vote_on_peers(gpus: Sequence[RankGpu], views: Sequence[Facts]) -> Vote:

@@ -63,7 +63,6 @@ def _agreed_body() -> dict[str, Any]:
         "problems": [gpu.problem for gpu in found.gpus],
         "shared": [list(ranks) for ranks in found.shared_gpus],
         "mesh": [bool(found.nvlink_full_mesh), found.nvlink_full_mesh.reason],
-        "fabric": [bool(found.one_fabric), found.one_fabric.reason],
         "peers": [bool(found.peer_access), found.peer_access.reason],
         "found": sorted(map(sorted, find_shared_gpus(group.context, uuid_of(device())).values())),
     }

@@ -1,4 +1,4 @@
-"""What ranks make of what they told each other: sharing, NVLink, fabrics, peer access. One process plays all ranks."""
+"""What ranks make of what they told each other: sharing, NVLink, peer access. One process plays all ranks."""
 
 from __future__ import annotations
 
@@ -57,8 +57,6 @@ def test_switches() -> None:
     assert found.nvlink_full_mesh.reason == "18 or more NVLinks between any two"
     assert found.nvlinks[2] == (18, 18, None, 18, 18, 18, 18, 18)
     assert found.peer_access.reason == "the driver reports it"
-    assert not found.one_fabric
-    assert found.one_fabric.reason == "rank 0: it belongs to no NVLink domain beyond its host"
     assert found.shared_gpus == ()
     assert [gpu.numa_node for gpu in found.gpus] == [0] * 4 + [1] * 4
 
@@ -147,28 +145,6 @@ def test_two_hosts() -> None:
     assert found.peer_access.reason == "rank 0 doesn't see the GPU of rank 2: another host or container"
     assert found.nvlink_full_mesh.reason == found.peer_access.reason
     assert found.nvlinks[0] == (None, 18, None, None)
-    assert not found.one_fabric
-
-
-def test_one_fabric_over_two_hosts() -> None:
-    domain = {"cluster": "12" * 16, "clique": 3, "state": 3, "status": 0}
-
-    def host(number: int, **change: Any) -> Topology:
-        return machine(
-            "dgx-h100", fabric={"*": {**domain, **change}}, uuid={str(gpu): f"GPU-{number}{gpu}" for gpu in range(8)}
-        )
-
-    found = one([*on(host(1), 0, 1), *on(host(2), 0)])
-    assert found.one_fabric
-    assert found.one_fabric.reason == f"all are in the NVLink domain {'12' * 16} clique 3"
-    for change, words in (
-        ({"clique": 4}, f"rank 0 is in the NVLink domain {'12' * 16} clique 3, rank 2 in {'12' * 16} clique 4"),
-        ({"cluster": "13" * 16}, "rank 2 in 1313"),
-        ({"state": 2}, "rank 2: registration with the fabric is in progress"),
-    ):
-        other = one([*on(host(1), 0, 1), *on(host(2, **change), 0)])
-        assert not other.one_fabric
-        assert words in other.one_fabric.reason
 
 
 def test_a_rank_without_a_gpu() -> None:
@@ -180,7 +156,7 @@ def test_a_rank_without_a_gpu() -> None:
         ((node, "GPU-1"), "NVML doesn't know its device GPU-1"),
     ):
         found = one([(node, node.gpus[0].uuid), place])
-        for vote in (found.nvlink_full_mesh, found.one_fabric, found.peer_access):
+        for vote in (found.nvlink_full_mesh, found.peer_access):
             assert not vote
             assert vote.reason == f"rank 1 has no GPU: {why}"
         assert found.shared_gpus == ()

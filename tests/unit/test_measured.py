@@ -28,7 +28,7 @@ CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), 5.0)
 def topology(links: Any = 18, mesh: bool = True, shared: tuple[tuple[int, ...], ...] = (), size: int = 8) -> Any:
     gpu, vote = RankGpu(None, None, None, None, None, None), Vote(mesh, "says the test")
     rows = tuple(tuple(0 if one == two else links for two in range(size)) for one in range(size))
-    return GroupTopology((gpu,) * size, shared, rows, vote, vote, vote)
+    return GroupTopology((gpu,) * size, shared, rows, vote, vote)
 
 
 @pytest.fixture(autouse=True)
