@@ -303,7 +303,7 @@ def unproven(gpus: int) -> list[str]:
     return [
         "peer access between GPUs: ranks that share one map memory of their own GPU",
         "NVLink and PCIe: no byte goes over a link, so no time here is that of an exchange",
-        f"multicast in the NVLink switches: {OVERLAPPING}=1, without which no ranks share a GPU, switches it off",
+        "multicast in the NVLink switches, which only NCCL uses here",
         "kernels of several ranks at once: processes that share a GPU take turns on it, unless MPS serves them",
         "NCCL's NVLink, PCIe and InfiniBand transports: ranks that share a GPU talk over sockets, or within it",
         "domains that span hosts (MNNVL), and several hosts at all",
